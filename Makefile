@@ -1,0 +1,64 @@
+# Every target sets up what it needs in .venv, from nothing, on a machine with Python 3.11 and pip.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+# -qq hides pip's progress and its warnings and still shows its errors. The conflicts that it would report as errors are
+# the dependencies left out on purpose below.
+INSTALL := $(BIN)/python -m pip --disable-pip-version-check --no-input -qq install --no-warn-conflicts -c constraints.txt
+# What the spiking libraries need and import, and the two libraries that also ask for torchvision, torchaudio and tensorboard,
+# which nothing here uses: those two are installed without their dependencies.
+SNN := snntorch ncps nir nirtorch h5py loguru matplotlib scipy tqdm
+SNN_ALONE := norse spikingjelly
+# How many random programs `make fuzz` tries per test, and how many test processes run side by side.
+N ?= 2000
+JOBS ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format bench fuzz docs clean
+
+help: ## Show this list.
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r t d; do printf '  make %-8s %s\n' "$$t" "$$d"; done
+
+setup: $(VENV)/.ready ## Install everything for tests, demo and benchmarks into .venv.
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@echo "Setting up $(VENV) with $(PYTHON) (a few minutes the first time) ..."
+	@test -n "$(PYTHON)" || { echo "No python3.11 found. Name one: make PYTHON=path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is older than Python 3.11. Name another: make PYTHON=path/to/python3.11" >&2; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	@$(INSTALL) -e '.[plot,dev]' $(SNN)
+	@$(INSTALL) --no-deps $(SNN_ALONE)
+	@touch $@
+
+$(VENV)/.docs-ready: $(VENV)/.ready
+	@echo "Adding what the documentation needs ..."
+	@$(INSTALL) -e '.[docs]'
+	@touch $@
+
+demo: setup ## Wrap, check and train a torch GRU online, and write a report.
+	@$(BIN)/python -m etrace_bridge demo
+
+test: setup ## Run the tests.
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests
+
+lint: setup ## Run ruff and pyright.
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: setup ## Let ruff format the code and fix what it can.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup ## Run the benchmarks.
+	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+fuzz: setup ## Try N=2000 random programs on each fuzz test.
+	FUZZ_PROGRAMS=$(N) $(BIN)/python -m pytest -n $(JOBS) --hypothesis-profile fuzz -m fuzz tests
+
+docs: $(VENV)/.docs-ready ## Build the documentation into site/.
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+clean: ## Remove .venv and everything that was built.
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

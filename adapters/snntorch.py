@@ -1,0 +1,77 @@
+"""Where snnTorch keeps the state of its neurons."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import snntorch
+import torch
+from torch import nn
+
+from etrace_bridge._errors import NotSupportedError
+from etrace_bridge.frontend.state import Adapter, register_adapter
+
+# The state arguments of each neuron's `forward`; with `init_hidden=True` the same names are buffers.
+_STATES: dict[type[nn.Module], tuple[str, ...]] = {
+    snntorch.Leaky: ("mem",),
+    snntorch.Lapicque: ("mem",),
+    snntorch.Synaptic: ("syn", "mem"),
+    snntorch.Alpha: ("syn_exc", "syn_inh", "mem"),
+    snntorch.RLeaky: ("spk", "mem"),
+    snntorch.RSynaptic: ("spk", "syn", "mem"),
+    snntorch.SLSTM: ("syn", "mem"),
+    snntorch.SConv2dLSTM: ("syn", "mem"),
+}
+
+
+class NeuronAdapter(Adapter):
+    """Neurons called as `spk, *states = neuron(x, *states)`, or as `neuron(x)` with `init_hidden=True`."""
+
+    library = "snntorch"
+    layers = tuple(_STATES)
+
+    def check(self, module: nn.Module, path: str) -> None:
+        if isinstance(module, snntorch.SLSTM) and module.input_size != module.hidden_size:
+            raise NotSupportedError(
+                f"`{path or 'SLSTM'}` is a snntorch.SLSTM({module.input_size}, {module.hidden_size}). snnTorch "
+                "compares the shapes of state and input and, unless input_size == hidden_size, sets the state to zero "
+                "at every step, so there is no recurrence to train. Put "
+                f"nn.Linear({module.input_size}, {module.hidden_size}) in front of an "
+                f"SLSTM({module.hidden_size}, {module.hidden_size})."
+            )
+
+    def arguments(self, module: nn.Module) -> tuple[str, ...]:
+        if module.init_hidden:
+            return ()
+        return next(_STATES[cls] for cls in type(module).__mro__ if cls in _STATES)
+
+    def split(self, module: nn.Module, returned: Any) -> tuple[Any, tuple]:
+        spikes = returned[0]
+        if isinstance(module, (snntorch.RLeaky, snntorch.RSynaptic)):  # the last spikes are a state too
+            return spikes, tuple(returned)
+        return spikes, tuple(returned[1:])
+
+    def initial(self, module: nn.Module, inputs: tuple) -> tuple | None:
+        x = inputs[0]
+        shape = x.shape
+        if isinstance(module, snntorch.SConv2dLSTM):
+            shape = (x.shape[0], module.out_channels, *x.shape[2:])
+        return tuple(torch.zeros(shape, dtype=x.dtype) for _ in self.arguments(module))
+
+
+class ParallelAdapter(Adapter):
+    """Neurons that compute all time steps at once and keep nothing between calls."""
+
+    library = "snntorch"
+    layers = (snntorch.StateLeaky, snntorch.AssociativeLeaky)
+
+    def check(self, module: nn.Module, path: str) -> None:
+        name = type(module).__name__
+        raise NotSupportedError(
+            f"`{path or name}` is a snntorch.{name}, which computes a whole sequence at once and keeps no "
+            "state between calls, so it cannot run one step at a time. Use snntorch.Leaky with the same beta."
+        )
+
+
+register_adapter(NeuronAdapter())
+register_adapter(ParallelAdapter())

@@ -1,0 +1,21 @@
+"""The adapter of batch and instance norm: running statistics are carried from step to step, and are no hidden state."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from etrace_bridge.frontend.state import Adapter, Path, register_adapter
+
+
+class NormAdapter(Adapter):
+    """`running_mean`, `running_var` and `num_batches_tracked` are statistics."""
+
+    library = "torch"
+    layers = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+    def is_hidden(self, module: nn.Module, path: Path) -> bool:
+        """No gradient flows through statistics."""
+        return False
+
+
+register_adapter(NormAdapter())

@@ -1,0 +1,31 @@
+"""Every error a user can meet derives from `BridgeError`: what was found, why it cannot work, what to do."""
+
+from __future__ import annotations
+
+
+class BridgeError(Exception):
+    """Base of all errors raised on purpose by etrace_bridge."""
+
+
+class NotSupportedError(BridgeError):
+    """The model is valid, but this feature cannot handle it."""
+
+
+class CompilationError(BridgeError):
+    """The compiler cannot read the model into an `ETraceGraph`."""
+
+
+class StateError(BridgeError):
+    """A state is missing, not initialised, or of the wrong kind, shape or dtype."""
+
+
+class InputError(BridgeError, ValueError):
+    """An argument has the wrong type, shape, length or value."""
+
+
+class UnsupportedOpError(BridgeError):
+    """A torch operation has no JAX rule."""
+
+
+class TracingError(BridgeError):
+    """The torch module does something that cannot be traced into one fixed step."""

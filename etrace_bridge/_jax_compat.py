@@ -1,0 +1,101 @@
+"""The only file that touches JAX internals; everything else imports these names from here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax._src import source_info_util
+from jax._src.interpreters import partial_eval
+from jax._src.lax.lax import copy_p
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+__all__ = [
+    "ClosedJaxpr",
+    "Jaxpr",
+    "JaxprEqn",
+    "Literal",
+    "Var",
+    "bind_equation",
+    "copy_p",
+    "is_concrete",
+    "keep_source",
+    "make_jaxpr_closed",
+    "module_scope",
+    "remove_dead_equations",
+    "sub_jaxpr",
+    "user_line",
+]
+
+
+def bind_equation(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """Applies an equation's primitive to operands; always returns a list."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    with eqn.ctx.manager:
+        out = eqn.primitive.bind(*operands, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+@contextlib.contextmanager
+def keep_source(eqn: JaxprEqn) -> Iterator[None]:
+    """New equations traced inside keep the source line and name scope of `eqn`.
+
+    Equations from the body of a jitted library function know no line of the user's; they keep that of the call.
+    """
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    traceback = eqn.source_info.traceback
+    if traceback is None or next(source_info_util.user_frames(traceback), None) is None:
+        traceback = source_info_util.current().traceback
+    with source_info_util.user_context(traceback, name_stack=stack):
+        yield
+
+
+def is_concrete(value: Any) -> bool:
+    """Whether a value is known now, rather than being traced."""
+    return not isinstance(value, jax.core.Tracer)
+
+
+def module_scope(eqn: JaxprEqn) -> str:
+    """The `jax.named_scope` path an equation was traced under; empty if none."""
+    return str(eqn.source_info.name_stack)
+
+
+def user_line(eqn: JaxprEqn, skip: Sequence[str] = ()) -> str:
+    """`file:line (function)` of the innermost frame outside the folders in `skip`; empty if unknown."""
+    traceback = eqn.source_info.traceback
+    if traceback is None:
+        return ""
+    for frame in source_info_util.user_frames(traceback):
+        if not any(part in frame.file_name for part in skip):
+            return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
+    return ""
+
+
+def make_jaxpr_closed(fun: Callable, *avals: Any) -> ClosedJaxpr:
+    """Traces `fun` on flat arrays or shape structs."""
+    return jax.make_jaxpr(fun)(*avals)
+
+
+def remove_dead_equations(jaxpr: Jaxpr) -> Jaxpr:
+    """Drops equations that no output needs; inputs stay as they are."""
+    live, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    return live
+
+
+def sub_jaxpr(
+    jaxpr: Jaxpr,
+    eqns: Sequence[JaxprEqn],
+    invars: Sequence[Var],
+    outvars: Sequence[Any],
+    constvars: Sequence[Var] = (),
+) -> Jaxpr:
+    """A jaxpr made of some of another's equations."""
+    return jaxpr.replace(
+        constvars=list(constvars),
+        invars=list(invars),
+        outvars=list(outvars),
+        eqns=list(eqns),
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )

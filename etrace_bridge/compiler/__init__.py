@@ -1,0 +1,50 @@
+"""The compiler: one step of a model, read from its plain jaxpr into an `ETraceGraph`."""
+
+from etrace_bridge.compiler.certificate import Cut, Drop, ParameterCertificate
+from etrace_bridge.compiler.contacts import ContactForm, register_contact
+from etrace_bridge.compiler.diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
+from etrace_bridge.compiler.graph import ETraceGraph, compile_etrace_graph
+from etrace_bridge.compiler.hidden_group import (
+    HiddenGroup,
+    find_hidden_groups_from_minfo,
+    find_hidden_groups_from_module,
+)
+from etrace_bridge.compiler.module_info import ModuleInfo, extract_module_info
+from etrace_bridge.compiler.perturbation import (
+    HiddenPerturbation,
+    add_hidden_perturbation_from_minfo,
+    add_hidden_perturbation_in_module,
+)
+from etrace_bridge.compiler.primitives import register_elementwise
+from etrace_bridge.compiler.relation import (
+    HiddenParamOpRelation,
+    find_hidden_param_op_relations_from_minfo,
+    find_hidden_param_op_relations_from_module,
+)
+from etrace_bridge.compiler.views import WeightView
+
+__all__ = [
+    "CompilationRecord",
+    "ContactForm",
+    "Cut",
+    "DiagnosticKind",
+    "DiagnosticLevel",
+    "Drop",
+    "ETraceGraph",
+    "HiddenGroup",
+    "HiddenParamOpRelation",
+    "HiddenPerturbation",
+    "ModuleInfo",
+    "ParameterCertificate",
+    "WeightView",
+    "add_hidden_perturbation_from_minfo",
+    "add_hidden_perturbation_in_module",
+    "compile_etrace_graph",
+    "extract_module_info",
+    "find_hidden_groups_from_minfo",
+    "find_hidden_groups_from_module",
+    "find_hidden_param_op_relations_from_minfo",
+    "find_hidden_param_op_relations_from_module",
+    "register_contact",
+    "register_elementwise",
+]

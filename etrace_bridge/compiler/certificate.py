@@ -1,0 +1,267 @@
+"""The certificate: for each parameter, whether its online gradient is exact, and if not, what is dropped.
+
+One forward pass over the step collects facts: which *sources* (parameters, old states) reach a variable, and through
+which first cut, if any. A trace follows uncut paths only. So a parameter's gradient under D-RTRL is exact unless
+
+1. it enters a state that matters later through a cut, or
+2. a state that its trace covers enters, through a cut, a state that matters later;
+3. for `credit="core"` also: an output reads such an old state through a cut.
+
+"Matters later" means that the state can still change a loss through derivatives.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from etrace_bridge._jax_compat import JaxprEqn, Literal, Var, module_scope
+from etrace_bridge.compiler.aliases import alias_roots, producers
+from etrace_bridge.compiler.control_flow import source_line
+from etrace_bridge.compiler.diagnostics import Path, show_path
+from etrace_bridge.compiler.jaxpr import variables
+from etrace_bridge.compiler.module_info import ModuleInfo
+from etrace_bridge.compiler.positions import MANY, Alignment, Edge
+from etrace_bridge.compiler.primitives import is_elementwise, is_float, is_structural, passes_derivative
+from etrace_bridge.compiler.views import WeightUse
+
+Source = tuple[str, Any]  # ("weight", path) or ("state", variable)
+Facts = dict[Source, frozenset[Any]]  # source -> first cuts; None among them: reached without a cut
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One place where credit is not followed.
+
+    Attributes:
+        edge: (equation, operand) in the step's jaxpr.
+        primitive: what stands there.
+        reason: why alignment is lost, in words.
+        weights: parameters of the other operand, when it is a product with a weight.
+        module: name scope of the equation (the torch module path for wrapped models).
+        line: the user's source line, if known.
+    """
+
+    edge: Edge
+    primitive: str
+    reason: str
+    weights: tuple[Path, ...] = ()
+    module: str = ""
+    line: str = ""
+
+    def __str__(self) -> str:
+        where = ", ".join(part for part in (f"in `{self.module}`" if self.module else "", self.line) if part)
+        return f"{self.reason} ({where})" if where else self.reason
+
+
+@dataclass(frozen=True)
+class Drop:
+    """One piece of credit that a trace does not carry: from a parameter or a state, through a cut, into a state."""
+
+    cut: Cut
+    source: Path
+    into: Path
+
+    def __str__(self) -> str:
+        return f"`{show_path(self.source)}` -> {self.cut} -> `{show_path(self.into)}`"
+
+
+@dataclass(frozen=True)
+class ParameterCertificate:
+    """What the compiler knows about one parameter's online gradient, with D-RTRL.
+
+    Attributes:
+        path: the parameter.
+        kind: `"traced"` (has a trace), `"direct"` (outside the recurrence), `"upstream"` (reaches a state only
+            through cuts) or `"unused"`.
+        exact: whether the gradient equals BPTT's, with `credit="step"`.
+        exact_core: the same with `credit="core"`.
+        drops: what is not carried.
+        groups: indices of the hidden groups its traces live in.
+    """
+
+    path: Path
+    kind: str
+    exact: bool
+    exact_core: bool
+    drops: tuple[Drop, ...] = ()
+    groups: tuple[int, ...] = ()
+
+    @property
+    def reason(self) -> str:
+        """One sentence for people."""
+        if self.kind == "unused":
+            return "no gradient can reach it"
+        if self.kind == "direct":
+            return "outside the recurrence: plain gradient of the step"
+        if self.exact:
+            return "every path through time is position by position"
+        first = str(self.drops[0]) if self.drops else "credit through an old state that the output reads"
+        more = f" and {len(self.drops) - 1} more" if len(self.drops) > 1 else ""
+        return f"drops {first}{more}"
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """Facts at every variable, and every cut met.
+
+    Attributes:
+        at: facts by variable.
+        at_before_new: the same, where only cuts on the way to a new state count.
+        cuts: every cut, by edge.
+        pre_cuts: cuts that an old state meets on its way to a new state; `credit="core"` stops there.
+    """
+
+    at: dict[Var, Facts]
+    at_before_new: dict[Var, Facts]
+    cuts: dict[Edge, Cut]
+    pre_cuts: frozenset[Edge]
+
+
+def collect_facts(minfo: ModuleInfo, use: WeightUse, alignment: Alignment) -> StepFacts:
+    """The forward pass of facts."""
+    cuts: dict[Edge, Cut] = {}
+    start = {
+        v: {("state", v): frozenset([None])}
+        for leaves in minfo.state_tree_invars
+        for v in leaves
+        if v not in minfo.invar_to_weight_path and is_float(v)
+    }
+    made_by = producers(minfo.jaxpr.eqns)
+    new_states = {v for leaf in alignment.leaves for v in (leaf.outvar, *alias_roots(made_by, leaf.outvar))}
+    pre_cuts: set[Edge] = set()
+    at = _flow(minfo, use, alignment, dict(start), frozenset(), cuts, set())
+    from_new = _flow(minfo, use, alignment, dict(start), new_states, cuts, pre_cuts)
+    return StepFacts(at, from_new, cuts, frozenset(pre_cuts))
+
+
+def _flow(minfo, use, alignment, at, renew, cuts, crossed) -> dict[Var, Facts]:
+    """Facts at every variable; past the variables in `renew`, only what crossed a cut before them is followed."""
+    for i, eqn in enumerate(minfo.jaxpr.eqns):
+        if not passes_derivative(eqn):
+            continue
+        merged: dict[Source, set[Any]] = {}
+        for k, v in enumerate(eqn.invars):
+            if isinstance(v, Literal):
+                continue
+            contacts = [c for c in use.contact_of_eqn.get(i, ()) if c.eqn.invars[k] is c.view.var]
+            if v in use.weight_paths:
+                edge_cut = _weight_cut(eqn, i, k, contacts, alignment, use, cuts)
+                facts: Facts = {("weight", p): frozenset([edge_cut]) for p in use.weight_paths[v]} if contacts else {}
+            else:
+                facts = at.get(v, {})
+                edge_cut = _data_cut(eqn, i, k, alignment, use, cuts) if facts else None
+                if edge_cut is not None and any(None in tags for tags in facts.values()):
+                    crossed.add(edge_cut)
+            for source, tags in facts.items():
+                passed = {edge_cut if t is None else t for t in tags}
+                merged.setdefault(source, set()).update(passed)
+        if merged:
+            frozen = {s: frozenset(tags) for s, tags in merged.items()}
+            for v in eqn.outvars:
+                if is_float(v) and v not in use.weight_paths:
+                    at[v] = _cut_only(frozen) if v in renew else frozen
+    return at
+
+
+def _cut_only(facts: Facts) -> Facts:
+    return {s: tags - {None} for s, tags in facts.items() if tags - {None}}
+
+
+def _weight_cut(eqn, i, k, contacts, alignment, use, cuts) -> Edge | None:
+    """The cut at which a weight enters without a trace; None where it is traced."""
+    if not contacts:
+        return None
+    contact = contacts[0]
+    feeds = [arrays for p in contact.parts for arrays in alignment.feeds.get(p.var, {}).values()]
+    many = any(len(arrays) > 1 or arrays[0] is MANY for arrays in feeds)
+    if contact.form is not None and not many:
+        return None
+    name = eqn.primitive.name
+    reason = f"one value of `{name}` feeds many positions" if many else f"`{name}` joins a weight with data in no known way"
+    cuts.setdefault((i, k), _describe(eqn, (i, k), reason, ()))
+    return (i, k)
+
+
+def _data_cut(eqn: JaxprEqn, i: int, k: int, alignment: Alignment, use: WeightUse, cuts: dict[Edge, Cut]) -> Edge | None:
+    """The cut at this operand, if it is one."""
+    contacts = use.contact_of_eqn.get(i, ())
+    if (i, k) in alignment.cuts:
+        reason, weights = f"`{eqn.primitive.name}` moves positions", ()
+    elif contacts:
+        weights = tuple(p for c in contacts for p in c.view.paths)
+        reason = f"product with `{'`, `'.join(show_path(p) for p in weights)}`"
+    elif is_elementwise(eqn) or (is_structural(eqn) and i not in alignment.dynamic):
+        return None
+    else:
+        reason, weights = f"`{eqn.primitive.name}` mixes positions", ()
+    cuts.setdefault((i, k), _describe(eqn, (i, k), reason, weights))
+    return (i, k)
+
+
+def _describe(eqn: JaxprEqn, edge: Edge, reason: str, weights: tuple[Path, ...]) -> Cut:
+    return Cut(edge, eqn.primitive.name, reason, weights, module_scope(eqn), source_line(eqn))
+
+
+def certify(
+    minfo: ModuleInfo, facts: StepFacts, alignment: Alignment, matter: set[Var], group_of: dict[Path, int]
+) -> dict[Path, ParameterCertificate]:
+    """One certificate a parameter, in the order the model takes them."""
+    path_of = dict(minfo.invar_to_hidden_path)
+    ends: list[tuple[Var, Any, bool]] = []  # (before, after, is hidden) of states that matter
+    for state, ins, outs in zip(
+        minfo.compiled_model_states, minfo.state_tree_invars, minfo.state_tree_outvars, strict=True
+    ):
+        for n, (i, o) in enumerate(zip(ins, outs, strict=True)):
+            if i in minfo.invar_to_weight_path or isinstance(o, Literal):
+                continue
+            path_of.setdefault(i, minfo.state_path(state) or ("external", n))
+            if i in matter:
+                ends.append((i, o, i in minfo.invar_to_hidden_path))
+    outputs = list(variables(minfo.jaxpr.outvars[: minfo.num_var_out]))
+    result = {}
+    for path in minfo.weight_path_to_invars:
+        result[path] = _certify_one(("weight", path), facts, ends, outputs, path_of, group_of)
+    return result
+
+
+def _certify_one(source: Source, facts: StepFacts, ends, outputs, path_of, group_of) -> ParameterCertificate:
+    path = source[1]
+    arrives = {i: facts.at.get(o, {}).get(source, frozenset()) for i, o, _ in ends}
+    hidden = {i for i, _, is_hidden in ends if is_hidden}
+    covered = {i for i in hidden if None in arrives[i]}
+    while True:
+        grown = {
+            i for i, o, _ in ends
+            if i in hidden and any(None in facts.at.get(o, {}).get(("state", s), ()) for s in covered)
+        }
+        if grown <= covered:
+            break
+        covered |= grown
+    drops: dict[tuple, Drop] = {}
+    for i, o, is_hidden in ends:
+        entering = [(path, arrives[i])] + [
+            (path_of[s], facts.at.get(o, {}).get(("state", s), frozenset())) for s in sorted(covered, key=_order(ends))
+        ]
+        for origin, tags in entering:
+            for tag in tags:
+                if tag is None and is_hidden:
+                    continue
+                cut = facts.cuts[tag] if tag is not None else Cut((-1, -1), "state", "a state that is not a HiddenState")
+                drops.setdefault((cut.edge, origin, path_of[i]), Drop(cut, origin, path_of[i]))
+    at_output = {t for v in outputs for t in facts.at.get(v, {}).get(source, ())}
+    if not covered and not any(arrives.values()):
+        kind = "direct" if at_output else "unused"
+    else:
+        kind = "traced" if covered else "upstream"
+    reads_old = any(
+        t is not None for v in outputs for s in covered for t in facts.at_before_new.get(v, {}).get(("state", s), ())
+    )
+    ordered = tuple(drops[key] for key in sorted(drops, key=lambda key: (key[0], str(key[1]), str(key[2]))))
+    groups = tuple(sorted({group_of[path_of[s]] for s in covered}))
+    return ParameterCertificate(path, kind, not drops, not drops and not reads_old, ordered, groups)
+
+
+def _order(ends):
+    place = {i: n for n, (i, _, _) in enumerate(ends)}
+    return place.__getitem__

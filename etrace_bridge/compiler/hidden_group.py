@@ -1,0 +1,213 @@
+"""Hidden groups: hidden states joined, position by position, by the recurrence."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+
+from etrace_bridge._errors import InputError, NotSupportedError
+from etrace_bridge._jax_compat import Jaxpr, Literal, Var, make_jaxpr_closed
+from etrace_bridge.compiler.core import Core, build_core, join_leaf, split_leaf
+from etrace_bridge.compiler.diagnostics import Path, show_path
+from etrace_bridge.compiler.jaxpr import read
+from etrace_bridge.compiler.module_info import ModuleInfo, extract_module_info
+from etrace_bridge.compiler.positions import Alignment, HiddenLeaf, align, find_hidden_leaves, states_that_matter
+from etrace_bridge.compiler.views import WeightUse, find_weight_use
+
+
+@dataclass(frozen=True)
+class HiddenGroup:
+    """Hidden states joined by `h_1^t, h_2^t, … = f(h_1^{t-1}, h_2^{t-1}, …, x^t)`, position by position.
+
+    Attributes:
+        index: its place among the groups.
+        hidden_paths: the paths of its states, in the order the jaxpr takes them.
+        hidden_states: the States.
+        hidden_invars: their variables before the step.
+        hidden_outvars: their variables after the step.
+        transition_jaxpr: old states -> new states; its constants are the rest of the step.
+        transition_jaxpr_constvars: the step's variables that those constants are.
+        leaves: how each state divides into virtual states.
+        core: the same transition as equations of the step.
+    """
+
+    index: int
+    hidden_paths: tuple[Path, ...]
+    hidden_states: tuple[brainstate.State, ...]
+    hidden_invars: tuple[Var, ...]
+    hidden_outvars: tuple[Any, ...]
+    transition_jaxpr: Jaxpr
+    transition_jaxpr_constvars: tuple[Var, ...]
+    leaves: tuple[HiddenLeaf, ...] = ()
+    core: Core | None = None
+
+    @property
+    def varshape(self) -> tuple[int, ...]:
+        """The shape of one state."""
+        return self.leaves[0].varshape
+
+    @property
+    def num_state(self) -> int:
+        """How many states the group has; a packed state counts its own."""
+        return sum(leaf.count for leaf in self.leaves)
+
+    @property
+    def name(self) -> str:
+        """The group's states, for people."""
+        return ", ".join(show_path(p) for p in self.hidden_paths)
+
+    def check_consistent_varshape(self) -> None:
+        """Raises if states of different shape are in one group."""
+        shapes = {tuple(n for n in leaf.varshape if n != 1) for leaf in self.leaves}
+        if len(shapes) > 1:
+            found = ", ".join(f"`{show_path(leaf.path)}` {leaf.varshape}" for leaf in self.leaves)
+            raise NotSupportedError(
+                f"Hidden group {self.index} joins states of different shapes: {found}. Position-by-position traces need "
+                "one shape; give these states the same shape, or use `rule='rtrl'`, which needs no groups."
+            )
+
+    def transition(self, hidden_vals: Sequence[Any], input_vals: Sequence[Any]) -> list[Any]:
+        """New hidden values from old ones.
+
+        Args:
+            hidden_vals: one value a hidden state.
+            input_vals: one value a variable in `transition_jaxpr_constvars`.
+        """
+        self._check(hidden_vals, input_vals)
+        env = dict(zip(self.transition_jaxpr_constvars, input_vals, strict=True))
+        env.update(zip(self.hidden_invars, hidden_vals, strict=True))
+        env = self.core.run(env)
+        return [read(env, v) for v in self.hidden_outvars]
+
+    def diagonal_jacobian(self, hidden_vals: Sequence[Any], input_vals: Sequence[Any]) -> Any:
+        """`(*varshape, num_state, num_state)`: entry `[…, i, j]` is `∂h_i^t/∂h_j^{t-1}` at the same position."""
+        self._check(hidden_vals, input_vals)
+        new, pull = jax.vjp(lambda *h: self.concat_hidden(self.transition(h, input_vals)), *hidden_vals)
+        rows = []
+        for i in range(self.num_state):
+            one = jnp.zeros_like(new).at[..., i].set(1)
+            rows.append(self.concat_hidden(pull(one)))
+        return jnp.stack(rows, axis=-2)
+
+    def concat_hidden(self, values: Sequence[Any]) -> Any:
+        """One array with the group's states along the last axis."""
+        if len(values) != len(self.leaves):
+            raise InputError(f"Hidden group {self.index} has {len(self.leaves)} states, {len(values)} values were given.")
+        parts = [p for leaf, v in zip(self.leaves, values, strict=True) for p in split_leaf(leaf, v, self.varshape)]
+        return jnp.stack(parts, axis=-1)
+
+    def split_hidden(self, array: Any) -> list[Any]:
+        """One value a hidden state, from an array with the states along the last axis."""
+        if array.shape[-1] != self.num_state:
+            raise InputError(
+                f"Hidden group {self.index} has {self.num_state} states; the last axis of the array is {array.shape[-1]}."
+            )
+        values, at = [], 0
+        for leaf in self.leaves:
+            parts = [array[..., at + n] for n in range(leaf.count)]
+            values.append(join_leaf(leaf, parts, self.varshape))
+            at += leaf.count
+        return values
+
+    def dict(self) -> dict[str, Any]:
+        """The fields by name."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    def _check(self, hidden_vals: Sequence[Any], input_vals: Sequence[Any]) -> None:
+        if len(hidden_vals) != len(self.hidden_invars) or len(input_vals) != len(self.transition_jaxpr_constvars):
+            raise InputError(
+                f"Hidden group {self.index} takes {len(self.hidden_invars)} hidden values and "
+                f"{len(self.transition_jaxpr_constvars)} input values; "
+                f"{len(hidden_vals)} and {len(input_vals)} were given."
+            )
+
+
+def find_alignment(minfo: ModuleInfo):
+    """Weight use, alignment and the variables of states that matter: what groups and relations are made from."""
+    use = find_weight_use(minfo)
+    leaves = find_hidden_leaves(minfo)
+    matter = states_that_matter(minfo)
+    targets = frozenset(leaf.index for leaf in leaves if leaf.invar in matter)
+    return use, align(minfo, use, leaves, targets), matter
+
+
+def build_groups(
+    minfo: ModuleInfo, use: WeightUse, alignment: Alignment
+) -> tuple[list[HiddenGroup], dict[Path, HiddenGroup]]:
+    """Joins states whose old value reaches another's new value through the core.
+
+    A state that does not matter later stays alone: in a group with others, every trace would carry it along.
+    """
+    leaves, targets = alignment.leaves, alignment.targets
+    others = frozenset(leaf.index for leaf in leaves) - targets
+    aside = align(minfo, use, leaves, others) if others else alignment
+    root = list(range(len(leaves)))
+
+    def find(i: int) -> int:
+        while root[i] != i:
+            i = root[i]
+        return i
+
+    for leaf in leaves:
+        origins = alignment.origins.get(leaf.outvar, ()) if not isinstance(leaf.outvar, Literal) else ()
+        for origin in origins:
+            if {origin, leaf.index} <= targets and leaves[origin].num_places == leaf.num_places:
+                a, b = sorted((find(origin), find(leaf.index)))
+                root[b] = a
+    members: dict[int, list[HiddenLeaf]] = {}
+    for leaf in leaves:
+        members.setdefault(find(leaf.index), []).append(leaf)
+    groups = [
+        _make_group(minfo, alignment if part[0].index in targets else aside, n, tuple(part))
+        for n, part in enumerate(members.values())
+    ]
+    return groups, {path: g for g in groups for path in g.hidden_paths}
+
+
+def _make_group(minfo: ModuleInfo, alignment: Alignment, index: int, leaves: tuple[HiddenLeaf, ...]) -> HiddenGroup:
+    invars = tuple(leaf.invar for leaf in leaves)
+    outvars = tuple(leaf.outvar for leaf in leaves)
+    core = build_core(minfo.jaxpr.eqns, alignment, outvars)
+    constvars = tuple(v for v in core.reads if v not in invars)
+
+    def flat(*values: Any) -> list[Any]:
+        env = core.run(dict(zip((*constvars, *invars), values, strict=True)))
+        return [read(env, v) for v in outvars]
+
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in (*constvars, *invars)]
+    traced = make_jaxpr_closed(flat, *avals).jaxpr
+    jaxpr = traced.replace(
+        constvars=[*traced.constvars, *traced.invars[: len(constvars)]],
+        invars=traced.invars[len(constvars) :],
+        debug_info=traced.debug_info.with_unknown_names(),
+    )
+    return HiddenGroup(
+        index=index,
+        hidden_paths=tuple(leaf.path for leaf in leaves),
+        hidden_states=tuple(minfo.retrieved_model_states[leaf.path] for leaf in leaves),
+        hidden_invars=invars,
+        hidden_outvars=outvars,
+        transition_jaxpr=jaxpr,
+        transition_jaxpr_constvars=constvars,
+        leaves=leaves,
+        core=core,
+    )
+
+
+def find_hidden_groups_from_minfo(minfo: ModuleInfo) -> tuple[list[HiddenGroup], dict[Path, HiddenGroup]]:
+    """The hidden groups of a traced step, and the group of each hidden state."""
+    use, alignment, _ = find_alignment(minfo)
+    return build_groups(minfo, use, alignment)
+
+
+def find_hidden_groups_from_module(
+    model: brainstate.nn.Module, *args: Any, **kwargs: Any
+) -> tuple[list[HiddenGroup], dict[Path, HiddenGroup]]:
+    """The hidden groups of a model, and the group of each hidden state."""
+    return find_hidden_groups_from_minfo(extract_module_info(model, *args, **kwargs))

@@ -1,0 +1,113 @@
+"""The graph as a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import brainstate
+
+from etrace_bridge.compiler.certificate import ParameterCertificate
+from etrace_bridge.compiler.diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, Path, show_path
+from etrace_bridge.compiler.records import contact_name
+
+if TYPE_CHECKING:
+    from etrace_bridge.compiler.graph import ETraceGraph
+
+_HEADER = ("parameter", "contact", "hidden group", "gradient")
+
+
+def render_report(graph: ETraceGraph) -> str:
+    """Parameters with their gradients, hidden groups with their states, and the numbered cuts they refer to."""
+    cuts = _numbered_cuts(graph)
+    certificates = graph.certificate()
+    rows = [_row(graph, c, cuts) for c in certificates.values()]
+    for path, state in graph.module_info.retrieved_model_states.items():
+        if isinstance(state, brainstate.ParamState) and path not in certificates:
+            rows.append((show_path(path), "-", "-", "none: the step does not use it"))
+    exact = sum(c.exact and c.kind != "unused" for c in certificates.values())
+    title = f"Online gradients of {len(rows)} parameters with D-RTRL: {exact} exact, {len(rows) - exact} not."
+    parts = [title, "", *_table(_HEADER, rows), "", *_groups(graph)]
+    if cuts:
+        parts += ["", "Cuts: what a trace does not follow (a path must keep each position of the state apart)"]
+        parts += [_cut_line(n, text) for text, n in cuts.values()]
+    notes = [r for r in graph.diagnostics if r.level != DiagnosticLevel.INFO and not _is_shown(r)]
+    if notes:
+        parts += ["", "Notes", *(f"  {r.level.value}: {r.message}" for r in notes)]
+    return "\n".join(line.rstrip() for line in parts)
+
+
+def _is_shown(record: CompilationRecord) -> bool:
+    # The table says these, parameter by parameter.
+    return record.kind in (DiagnosticKind.UPSTREAM, DiagnosticKind.UNUSED_PARAMETER)
+
+
+def _row(graph: ETraceGraph, certificate: ParameterCertificate, cuts: dict) -> tuple[str, str, str, str]:
+    contacts = [c for c in graph.structure.use.contacts if certificate.path in c.view.paths]
+    names = [contact_name(c) for c in contacts]
+    counted = [f"{names.count(n)} x {n}" if names.count(n) > 1 else n for n in dict.fromkeys(names)]
+    groups = ", ".join(f"{n}: {graph.hidden_groups[n].name}" for n in certificate.groups)
+    return show_path(certificate.path), ", ".join(counted) or "-", groups or "-", _gradient(certificate, cuts)
+
+
+def _gradient(certificate: ParameterCertificate, cuts: dict) -> str:
+    if certificate.kind == "unused":
+        return "none: no gradient can reach it"
+    if certificate.kind == "direct":
+        return "exact (outside the recurrence)"
+    if certificate.exact:
+        return "exact" if certificate.exact_core else 'exact (approximate with credit="core")'
+    numbers = sorted({cuts[_key(d.cut.edge, d.into)][1] for d in certificate.drops})
+    dropped = f"drops {', '.join(f'[{n}]' for n in numbers)}"
+    if certificate.kind == "upstream":
+        return f"approximate: no trace, credit within the chunk; {dropped}"
+    return f"approximate: {dropped}"
+
+
+def _key(edge: tuple[int, int], into: Path) -> tuple:
+    """A cut is named by its edge; credit lost in a state that is no HiddenState, by that state."""
+    return edge if edge[0] >= 0 else (*edge, into)
+
+
+def _numbered_cuts(graph: ETraceGraph) -> dict[tuple, tuple[str, int]]:
+    """What each cut is, and its number."""
+    texts: dict[tuple, str] = {}
+    for record in graph.explain(kind=DiagnosticKind.CUT):
+        sources = (*record.context["from"], *record.context["parameters"])
+        texts[_key(record.context["edge"], ())] = _cut_text(sources, str(record.context["cut"]), record.context["into"])
+    for certificate in graph.certificate().values():
+        for drop in certificate.drops:
+            texts.setdefault(_key(drop.cut.edge, drop.into), _cut_text((drop.source,), str(drop.cut), (drop.into,)))
+    return {key: (text, n) for n, (key, text) in enumerate(texts.items(), 1)}
+
+
+def _cut_text(sources: Sequence[Path], cut: str, into: Sequence[Path]) -> str:
+    return f"{_names(sources)} -> {cut} -> {_names(into)}"
+
+
+def _cut_line(number: int, text: str) -> str:
+    return f"  [{number}] {text}"
+
+
+def _names(paths: Sequence[Path], most: int = 4) -> str:
+    shown = ", ".join(show_path(p) for p in paths[:most])
+    return shown if len(paths) <= most else f"{shown} and {len(paths) - most} more"
+
+
+def _groups(graph: ETraceGraph) -> list[str]:
+    rows = []
+    for group in graph.hidden_groups:
+        for n, (leaf, state) in enumerate(zip(group.leaves, group.hidden_states, strict=True)):
+            held = f"{leaf.count} states in one" if leaf.count > 1 else ""
+            rows.append((str(group.index) if n == 0 else "", show_path(leaf.path), str(state.value.shape), held))
+    header = ("hidden group", "state", "shape", "packed")
+    if not any(row[3] for row in rows):
+        header, rows = header[:3], [row[:3] for row in rows]
+    return _table(header, rows)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns as wide as their longest entry."""
+    widths = [max(len(row[n]) for row in (header, *rows)) for n in range(len(header))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in (header, *rows)]
+    return [lines[0], "  ".join("-" * w for w in widths), *lines[1:]]

@@ -1,0 +1,200 @@
+"""Weight views: values computed from parameters and constants alone, and where they meet data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from etrace_bridge._jax_compat import JaxprEqn, Literal, Var
+from etrace_bridge.compiler.contacts import ContactForm, contact_form
+from etrace_bridge.compiler.diagnostics import Path, show_path
+from etrace_bridge.compiler.jaxpr import evaluate, needed_equations, reads_of, variables
+from etrace_bridge.compiler.module_info import ModuleInfo
+from etrace_bridge.compiler.primitives import is_elementwise, is_float, is_structural, passes_derivative
+
+
+@dataclass(frozen=True)
+class WeightView:
+    """How a traced view `v = g(theta)` is computed from the parameters.
+
+    Attributes:
+        var: the view's variable.
+        eqns: the equations from parameters and constants to it, in order.
+        paths: the parameters it is computed from, in the order the model takes them.
+    """
+
+    var: Var
+    eqns: tuple[JaxprEqn, ...]
+    paths: tuple[Path, ...]
+
+    def __call__(self, env: dict[Var, Any]) -> Any:
+        """The view's value, given the values of parameter leaves and constants."""
+        return evaluate(self.eqns, dict(env))[self.var]
+
+    def __str__(self) -> str:
+        names = ", ".join(show_path(p) for p in self.paths)
+        steps = " -> ".join(eqn.primitive.name for eqn in self.eqns)
+        return f"{names} -> {steps}" if steps else names
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of a contact's output that the rest of the step reads: the whole of it, one gate, or a spread copy.
+
+    Attributes:
+        var: the piece's variable.
+        form: the linear form restricted to the piece.
+        letter: the output letter along which it is a slice; empty if it is not one.
+        start: where the slice starts.
+    """
+
+    var: Var
+    form: ContactForm
+    letter: str = ""
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class Contact:
+    """One equation in which a weight view meets data.
+
+    Attributes:
+        index: its place among the contacts.
+        eqn_index: its place among the step's equations.
+        eqn: the equation.
+        form: its linear form; None where the table has no rule, and the contact then gets no trace.
+        view: the weight view.
+        y: the equation's output.
+        x: the data operand; None for an element-wise contact.
+        parts: the pieces of `y` that the step reads; each is traced by itself.
+    """
+
+    index: int
+    eqn_index: int
+    eqn: JaxprEqn
+    form: ContactForm | None
+    view: WeightView
+    y: Var
+    x: Any = None
+    parts: tuple[Part, ...] = ()
+
+
+@dataclass(frozen=True)
+class WeightUse:
+    """What the first pass finds: which variables are weights alone, and the contacts."""
+
+    weight_paths: dict[Var, tuple[Path, ...]]
+    contacts: tuple[Contact, ...]
+    contact_of_eqn: dict[int, tuple[Contact, ...]]
+
+
+def find_weight_use(minfo: ModuleInfo) -> WeightUse:
+    """Follows parameters through the step until each meets data."""
+    eqns = minfo.jaxpr.eqns
+    order = {p: i for i, p in enumerate(minfo.weight_path_to_invars)}
+    paths: dict[Var, tuple[Path, ...]] = {v: (p,) for v, p in minfo.invar_to_weight_path.items() if is_float(v)}
+    data = {v for v in minfo.jaxpr.invars if v not in paths}
+    producer: dict[Var, int] = {}
+    found: dict[tuple[int, int], None] = {}
+    for i, eqn in enumerate(eqns):
+        weight_operands = [k for k, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in paths]
+        if any(v in data for v in variables(eqn.invars)):
+            data.update(eqn.outvars)
+            for k in weight_operands:
+                found[_contact_site(eqn, i, k, producer)] = None
+            continue
+        if weight_operands and passes_derivative(eqn):
+            joined = {p for k in weight_operands for p in paths[eqn.invars[k]]}
+            paths.update((v, tuple(sorted(joined, key=order.__getitem__))) for v in eqn.outvars if is_float(v))
+        producer.update((v, i) for v in eqn.outvars)
+    contacts = []
+    readers = _readers(minfo)
+    for n, (i, k) in enumerate(sorted(found)):
+        eqn = eqns[i]
+        form = contact_form(eqn, k)
+        var = eqn.invars[k]
+        view = WeightView(var, tuple(needed_equations(eqns[:i], [var])), paths[var])
+        x = eqn.invars[form.x_index] if form is not None and form.x_index is not None else None
+        parts = _find_parts(eqn.outvars[0], form, readers) if form is not None else ()
+        contacts.append(Contact(n, i, eqn, form, view, eqn.outvars[0], x, parts))
+    for c in contacts:
+        for v in c.eqn.outvars:
+            paths.pop(v, None)
+    by_eqn: dict[int, tuple[Contact, ...]] = {}
+    for c in contacts:
+        by_eqn[c.eqn_index] = (*by_eqn.get(c.eqn_index, ()), c)
+    return WeightUse(paths, tuple(contacts), by_eqn)
+
+
+def _readers(minfo: ModuleInfo) -> dict[Var, list[JaxprEqn | None]]:
+    """The equations that read each variable; None stands for an output of the step."""
+    readers: dict[Var, list[JaxprEqn | None]] = {}
+    for eqn in minfo.jaxpr.eqns:
+        for v in variables(eqn.invars):
+            readers.setdefault(v, []).append(eqn)
+    for v in variables(minfo.jaxpr.outvars):
+        readers.setdefault(v, []).append(None)
+    return readers
+
+
+def _find_parts(y: Var, form: ContactForm, readers: dict[Var, list[JaxprEqn | None]]) -> tuple[Part, ...]:
+    whole = (Part(y, form),)
+    users = readers.get(y, [])
+    if form.shape(form.out) != y.aval.shape or any(u is None for u in users) or not users:
+        return whole
+    if len(users) == 1 and users[0].primitive.name == "split":
+        return _gates(form, users[0]) or whole
+    if len(users) == 1 and users[0].primitive.name == "broadcast_in_dim":
+        return (_spread_part(y, form, users[0]),)
+    return whole
+
+
+def _gates(form: ContactForm, eqn: JaxprEqn) -> tuple[Part, ...] | None:
+    """The pieces of a fused product that is split along an axis of the weight alone."""
+    letter = form.out[eqn.params["axis"]]
+    if letter not in form.view or letter in form.feature:
+        return None
+    parts, start = [], 0
+    for var, size in zip(eqn.outvars, eqn.params["sizes"], strict=True):
+        parts.append(Part(var, replace(form, sizes={**form.sizes, letter: int(size)}), letter, start))
+        start += int(size)
+    return tuple(parts)
+
+
+def _spread_part(y: Var, form: ContactForm, eqn: JaxprEqn) -> Part:
+    """A product whose values each feed many positions, spread first: the new axes are letters of the output alone."""
+    shape, dims = eqn.outvars[0].aval.shape, eqn.params["broadcast_dimensions"]
+    fresh = iter(c for c in "ABCDEFGHIJ")
+    out, sizes, dropped = [""] * len(shape), dict(form.sizes), set()
+    for n, d in enumerate(dims):
+        if y.aval.shape[n] == shape[d]:
+            out[d] = form.out[n]
+        else:
+            dropped.add(form.out[n])
+    for d, letter in enumerate(out):
+        if not letter:
+            out[d] = next(fresh)
+            sizes[out[d]] = shape[d]
+
+    def keep(letters: str) -> str:
+        return "".join(c for c in letters if c not in dropped)
+
+    spread = replace(form, sizes=sizes, out="".join(out), view=keep(form.view), feature=keep(form.feature))
+    return Part(eqn.outvars[0], spread)
+
+
+def _contact_site(eqn: JaxprEqn, index: int, operand: int, producer: dict[Var, int]) -> tuple[int, int]:
+    """(equation, operand) at which the view enters: the spreading equation for element-wise and structural uses."""
+    joins = is_elementwise(eqn) or is_structural(eqn)
+    if joins and eqn.primitive.name not in ("gather", "dynamic_slice") and eqn.invars[operand] in producer:
+        return producer[eqn.invars[operand]], 0
+    return index, operand
+
+
+def view_inputs(views: Sequence[WeightView]) -> list[Var]:
+    """The parameter leaves and constants that these views read."""
+    seen: dict[Var, None] = {}
+    for view in views:
+        seen.update((v, None) for v in reads_of(view.eqns, [view.var]))
+    return list(seen)

@@ -1,0 +1,157 @@
+"""Where cotangents at contacts meet features: gradients of views, and the trace's two passes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from etrace_bridge._jax_compat import Var, bind_equation
+from etrace_bridge.compiler.contacts import ContactForm
+from etrace_bridge.compiler.graph import Leg
+from etrace_bridge.compiler.views import Contact
+from etrace_bridge.engine.forward import Forward
+from etrace_bridge.engine.linearise import step_env
+from etrace_bridge.engine.program import StepProgram, Tap
+
+_TIME = "T"
+
+
+def contact_inputs(program: StepProgram, env: dict[Var, Any], forward: Forward, args: Sequence[Any]) -> dict[int, Any]:
+    """The data operand of each traced contact at every step, by contact."""
+    with_x = [c for c in program.traced_contacts if c.x is not None]
+
+    def values(args_t, hidden_t, other_t, saved_t):
+        start = step_env(program, env, args_t, hidden_t, other_t)
+        return program.values(start, saved_t, [c.x for c in with_x])
+
+    found = jax.vmap(values)(list(args), forward.hidden, forward.other, forward.saved)
+    return {c.index: x for c, x in zip(with_x, found, strict=True)}
+
+
+def features(form: ContactForm, x: Any) -> Any:
+    """`phi(x)` at every step, one axis a letter."""
+    lead = x.shape[0]
+    return jax.vmap(form.phi)(x).reshape(lead, *form.shape(form.feature))
+
+
+def view_gradients(
+    program: StepProgram, env: dict[Var, Any], ybar: Sequence[Any], xs: dict[int, Any]
+) -> dict[int, Any]:
+    """Gradient of each traced contact's view, from cotangents (K, …) at its taps; in the view's letters."""
+    result = {}
+    for contact in program.traced_contacts:
+        taps = [t for t in program.taps if t.contact is contact]
+        if contact.eqn.primitive.name in ("dot_general", "copy", "broadcast_in_dim"):
+            pieces = [_product(t.part.form, ybar[t.index], xs.get(contact.index)) for t in taps]
+            result[contact.index] = join_pieces(taps, pieces)
+        else:
+            result[contact.index] = _transpose(contact, env, _whole(contact, taps, ybar), xs[contact.index])
+    return result
+
+
+def _product(form: ContactForm, ybar: Any, x: Any) -> Any:
+    ybar = ybar.reshape(ybar.shape[0], *form.shape(form.out))
+    if x is None:
+        return jnp.einsum(f"{_TIME}{form.out}->{form.view}", ybar)
+    return jnp.einsum(f"{_TIME}{form.out},{_TIME}{form.feature}->{form.view}", ybar, features(form, x))
+
+
+def _whole(contact: Contact, taps: Sequence[Tap], ybar: Sequence[Any]) -> Any:
+    if len(taps) == 1:
+        return ybar[taps[0].index]
+    axis = contact.form.out.index(taps[0].part.letter) + 1
+    return jnp.concatenate([ybar[t.index] for t in taps], axis=axis)
+
+
+def _transpose(contact: Contact, env: dict[Var, Any], ybar: Any, x: Any) -> Any:
+    """The contact's own transpose with respect to its view (convolutions, embeddings)."""
+    form = contact.form
+    view = env[contact.view.var]
+
+    def apply(view: Any) -> Any:
+        def one(x_t: Any) -> Any:
+            operands = [env.get(v) if isinstance(v, Var) else v.val for v in contact.eqn.invars]
+            operands[form.view_index], operands[form.x_index] = view, x_t
+            return bind_equation(contact.eqn, operands)[0]
+
+        return jax.vmap(one)(x)
+
+    _, pull = jax.vjp(apply, view)
+    return pull(ybar)[0].reshape(form.shape(form.view))
+
+
+def join_pieces(taps: Sequence[Tap], pieces: Sequence[Any]) -> Any:
+    """Gradients of gates, side by side along the split letter, make the gradient of the whole view."""
+    if len(taps) == 1:
+        return pieces[0]
+    form = taps[0].part.form
+    return jnp.concatenate(list(pieces), axis=form.view.index(taps[0].part.letter))
+
+
+def weight_gradients(program: StepProgram, theta: Sequence[Any], by_contact: dict[int, Any]) -> list[Any]:
+    """From the views back to the weights."""
+    contacts = [c for c in program.traced_contacts if c.index in by_contact]
+
+    def views(theta: Sequence[Any]) -> list[Any]:
+        env = program.weight_env(theta)
+        return [env[c.view.var] for c in contacts]
+
+    values, pull = jax.vjp(views, list(theta))
+    return pull([by_contact[c.index].reshape(v.shape).astype(v.dtype) for c, v in zip(contacts, values, strict=True)])[0]
+
+
+# -- traces ------------------------------------------------------------------------------------------------------
+
+
+def at_places(leg: Leg, array: Any, lead: int = 0) -> Any:
+    """Values of a group's places, brought to the piece's elements and into the trace's order; `lead` axes kept."""
+    form, front = leg.part.form, array.shape[:lead]
+    places = leg.places.reshape(-1)
+    size = int(np.prod(array.shape[lead:], dtype=np.int64))
+    if places.size == size and (places == np.arange(size)).all():
+        spread = array
+    else:
+        flat = array.reshape(*front, size)
+        spread = jnp.where(places >= 0, jnp.take(flat, np.maximum(places, 0), axis=lead), 0)
+    spread = spread.reshape(*front, *form.shape(form.out))
+    return _to_trace_order(form, spread, lead)
+
+
+def _to_trace_order(form: ContactForm, array: Any, lead: int) -> Any:
+    order = [form.out.index(c) + lead for c in form.trace_out]
+    return jnp.transpose(array, [*range(lead), *order])
+
+
+def contract_trace(leg: Leg, a: Any, trace: Any) -> Any:
+    """`a · trace` summed to the view's letters; `a` is at the piece's elements, in the trace's order."""
+    form = leg.part.form
+    wide = a.reshape(*a.shape, *(1 for _ in form.contracted))
+    axes = tuple(n for n, c in enumerate(form.trace) if c not in form.view)
+    summed = jnp.sum(wide * trace.astype(a.dtype), axis=axes)
+    left = [c for c in form.trace if c in form.view]
+    return jnp.transpose(summed, [left.index(c) for c in form.view])
+
+
+def outer_sum(leg: Leg, g: Any, x: Any) -> Any:
+    """`sum over t of g_t ⊗ phi(x_t)`: what K steps add to a trace."""
+    form = leg.part.form
+    g = _to_trace_order(form, g.reshape(g.shape[0], *form.shape(form.out)), 1)
+    if x is None:
+        return jnp.sum(g, axis=0)
+    phi = features(form, x)
+    shared = [c for c in form.out if c in form.feature]
+    rest = [c for c in form.trace_out if c not in shared]
+    if g.shape[0] == 1:
+        letters = form.trace_out
+        return jnp.einsum(f"{letters},{form.feature}->{form.trace}", g[0], phi[0])
+    # Batched products want the shared axes first, then time: (B, K, ·).
+    n = len(shared)
+    g = jnp.moveaxis(g, 0, n)
+    order = [form.feature.index(c) + 1 for c in shared] + [0] + [form.feature.index(c) + 1 for c in form.contracted]
+    phi = jnp.transpose(phi, order)
+    head = "".join(shared)
+    return jnp.einsum(f"{head}{_TIME}{''.join(rest)},{head}{_TIME}{form.contracted}->{form.trace}", g, phi)

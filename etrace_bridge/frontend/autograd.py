@@ -1,0 +1,295 @@
+"""`torch.autograd.Function` as a JAX function with the same gradient, in forward and in reverse mode."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax import lax
+from torch.autograd.function import _is_setup_context_defined, _SingleLevelFunction
+
+from etrace_bridge.frontend.tensor import TracedTensor
+
+
+@jax.custom_jvp
+def replace_value(old: Any, new: Any) -> Any:
+    """Give the value of `new` with the gradient of `old`: what an in-place write under `torch.no_grad` does."""
+    return new
+
+
+@replace_value.defjvp
+def _replace_value_jvp(primals: tuple, tangents: tuple) -> tuple:
+    return primals[1], tangents[0]
+
+
+@contextlib.contextmanager
+def intercepted() -> Iterator[None]:
+    """Send `Function.apply` on traced tensors to `apply_function`, also where `F.apply` was bound before."""
+    had_own = "apply" in _SingleLevelFunction.__dict__
+    old = _SingleLevelFunction.__dict__.get("apply")
+    plain = _SingleLevelFunction.apply.__func__ if hasattr(_SingleLevelFunction.apply, "__func__") else None
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        from etrace_bridge.frontend.trace import current  # the tracer imports this module
+
+        tracer = current()
+        if tracer is not None and any(isinstance(a, torch.Tensor) and tracer.find(a) is not None for a in args):
+            return apply_function(cls, args, kwargs)
+        if plain is not None:
+            return plain(cls, *args, **kwargs)
+        return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+
+    _SingleLevelFunction.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        if had_own:
+            _SingleLevelFunction.apply = old
+        else:
+            del _SingleLevelFunction.apply
+
+
+class Context:
+    """Stands in for the `ctx` of an `autograd.Function`."""
+
+    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs_input_grad
+        self.saved_tensors: tuple = ()
+        self.materialize_grads = True
+        self.non_differentiable: tuple = ()
+        self.dirty: tuple = ()
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        """Keep tensors for `backward`."""
+        self.saved_tensors = tensors
+
+    @property
+    def saved_variables(self) -> tuple:
+        """Old name of `saved_tensors`."""
+        return self.saved_tensors
+
+    def save_for_forward(self, *tensors: Any) -> None:
+        """Keep tensors for `jvp`, which is not used: the gradient comes from `backward`."""
+
+    def mark_dirty(self, *tensors: Any) -> None:
+        """Note inputs that `forward` wrote in place."""
+        self.dirty = tensors
+
+    def mark_non_differentiable(self, *tensors: Any) -> None:
+        """Note outputs without gradient."""
+        self.non_differentiable = tensors
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Choose between zeros and None for missing gradients; here they are always zeros."""
+        self.materialize_grads = value
+
+
+def apply_function(cls: type, args: tuple, kwargs: dict) -> Any:
+    """Run a Function's forward on traced tensors and give the result the gradient of its own `backward`."""
+    from etrace_bridge.frontend.trace import current
+
+    tracer = current()
+    slots = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
+    values = [tracer.read(args[i]) for i in slots]
+    traced = [tracer.find(args[i]) for i in slots]
+    needs = tuple(
+        isinstance(a, torch.Tensor) and (t := tracer.find(a)) is not None and t.differentiable and torch.is_grad_enabled() for a in args
+    )
+    call = _prepared(cls, args, kwargs, slots, values, needs, tracer.functions)
+    outputs = call.function(*values)
+    carried = any(t is not None and t.carried for t in traced)
+    _write_dirty(call, tracer, args, slots, outputs)
+    grad = torch.is_grad_enabled()
+    if not grad:
+        outputs = [lax.stop_gradient(o) for o in outputs]
+    return call.pack([TracedTensor(o, carried=carried, differentiable=grad) for o in outputs])
+
+
+def _prepared(cls: type, args: tuple, kwargs: dict, slots: list[int], values: list, needs: tuple[bool, ...], known: dict) -> _FunctionCall:
+    """Trace a call, or give an earlier one of this trace with the same class, shapes and other arguments."""
+    others = tuple((i, type(a), a) for i, a in enumerate(args) if i not in slots)
+    key = (cls, others, tuple(kwargs.items()), tuple((i, v.shape, v.dtype) for i, v in zip(slots, values, strict=True)), needs)
+    try:
+        if key not in known:
+            known[key] = _FunctionCall(cls, args, kwargs, slots, needs)
+        return known[key]
+    except TypeError:  # an argument cannot be hashed
+        return _FunctionCall(cls, args, kwargs, slots, needs)
+
+
+def _write_dirty(call: _FunctionCall, tracer: Any, args: tuple, slots: list[int], outputs: list) -> None:
+    """Write outputs that `forward` made in place back into the inputs they came from."""
+    for position, output in call.dirty:
+        tracer.find(args[slots[position]]).write(outputs[output])
+
+
+class _FunctionCall:
+    """One call of a Function: its forward, and its backward as a function of inputs and cotangents, as closed jaxprs."""
+
+    def __init__(self, cls: type, args: tuple, kwargs: dict, slots: list[int], needs: tuple[bool, ...]) -> None:
+        self.cls, self.args, self.kwargs, self.slots, self.needs = cls, args, kwargs, slots, needs
+        self.structure: Any = None
+        self.differentiable_outputs: list[bool] = []
+        self.dirty: list[tuple[int, int]] = []
+        self.function = self._differentiable()
+
+    def pack(self, tensors: list[TracedTensor]) -> Any:
+        """Put output tensors into the structure that `forward` returned."""
+        if isinstance(self.structure, tuple):
+            waiting = iter(tensors)
+            return tuple(next(waiting) if is_tensor else other for is_tensor, other in self.structure)
+        return tensors[0]
+
+    def _forward(self, values: list[Any]) -> tuple[Context, list[Any]]:
+        ctx = Context(self.needs)
+        inputs = list(self.args)
+        tensors = [TracedTensor(v, differentiable=self.needs[i]) for i, v in zip(self.slots, values, strict=True)]
+        for i, tensor in zip(self.slots, tensors, strict=True):
+            inputs[i] = tensor
+        with torch.no_grad():
+            if _is_setup_context_defined(self.cls.setup_context):
+                returned = self.cls.forward(*inputs, **self.kwargs)
+                self.cls.setup_context(ctx, tuple(inputs), returned)
+            else:
+                returned = self.cls.forward(ctx, *inputs, **self.kwargs)
+        outputs = returned if isinstance(returned, tuple) else (returned,)
+        self.structure = tuple((isinstance(o, torch.Tensor), o) for o in outputs) if isinstance(returned, tuple) else None
+        found = [o for o in outputs if isinstance(o, torch.Tensor)]
+        self.dirty = [(tensors.index(t), _index(found, t)) for t in ctx.dirty if _index(found, t) is not None and _index(tensors, t) is not None]
+        skip = [id(t) for t in ctx.non_differentiable]
+        self.differentiable_outputs = [o.is_floating_point() and id(o) not in skip for o in found]
+        return ctx, found
+
+    def _outputs(self, *values: Any) -> list[Any]:
+        with _inside_function() as tracer:
+            return [tracer.read(o) for o in self._forward(list(values))[1]]
+
+    def _cotangents(self, values: tuple, cotangents: tuple) -> list[Any]:
+        """Run forward for its saved tensors, then `backward`; give a cotangent for each floating input."""
+        with _inside_function() as tracer:
+            return self._run_backward(tracer, values, cotangents)
+
+    def _run_backward(self, tracer: Any, values: tuple, cotangents: tuple) -> list[Any]:
+        ctx, outputs = self._forward(list(values))
+        waiting = iter(cotangents)
+        grads = [
+            TracedTensor(next(waiting) if wanted else jnp.zeros(o.shape, tracer.read(o).dtype))
+            for o, wanted in zip(outputs, self.differentiable_outputs, strict=True)
+        ]
+        returned = self.cls.backward(ctx, *self._all_positions(grads))
+        returned = returned if isinstance(returned, tuple) else (returned,)
+        result = []
+        for slot, value in zip(self.slots, values, strict=True):
+            if not jnp.issubdtype(value.dtype, jnp.inexact):
+                continue
+            grad = returned[slot] if slot < len(returned) else None
+            grad = jnp.zeros(value.shape, value.dtype) if grad is None else tracer.read(grad)
+            result.append(_sum_to(grad, value))
+        return result
+
+    def _all_positions(self, grads: list[Any]) -> list[Any]:
+        if not isinstance(self.structure, tuple):
+            return grads
+        waiting = iter(grads)
+        return [next(waiting) if is_tensor else None for is_tensor, _ in self.structure]
+
+    def _differentiable(self) -> Callable:
+        """Build the JAX function: `custom_jvp` by transposing `backward`, or `custom_vjp` if that is not linear."""
+        avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self._values()]
+        forward = jax.make_jaxpr(self._outputs)(*avals)
+        cts = [o for o, wanted in zip(forward.out_avals, self.differentiable_outputs, strict=True) if wanted]
+        if not cts or not any(self.needs):
+            return lambda *values: jax.core.eval_jaxpr(forward.jaxpr, forward.consts, *values)
+        cts = tuple(jax.ShapeDtypeStruct(c.shape, c.dtype) for c in cts)
+        backward = jax.make_jaxpr(self._cotangents)(tuple(avals), cts)
+        run_forward = lambda *values: jax.core.eval_jaxpr(forward.jaxpr, forward.consts, *values)  # noqa: E731
+        run_backward = lambda values, c: jax.core.eval_jaxpr(backward.jaxpr, backward.consts, *values, *c)  # noqa: E731
+        run_forward.__name__ = run_backward.__name__ = self.cls.__name__
+        if _is_linear(run_backward, avals, cts):
+            return _with_jvp(run_forward, run_backward, cts, self.differentiable_outputs)
+        return _with_vjp(run_forward, run_backward, self.differentiable_outputs)
+
+    def _values(self) -> list[Any]:
+        from etrace_bridge.frontend.trace import current
+
+        return [current().read(self.args[i]) for i in self.slots]
+
+
+@contextlib.contextmanager
+def _inside_function() -> Iterator[Any]:
+    from etrace_bridge.frontend.trace import current
+
+    tracer = current()
+    outer, tracer.inside_function = tracer.inside_function, True
+    try:
+        yield tracer
+    finally:
+        tracer.inside_function = outer
+
+
+def _index(tensors: list, wanted: Any) -> int | None:
+    return next((i for i, t in enumerate(tensors) if t is wanted), None)
+
+
+def _sum_to(grad: Any, value: Any) -> Any:
+    """Bring a gradient to its input's shape and dtype, as autograd does for broadcast inputs."""
+    if grad.shape != value.shape:
+        extra = grad.ndim - value.ndim
+        grad = grad.sum(axis=tuple(range(extra))) if extra > 0 else grad
+        stretched = tuple(i for i, (g, v) in enumerate(zip(grad.shape, value.shape, strict=True)) if v == 1 and g != 1)
+        grad = grad.sum(axis=stretched, keepdims=True) if stretched else grad
+        grad = jnp.broadcast_to(grad, value.shape)
+    return grad if grad.dtype == value.dtype else grad.astype(value.dtype)
+
+
+def _is_linear(run_backward: Callable, avals: list, cts: tuple) -> bool:
+    """Tell whether `backward` is linear in the cotangents, by transposing it."""
+
+    def transpose(values: tuple, tangents: list) -> Any:
+        return jax.linear_transpose(lambda *c: run_backward(values, c), *cts)(tangents)
+
+    tangents = [a for a in avals if jnp.issubdtype(a.dtype, jnp.inexact)]
+    try:
+        jax.eval_shape(transpose, tuple(avals), tangents)
+    except Exception:  # JAX raises several kinds (NotImplementedError, AssertionError, TypeError) for a function that is not linear
+        return False
+    return True
+
+
+def _with_jvp(run_forward: Callable, run_backward: Callable, cts: tuple, wanted: list[bool]) -> Callable:
+    function = jax.custom_jvp(run_forward)
+
+    @function.defjvp
+    def jvp(primals: tuple, tangents: tuple) -> tuple:
+        outputs = run_forward(*primals)
+        floating = [t for p, t in zip(primals, tangents, strict=True) if jnp.issubdtype(p.dtype, jnp.inexact)]
+        transposed = jax.linear_transpose(lambda *c: run_backward(primals, c), *cts)
+        found = iter(transposed(floating))
+        return outputs, [next(found) if w else _zero_tangent(o) for o, w in zip(outputs, wanted, strict=True)]
+
+    return function
+
+
+def _with_vjp(run_forward: Callable, run_backward: Callable, wanted: list[bool]) -> Callable:
+    function = jax.custom_vjp(run_forward)
+
+    def forward(*primals: Any) -> tuple:
+        return run_forward(*primals), primals
+
+    def backward(primals: tuple, cotangents: list) -> tuple:
+        found = iter(run_backward(primals, tuple(c for c, w in zip(cotangents, wanted, strict=True) if w)))
+        return tuple(next(found) if jnp.issubdtype(p.dtype, jnp.inexact) else _zero_tangent(p) for p in primals)
+
+    function.defvjp(forward, backward)
+    return function
+
+
+def _zero_tangent(value: Any) -> Any:
+    if jnp.issubdtype(value.dtype, jnp.inexact):
+        return jnp.zeros_like(value)
+    return np.zeros(value.shape, jax.dtypes.float0)

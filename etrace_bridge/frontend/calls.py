@@ -1,0 +1,33 @@
+"""Seeing every call of a torch module in this thread, without changing the module."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+# Patching `nn.Module.__call__` is global: one thread at a time, and others pass straight through.
+LOCK = threading.RLock()
+Handler = Callable[[nn.Module, tuple, dict], Any]
+_local = threading.local()
+plain_call = nn.Module.__call__
+
+
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    handler = getattr(_local, "handler", None)
+    return plain_call(module, *args, **kwargs) if handler is None else handler(module, args, kwargs)
+
+
+@contextlib.contextmanager
+def intercepted_calls(handler: Handler) -> Iterator[None]:
+    """Send module calls of this thread to `handler(module, args, kwargs)`, which may use `plain_call` to go on."""
+    with LOCK:
+        outer_call, outer_handler = nn.Module.__call__, getattr(_local, "handler", None)
+        nn.Module.__call__, _local.handler = _call, handler
+        try:
+            yield
+        finally:
+            nn.Module.__call__, _local.handler = outer_call, outer_handler

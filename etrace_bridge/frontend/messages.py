@@ -1,0 +1,141 @@
+"""The errors of the front-end, each with what was found, why it cannot work and what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from etrace_bridge._errors import InputError, NotSupportedError, TracingError, UnsupportedOpError
+
+
+def unsupported_op(op: str, place: str) -> UnsupportedOpError:
+    """A torch op without a rule."""
+    name = op.removesuffix(".default")
+    key = name.replace("aten.", "aten::") if name.startswith("aten.") else name.replace(".", "::", 1)
+    return UnsupportedOpError(
+        f"The torch op `{op}` has no JAX rule, in {place}. The bridge runs a model's own forward code on JAX values, so each op "
+        f"needs one. Register a rule before `wrap` (JAX arrays in, JAX arrays out, torch's arguments):\n\n"
+        f"    import jax.numpy as jnp, etrace_bridge as eb\n\n"
+        f'    @eb.register_op("{key}")\n'
+        f"    def rule(input, *args, **kwargs):\n"
+        f"        return jnp.tanh(input)  # what the op computes\n"
+    )
+
+
+def needs_value(name: str, place: str) -> TracingError:
+    """Code that needs the number inside a traced tensor."""
+    if name in ("__bool__", "is_nonzero"):
+        what = "A Python `if`, `while`, `and`, `or`, `not` or `assert` depends on the value of a tensor"
+        todo = "Write both branches as tensors and choose with `torch.where(condition, a, b)`, or move the check out of `forward`."
+    elif name in ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "_unique2", "bincount", "where", "getitem"):
+        what = f"`{name}` gives a tensor whose shape depends on values"
+        todo = "Use a mask of fixed shape: `torch.where(mask, a, b)` or `x * mask` in place of `x[mask]`."
+    elif name in ("__contains__", "equal", "allclose"):
+        what = f"`{name}` asks for a Python answer about the values of a tensor"
+        todo = "Compare with tensor operations (`(x == y).all()`) and choose with `torch.where`."
+    else:
+        what = f"`{name.strip('_')}` reads the value of a tensor as a Python number or array"
+        todo = "Keep the value in a tensor (`x` in place of `x.item()`), or compute the number before the model is wrapped."
+    return TracingError(
+        f"{what}, in {place}. One step is compiled once for all values, so no value is known while the code runs. {todo}"
+    )
+
+
+def captured_tensor(tensor: torch.Tensor, place: str) -> TracingError:
+    """A tensor that requires grad and belongs to no module."""
+    return TracingError(
+        f"`forward` uses a tensor of shape {tuple(tensor.shape)} that requires grad and is no parameter of the wrapped module, in "
+        f"{place}. The bridge would treat it as a constant and it would silently stop learning. Register it "
+        f"(`self.w = nn.Parameter(w)`), wrap the module that owns it, or pass `w.detach()` if it should stay constant."
+    )
+
+
+def parameter_write(name: str, place: str) -> TracingError:
+    """An in-place write to a parameter inside forward."""
+    return TracingError(
+        f"`forward` writes to its parameter `{name}` in place, in {place}. Inside a step parameters are inputs, and only the optimizer "
+        f"changes them. Compute the changed weight as a new tensor (`w = self.{name}.clamp(0, 1)`), or do this after the update."
+    )
+
+
+def unfollowed_view(what: str, place: str) -> TracingError:
+    """A write through a view whose memory cannot be followed."""
+    return TracingError(
+        f"In-place write that cannot be followed: {what}, in {place}. The bridge follows slices, transposes and reshapes of one "
+        f"tensor. Work on a copy (`.clone()`), or write `x = torch.cat(...)` / `torch.where(...)` in place of the in-place write."
+    )
+
+
+def inplace_shape(old: tuple, new: tuple, place: str) -> TracingError:
+    """An in-place result that does not fit its target."""
+    return TracingError(
+        f"An in-place operation gives shape {new} for a tensor of shape {old}, in {place}. An in-place write cannot change a shape; "
+        f"use the operation without the trailing underscore."
+    )
+
+
+def escaped_tensor(name: str) -> TracingError:
+    """A traced tensor used after its trace."""
+    return TracingError(
+        f"A traced tensor was used after its trace had ended, by `{name}`, at {_line()}. `forward` stored it outside the module (a "
+        f"global list, a closure, another object). Keep tensors in the module or return them."
+    )
+
+
+def rule_failed(name: str, values: tuple, error: Exception, place: str) -> InputError:
+    """A rule refused its arguments, most often a wrong shape."""
+    shapes = ", ".join(_describe(v) for v in values)
+    return InputError(f"`{name}({shapes})` failed in {place}: {error}\nIf the shapes are not what the model expects, check the input: "
+                      f"`net(x)` takes ONE time step, `(batch, ...)`, without a time axis.")  # fmt: skip
+
+
+def _describe(value: Any) -> str:
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{np.dtype(value.dtype).name}{list(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_describe(v) for v in value) + "]"
+    return repr(value)
+
+
+def _line() -> str:
+    from etrace_bridge.frontend import locate
+
+    return locate.user_line()
+
+
+def not_online(layer: str, path: str, why: str, todo: str) -> NotSupportedError:
+    """A layer that can never run one step at a time."""
+    return NotSupportedError(f"`{path or '(root)'}` ({layer}) cannot run online: {why} {todo}")
+
+
+def wrong_input(found: list[tuple], expected: list[tuple], batch_size: int | None) -> InputError:
+    """An input whose shape does not fit the states."""
+    hint = ""
+    if len(found) == len(expected) and any(len(f) == len(e) + 1 for f, e in zip(found, expected, strict=True)):
+        hint = " It looks like a whole sequence: loop over time, or use `OnlineLearner.gradients` or `brainstate.transform.for_loop`."
+    elif len(found) == len(expected) and any(f[1:] == e[1:] for f, e in zip(found, expected, strict=True)):
+        hint = " Call `net.init_state(batch_size=...)` with the batch size of the input first."
+    return InputError(
+        f"`net(x)` takes one time step of shape {_shapes(expected)} (batch size {batch_size}) and got {_shapes(found)}.{hint}"
+    )
+
+
+def _shapes(shapes: list[tuple]) -> str:
+    return ", ".join(str(s) for s in shapes)
+
+
+def wrong_names(missing: list[str], unexpected: list[str]) -> InputError:
+    """A state dict that does not fit the model."""
+    parts = ["The state dict does not fit the model."]
+    if missing:
+        parts.append(f"Missing names: {', '.join(missing)}.")
+    if unexpected:
+        parts.append(f"Unexpected names: {', '.join(unexpected)}.")
+    return InputError(" ".join([*parts, "Pass `strict=False` to take what fits."]))
+
+
+def wrong_shape(name: str, found: tuple, expected: tuple) -> InputError:
+    """A tensor of a state dict with another shape."""
+    return InputError(f"The state dict has `{name}` of shape {found}; the model's is {expected}. Load a state dict of the same architecture.")

@@ -1,0 +1,431 @@
+"""`wrap`: a torch model as a brainstate module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import brainstate
+import jax
+import numpy as np
+import torch
+from torch import nn
+
+from etrace_bridge._errors import InputError, StateError
+from etrace_bridge.frontend import discover, messages
+from etrace_bridge.frontend.borders import to_jax, to_torch
+from etrace_bridge.frontend.names import NamedTensor, Path, named_tensors, to_path
+from etrace_bridge.frontend.plan import StepPlan
+from etrace_bridge.frontend.step import TracedStep, pack_output, trace_step
+
+
+class BufferState(brainstate.State):
+    """A tensor that a step reads or carries and that no rule trains: a buffer, a frozen parameter, running statistics."""
+
+
+class KeyState(brainstate.State):
+    """The random key of a bridged module, split at each random op."""
+
+
+@dataclass(frozen=True)
+class WrapOptions:
+    """The arguments of `wrap` besides the model."""
+
+    state: Any = None
+    example_input: tuple | None = None
+    sequence: bool | None = None
+    batch_first: bool | None = None
+    seed: int = 0
+
+
+@dataclass(eq=False)
+class _Session:
+    """What `init_state` fixed: the plan of a step for one batch size, and the steps traced for it."""
+
+    batch_size: int | None
+    plan: StepPlan
+    inputs: tuple[torch.Tensor, ...]
+    guessed: bool
+    steps: dict[Any, TracedStep] = field(default_factory=dict)
+
+
+class BridgedModule(brainstate.nn.Module):
+    """A torch model as a brainstate module: calling it runs one time step.
+
+    Made by `wrap`. Its `ParamState`s are the torch parameters, under their torch names split at the dots; its `HiddenState`s are
+    the recurrent tensors, under their module's path and their own name.
+
+    Attributes:
+        model: The torch model, never changed by the bridge (`load_into` copies weights back on request).
+        parameter_names: Names of the trained parameters, in `named_parameters()` order.
+        batch_first: The model consumes sequences as `(batch, time, ...)`.
+    """
+
+    def __init__(self, model: nn.Module, options: WrapOptions) -> None:
+        super().__init__()
+        self._core = _Core(model, options)
+        self._session: _Session | None = None
+        self._pending: int | None | _NotInitialised = _NOT_INITIALISED
+        self._tree: dict[str, Any] = {}
+        for named in self._core.tensors:
+            kind = brainstate.ParamState if named.trained else BufferState
+            if named.trained or _is_step_input(named.tensor):
+                _insert(self._tree, to_path(named.name), kind(to_jax(named.tensor)))
+
+    # ---- names
+
+    @property
+    def model(self) -> nn.Module:
+        """The torch model."""
+        return self._core.model
+
+    @property
+    def parameter_names(self) -> tuple[str, ...]:
+        """Names of the trained parameters, in `named_parameters()` order; a tied parameter has its first name."""
+        return tuple(named.name for named in self._core.tensors if named.trained)
+
+    @property
+    def tied_names(self) -> dict[str, tuple[str, ...]]:
+        """All names of each parameter that has more than one, by its first name."""
+        return {named.name: named.names for named in self._core.tensors if named.parameter and len(named.names) > 1}
+
+    @property
+    def batch_first(self) -> bool:
+        """Whether sequences for this model are `(batch, time, ...)` rather than `(time, batch, ...)`."""
+        if self._session is not None:
+            return self._session.plan.layout == "batch_first"
+        return bool(discover.static_batch_first(self.model, self._core.options.batch_first))
+
+    @property
+    def hidden_paths(self) -> tuple[Path, ...]:
+        """Paths of the hidden states, in the order of the step."""
+        return tuple(leaf.path for leaf in self._ready().plan.leaves if leaf.hidden)
+
+    # ---- states
+
+    def init_state(self, batch_size: int | None = None, **_: Any) -> None:
+        """Make the hidden states, or reset them.
+
+        Args:
+            batch_size: Size of the batch axis; None for inputs without one.
+
+        If the shape of a state depends on the input and `wrap` was not given an `example_input`, the states are made at the
+        first call.
+        """
+        inputs, guessed = self._core.inputs_for(batch_size)
+        if self._session is not None and self._session.batch_size == batch_size and not guessed:
+            inputs = self._session.inputs
+        if inputs is None:
+            self._session, self._pending = None, batch_size
+            return
+        try:
+            self._start(inputs, batch_size, guessed)
+        except (InputError, RuntimeError, TypeError, ValueError, IndexError):
+            if not guessed:
+                raise
+            self._session, self._pending = None, batch_size  # the guess was wrong: the first input will tell
+
+    def reset_state(self, batch_size: int | None = None, **_: Any) -> None:
+        """Put the hidden states back to their initial values."""
+        self.init_state(self._session.batch_size if batch_size is None and self._session is not None else batch_size)
+
+    def _start(self, inputs: tuple, batch_size: int | None, guessed: bool) -> None:
+        core, old = self._core, self._session
+        if old is not None and old.batch_size == batch_size and _same_shapes(old.inputs, inputs):
+            for leaf in old.plan.leaves:
+                _lookup(self._tree, leaf.path).value = to_jax(leaf.initial)
+            return
+        with jax.ensure_compile_time_eval():  # the states belong to the module, also if they are made during a trace
+            self._make_states(inputs, batch_size, guessed)
+
+    def _make_states(self, inputs: tuple, batch_size: int | None, guessed: bool) -> None:
+        core, old = self._core, self._session
+        plan = core.find_plan(inputs, batch_size)
+        self._session, self._pending = _Session(batch_size, plan, inputs, guessed), _NOT_INITIALISED
+        core.drop_unread_states(self)
+        for leaf in old.plan.leaves if old is not None else ():
+            _remove(self._tree, leaf.path)
+        for leaf in plan.leaves:
+            kind = brainstate.HiddenState if leaf.hidden else BufferState
+            _insert(self._tree, leaf.path, _outside_traces(kind(to_jax(leaf.initial))), replace=BufferState)
+        if plan.uses_random and _lookup(self._tree, _KEY_PATH) is None:
+            _insert(self._tree, _KEY_PATH, _outside_traces(KeyState(jax.random.PRNGKey(core.options.seed))))
+
+    def _ready(self) -> _Session:
+        if self._session is None:
+            raise StateError(
+                "The hidden states of this module do not exist yet. Call `net.init_state(batch_size=...)` before the first step"
+                + (", and run `net(x)` once, since their shape depends on the input." if self._pending is not _NOT_INITIALISED else ".")
+            )
+        return self._session
+
+    # ---- a step
+
+    def update(self, *inputs: Any) -> Any:
+        """Run one time step.
+
+        Args:
+            *inputs: One time step of each input, `(batch, ...)`, as torch tensors, NumPy or JAX arrays.
+
+        Returns:
+            The model's output for this step, as JAX arrays in the structure torch returns, state and time axis taken away.
+        """
+        values = tuple(self._core.as_input(x) for x in inputs)
+        session = self._session_for(values)
+        step = self.traced_step(*values)
+        states = [_lookup(self._tree, leaf.path) for leaf in session.plan.leaves]
+        key = _lookup(self._tree, _KEY_PATH) if step.uses_key else None
+        outputs, new_states, new_key = step(
+            self._tensor_values(step), [s.value for s in states], None if key is None else key.value, values
+        )
+        for state, value in zip(states, new_states, strict=True):
+            state.value = value
+        if key is not None:
+            key.value = new_key
+        return pack_output(step, outputs)
+
+    def _tensor_values(self, step: TracedStep, instead: Mapping[str, Any] = MappingProxyType({})) -> list[Any]:
+        """Read the parameters and buffers that a step reads, and touch no others."""
+        return [
+            instead[named.name] if named.name in instead else _lookup(self._tree, to_path(named.name)).value
+            for named, used in zip(self._core.step_tensors, step.used_tensors, strict=True)
+            if used
+        ]
+
+    def traced_step(self, *inputs: Any) -> TracedStep:
+        """Give the step as a closed jaxpr for inputs of this shape, traced at most once per shape and mode."""
+        session = self._ready()
+        key = (tuple((x.shape, str(x.dtype)) for x in inputs), tuple(m.training for m in self.model.modules()))
+        if key not in session.steps:
+            session.steps[key] = self._core.trace(session.plan, inputs)
+        return session.steps[key]
+
+    def functional_step(self, *inputs: Any) -> tuple[tuple[str, ...], Callable]:
+        """Give the step as a pure function, for code that handles values itself.
+
+        Args:
+            *inputs: One time step of each input, for shapes and dtypes.
+
+        Returns:
+            The state names, and `step(parameters, states, *inputs) -> (output arrays, new states)`, where `parameters` is
+            `{torch name: array}` (missing ones are taken from this module) and `states` a list in the order of the names.
+        """
+        step, session = self.traced_step(*inputs), self._ready()
+
+        def run(parameters: Mapping[str, Any], states: Sequence[Any], *xs: Any) -> tuple[list[Any], list[Any]]:
+            key = _lookup(self._tree, _KEY_PATH).value if step.uses_key else None
+            return step(self._tensor_values(step, parameters), states, key, xs)[:2]
+
+        return tuple(".".join(leaf.path) for leaf in session.plan.leaves), run
+
+    def parameter_values(self) -> dict[str, jax.Array]:
+        """Give the trained parameters by torch name."""
+        return {name: _lookup(self._tree, to_path(name)).value for name in self.parameter_names}
+
+    def hidden_values(self) -> list[jax.Array]:
+        """Give the values of all states of the step, in its order."""
+        return [_lookup(self._tree, leaf.path).value for leaf in self._ready().plan.leaves]
+
+    def _session_for(self, values: tuple) -> _Session:
+        """Give the session, made now if the states wait for an input; check that the input fits."""
+        if self._session is None and self._pending is not _NOT_INITIALISED:
+            self._start(self._core.example_like(values), self._pending, guessed=False)
+        session = self._ready()
+        if len(values) == len(session.inputs) and all(v.shape == tuple(x.shape) for v, x in zip(values, session.inputs, strict=True)):
+            return session
+        fits = session.batch_size is None or all(v.ndim > 0 and v.shape[0] == session.batch_size for v in values)
+        if session.guessed and fits and not any(isinstance(v, jax.core.Tracer) for v in values):
+            self._start(self._core.example_like(values), session.batch_size, guessed=False)
+            return self._session
+        raise messages.wrong_input([tuple(v.shape) for v in values], [tuple(x.shape) for x in session.inputs], session.batch_size)
+
+    # ---- torch state dicts
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Give the current parameters and buffers as copies, under all their torch names, as the torch model's `state_dict` does."""
+        current: dict[str, torch.Tensor] = {}
+        for named in self._core.tensors:
+            state = _lookup(self._tree, to_path(named.name))
+            same = isinstance(state, brainstate.State) and tuple(state.value.shape) == tuple(named.tensor.shape)
+            value = to_torch(state.value).to(named.tensor.dtype) if same else named.tensor.detach().clone()
+            current.update(dict.fromkeys(named.names, value))
+        return {name: current[name] for name in self.model.state_dict() if name in current}
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+        """Take parameters and buffers from a torch state dict; `model` itself is not changed.
+
+        Args:
+            state_dict: `{torch name: tensor}`.
+            strict: Raise if names are missing or unexpected.
+        """
+        own = self.state_dict()
+        missing, unexpected = sorted(set(own) - set(state_dict)), sorted(set(state_dict) - set(own))
+        if strict and (missing or unexpected):
+            raise messages.wrong_names(missing, unexpected)
+        for named in self._core.tensors:
+            given = [state_dict[name] for name in named.names if name in state_dict]
+            state = _lookup(self._tree, to_path(named.name))
+            if not given or not isinstance(state, brainstate.State):
+                continue
+            if tuple(given[0].shape) != tuple(named.tensor.shape):
+                raise messages.wrong_shape(named.name, tuple(given[0].shape), tuple(named.tensor.shape))
+            if tuple(state.value.shape) == tuple(named.tensor.shape):
+                state.value = to_jax(given[0]).astype(state.value.dtype)
+
+
+class _NotInitialised:
+    """Marks a module whose `init_state` was not called."""
+
+
+_NOT_INITIALISED = _NotInitialised()
+_KEY_PATH: Path = ("rng_key",)
+
+
+class _Core:
+    """The torch side of a bridged module, shared by its copies."""
+
+    def __init__(self, model: nn.Module, options: WrapOptions) -> None:
+        self.model, self.options = model, options
+        self.tensors: list[NamedTensor] = named_tensors(model)
+        self.step_tensors = [n for n in self.tensors if n.trained or _is_step_input(n.tensor)]
+
+    def inputs_for(self, batch_size: int | None) -> tuple[tuple | None, bool]:
+        """Give one step of input for a batch size, and whether it is guessed from the layers' sizes."""
+        if self.options.example_input is not None:
+            return tuple(discover.with_batch(x, batch_size) for x in self.options.example_input), False
+        return discover.guess_inputs(self.model, batch_size), True
+
+    def find_plan(self, inputs: tuple, batch_size: int | None) -> StepPlan:
+        """Find how a step runs, with initial states for this batch size."""
+        options = self.options
+        return discover.find_plan(self.model, inputs, state=discover.given_state(options.state, batch_size, self.float_dtype), sequence=options.sequence,
+                                  batch_first=options.batch_first, batched=batch_size is not None)  # fmt: skip
+
+    def drop_unread_states(self, net: BridgedModule) -> None:
+        """Trace the step once, take states that it never reads out of the plan, and note whether it is random."""
+        session = net._session
+        values = tuple(to_jax(x) for x in session.inputs)
+        step = net.traced_step(*values)
+        session.plan.uses_random = step.uses_key
+        if not all(step.used_states):
+            session.plan.drop_unread(step.used_states, self.model)
+            session.steps.clear()
+
+    def trace(self, plan: StepPlan, inputs: Sequence[Any]) -> TracedStep:
+        """Trace one step."""
+        return trace_step(self.model, plan, self.step_tensors, inputs)
+
+    def as_input(self, x: Any) -> Any:
+        """Bring an input to a JAX array; NumPy's default float64 becomes the model's float type."""
+        if isinstance(x, (np.ndarray, list, float)) and np.asarray(x).dtype == np.float64:
+            x = np.asarray(x).astype(str(self.float_dtype).removeprefix("torch."))
+        return to_jax(x)
+
+    @property
+    def float_dtype(self) -> torch.dtype:
+        """The dtype of the model's first floating parameter or buffer."""
+        return next((n.tensor.dtype for n in self.tensors if n.tensor.is_floating_point()), torch.get_default_dtype())
+
+    def example_like(self, values: tuple) -> tuple[torch.Tensor, ...]:
+        """Make torch tensors of the shapes of some inputs, which may be traced."""
+        return tuple(discover.example_tensor(v.shape, v.dtype) if isinstance(v, jax.core.Tracer) else to_torch(v) for v in values)
+
+
+def wrap(module: nn.Module, state: Any = None, *, example_input: Any = None, sequence: bool | None = None,
+         batch_first: bool | None = None, seed: int = 0) -> BridgedModule:  # fmt: skip
+    """Turn a torch module, as it is, into a brainstate module that runs one time step per call.
+
+    The module's own `forward` code is traced, so what runs is what the user wrote; the module itself is never changed.
+
+    Args:
+        module: Any `torch.nn.Module`: recurrent layers, cells, spiking layers, or a model that contains them.
+        state: The initial state, only for a module `forward(x, state)` that does not accept `None` as state: a callable
+            `batch_size -> state` in torch tensors, or an example of a state.
+        example_input: One time step of input `(batch, ...)`, or a tuple for several inputs. Needed only if states must exist before
+            the first call and their shape depends on the input (convolutions, spiking layers without sizes).
+        sequence: Whether `forward` consumes sequences; found out if None.
+        batch_first: Where the batch axis of such sequences is; found out if None.
+        seed: Seed of the random key for dropout and other random layers.
+
+    Returns:
+        The bridged module. Call `init_state(batch_size)` before the first step.
+    """
+    if not isinstance(module, nn.Module):
+        raise InputError(f"`wrap` takes a `torch.nn.Module`, not `{type(module).__name__}`. For a stateless torch function use `eb.trace_function`.")
+    discover.check_modules(module)
+    examples = None
+    if example_input is not None:
+        items = example_input if isinstance(example_input, tuple) else (example_input,)
+        examples = tuple(x.detach().clone() if isinstance(x, torch.Tensor) else to_torch(to_jax(x)) for x in items)
+    return BridgedModule(module, WrapOptions(state, examples, sequence, batch_first, seed))
+
+
+# ---- the tree of states
+
+
+def _outside_traces(state: brainstate.State) -> brainstate.State:
+    """Let a state that was made during a brainstate trace count as one that existed before."""
+    state.stack_level = 0
+    return state
+
+
+def _insert(tree: dict, path: Path, state: brainstate.State, replace: type | None = None) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+        if isinstance(tree, brainstate.State):
+            raise StateError(f"State path {path} passes through another state. Rename it with an adapter's `state_path`.")
+    old = tree.get(path[-1])
+    if old is not None and not (replace is not None and isinstance(old, replace)):
+        raise StateError(f"Two tensors have the path {path}. Rename one with an adapter's `state_path`.")
+    tree[path[-1]] = state
+
+
+def _lookup(tree: dict, path: Path) -> Any:
+    node: Any = tree
+    for key in path:
+        if not isinstance(node, dict) or key not in node:
+            return None
+        node = node[key]
+    return node
+
+
+def _remove(tree: dict, path: Path) -> None:
+    for key in path[:-1]:
+        tree = tree.get(key, {})
+    tree.pop(path[-1], None)
+
+
+def _same_shapes(a: tuple, b: tuple) -> bool:
+    return len(a) == len(b) and all(x.shape == y.shape and x.dtype == y.dtype for x, y in zip(a, b, strict=True))
+
+
+def _is_step_input(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _flatten(net: BridgedModule) -> tuple[list[tuple[str, Any]], tuple]:
+    return sorted(net._tree.items()), (type(net), net._core, net._session, net._pending)
+
+
+def _set_key(net: BridgedModule, key: str, value: Any) -> None:
+    old = net._tree.get(key)
+    if isinstance(old, brainstate.State) and isinstance(value, brainstate.TreefyState):
+        old.update_from_ref(value)
+    else:
+        net._tree[key] = value
+
+
+def _create_empty(metadata: tuple) -> BridgedModule:
+    kind, core, session, pending = metadata
+    net = object.__new__(kind)
+    brainstate.nn.Module.__init__(net)
+    net._core, net._session, net._pending, net._tree = core, session, pending, {}
+    return net
+
+
+brainstate.graph.register_graph_node_type(
+    BridgedModule, flatten=_flatten, set_key=_set_key, pop_key=lambda net, key: net._tree.pop(key), create_empty=_create_empty,
+    clear=lambda net: net._tree.clear(),
+)  # fmt: skip

@@ -1,0 +1,58 @@
+"""Torch names and brainstate paths: `gru.weight_ih_l0` is `('gru', 'weight_ih_l0')`, tied tensors have one path and many names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+Path = tuple[str, ...]
+
+
+def to_path(name: str) -> Path:
+    """Split a torch name at its dots."""
+    return tuple(name.split("."))
+
+
+def to_name(path: Path) -> str:
+    """Join a path with dots."""
+    return ".".join(path)
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """One tensor of a model with all names it has there.
+
+    Attributes:
+        tensor: The torch tensor.
+        names: Its names, the first one in `named_parameters()` order is its own.
+        trained: It is a parameter that requires grad.
+        parameter: It is a parameter.
+        persistent: It appears in `state_dict()`.
+    """
+
+    tensor: torch.Tensor
+    names: tuple[str, ...]
+    trained: bool
+    parameter: bool
+    persistent: bool = True
+
+    @property
+    def name(self) -> str:
+        """The first name."""
+        return self.names[0]
+
+
+def named_tensors(model: nn.Module) -> list[NamedTensor]:
+    """List a model's parameters, then its buffers, each once with all its names."""
+    in_state_dict = set(model.state_dict(keep_vars=True))
+    found: dict[int, tuple[torch.Tensor, list[str], bool]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), (parameter, [], True))[1].append(name)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        found.setdefault(id(buffer), (buffer, [], False))[1].append(name)
+    return [
+        NamedTensor(tensor, tuple(names), is_parameter and tensor.requires_grad, is_parameter, any(n in in_state_dict for n in names))
+        for tensor, names, is_parameter in found.values()
+    ]

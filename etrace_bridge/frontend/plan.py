@@ -1,0 +1,252 @@
+"""What is known about one step of a torch model: where its state lives, what it consumes, and how to call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from etrace_bridge.frontend.calls import intercepted_calls, plain_call
+from etrace_bridge.frontend.state import Adapter, Path, bind_state_arguments, call_with_state, find_adapter, flatten_state, unflatten_state
+
+
+@dataclass
+class StateLeaf:
+    """One state tensor.
+
+    Attributes:
+        path: Its path in the bridged module: the torch module's path, then the state's own name.
+        initial: Its value before the first step.
+        hidden: It is recurrent (a `HiddenState`); otherwise it is carried only.
+    """
+
+    path: Path
+    initial: torch.Tensor
+    hidden: bool = True
+
+
+@dataclass
+class ArgumentSlot:
+    """State that enters and leaves one call of a module by its arguments.
+
+    Attributes:
+        module: The torch module.
+        call: Which call of the module in a step, from 0.
+        adapter: Its adapter.
+        skeletons: One per argument: the argument's value with holes for the tensors.
+        leaves: The tensors of all arguments, in order.
+    """
+
+    module: nn.Module
+    call: int
+    adapter: Adapter
+    skeletons: tuple[Any, ...]
+    leaves: list[StateLeaf]
+
+
+@dataclass
+class AttributeSlot:
+    """State that a module keeps in an attribute or buffer.
+
+    Attributes:
+        module: The torch module.
+        name: The attribute.
+        skeleton: The attribute's value with holes for the tensors.
+        leaves: Its tensors.
+    """
+
+    module: nn.Module
+    name: str
+    skeleton: Any
+    leaves: list[StateLeaf]
+
+    def put(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Set the attribute, without the checks of `nn.Module.__setattr__`."""
+        holder = self.module._buffers if self.name in self.module._buffers else self.module.__dict__
+        holder[self.name] = unflatten_state(self.skeleton, tensors)
+
+    def get(self) -> list[torch.Tensor]:
+        """Read the attribute's tensors."""
+        holder = self.module._buffers if self.name in self.module._buffers else self.module.__dict__
+        return [tensor for _, tensor in flatten_state(holder[self.name])[0]]
+
+
+@dataclass
+class StepPlan:
+    """How one step of a model runs.
+
+    Attributes:
+        arguments: State in arguments, root first.
+        attributes: State in attributes.
+        layout: None if the model takes one time step, else `"time_major"` or `"batch_first"`.
+        output_time_axes: For each tensor of a sequence model's output, its time axis, or None.
+        root: The adapter of the root module, given or found, or None.
+        uses_random: The step draws random numbers.
+    """
+
+    arguments: list[ArgumentSlot] = field(default_factory=list)
+    attributes: list[AttributeSlot] = field(default_factory=list)
+    layout: str | None = None
+    output_time_axes: tuple[int | None, ...] = ()
+    root: Adapter | None = None
+    uses_random: bool = False
+
+    @property
+    def leaves(self) -> list[StateLeaf]:
+        """All state tensors, in the order in which `run` takes and gives them."""
+        return [leaf for slot in (*self.arguments, *self.attributes) for leaf in slot.leaves]
+
+    def drop_unread(self, used: Sequence[bool], model: nn.Module) -> None:
+        """Drop slots none of whose tensors is read by the step: written only, or overruled by a state that the model passes."""
+        flags = iter(used)
+        read = [(slot, any([next(flags) for _ in slot.leaves])) for slot in (*self.arguments, *self.attributes)]
+        self.arguments = [s for s, r in read if isinstance(s, ArgumentSlot) and (r or s.module is model)]
+        self.attributes = [s for s, r in read if isinstance(s, AttributeSlot) and r]
+
+    def run(self, model: nn.Module, inputs: tuple, states: Sequence[Any], call: Callable) -> tuple[Any, list[Any]]:
+        """Run one step of the model, on plain or traced tensors.
+
+        Args:
+            model: The root module, whose attributes may be changed: use `snapshot.restored` around it.
+            inputs: One time step of each input, without a time axis.
+            states: One tensor per leaf.
+            call: Runs the model with an `Injector` handling its module calls: `native_call(model)`, or the tracer's.
+
+        Returns:
+            The output (state taken away, time axis removed) and the new states.
+        """
+        injector = Injector(self, model, states)
+        position = sum(len(slot.leaves) for slot in self.arguments)
+        for slot in self.attributes:
+            slot.put(states[position : position + len(slot.leaves)])
+            position += len(slot.leaves)
+        returned = call(injector, add_time_axis(inputs, self.layout))
+        new_states = injector.new_states()
+        for slot in self.attributes:
+            new_states.extend(slot.get())
+        output = returned
+        if self.root is not None and self.root.arguments(model):
+            output = self.root.split(model, returned)[0]
+        return remove_time_axis(output, self.layout, self.output_time_axes), new_states
+
+
+def native_call(model: nn.Module) -> Callable:
+    """Run a model on plain tensors: the `call` of `StepPlan.run`."""
+
+    def call(injector: Injector, inputs: tuple) -> Any:
+        injector.native = True
+        with intercepted_calls(lambda module, args, kwargs: injector(module, *args, **kwargs)):
+            return model(*inputs)
+
+    return call
+
+
+class Injector:
+    """Handles module calls: gives modules their state arguments and catches the new values."""
+
+    def __init__(self, plan: StepPlan, model: nn.Module, states: Sequence[Any]) -> None:
+        self.native = False  # plain tensors: torch's own kernels run, not the adapters' equations for them
+        self._root, self._root_adapter = model, plan.root
+        self._slots: dict[tuple[int, int], ArgumentSlot] = {(id(s.module), s.call): s for s in plan.arguments}
+        self._values: dict[tuple[int, int], list[Any]] = {}
+        self._calls: dict[int, int] = {}
+        position = 0
+        for key, slot in self._slots.items():
+            self._values[key] = list(states[position : position + len(slot.leaves)])
+            position += len(slot.leaves)
+
+    def new_states(self) -> list[Any]:
+        """Give the state tensors after the step; a module that was not called keeps its state."""
+        return [value for values in self._values.values() for value in values]
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        adapter = self._root_adapter if module is self._root else find_adapter(module)
+        names = () if adapter is None else adapter.arguments(module)
+        if adapter is None or (not names and adapter.forward is None):
+            return plain_call(module, *args, **kwargs)
+        key = (id(module), self._calls.get(id(module), 0))
+        self._calls[id(module)] = key[1] + 1
+        original = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            rest, kept, given = bind_state_arguments(original, names, args, kwargs)
+            slot = self._slots.get(key)
+            if slot is not None and any(_carried(value) for value in given):
+                slot = None  # the model passes its own recurrent state: that one counts
+            states = given if slot is None else self._take(key, slot)
+            if adapter.forward is not None and not self.native:
+                returned, new = adapter.forward(module, rest, states, **kept)
+            else:
+                states = states if slot is None else adapter.pack(module, states)
+                returned = call_with_state(original, names, rest, kept, states)
+                new = adapter.split(module, returned)[1] if slot is not None else ()
+            if slot is not None:
+                self._values[key] = [tensor for value in new for _, tensor in flatten_state(value)[0]]
+            return returned
+
+        module.__dict__["forward"] = forward  # so that torch's hooks run as for any call
+        try:
+            return plain_call(module, *args, **kwargs)
+        finally:
+            del module.__dict__["forward"]
+
+    def _take(self, key: tuple[int, int], slot: ArgumentSlot) -> tuple:
+        states, position = [], 0
+        for skeleton in slot.skeletons:
+            count = len(flatten_holes(skeleton))
+            states.append(unflatten_state(skeleton, _Offset(self._values[key], position)))
+            position += count
+        return tuple(states)
+
+
+class _Offset:
+    def __init__(self, values: list, start: int) -> None:
+        self._values, self._start = values, start
+
+    def __getitem__(self, index: int) -> Any:
+        return self._values[self._start + index]
+
+
+def flatten_holes(skeleton: Any) -> list[int]:
+    """List the holes of a skeleton."""
+    found: list[int] = []
+    unflatten_state(skeleton, _Recorder(found))
+    return found
+
+
+class _Recorder:
+    def __init__(self, found: list[int]) -> None:
+        self._found = found
+
+    def __getitem__(self, index: int) -> None:
+        self._found.append(index)
+
+
+def _carried(value: Any) -> bool:
+    return any(getattr(tensor, "carried", False) for _, tensor in flatten_state(value)[0])
+
+
+# ---- the time axis of models that consume sequences
+
+
+def add_time_axis(inputs: tuple, layout: str | None) -> tuple:
+    """Make a sequence of length one of each input tensor."""
+    if layout is None:
+        return inputs
+    return tuple(x.unsqueeze(_time_axis(x, layout)) if isinstance(x, torch.Tensor) else x for x in inputs)
+
+
+def _time_axis(x: torch.Tensor, layout: str) -> int:
+    return 1 if layout == "batch_first" and x.dim() >= 1 else 0
+
+
+def remove_time_axis(output: Any, layout: str | None, axes: tuple[int | None, ...]) -> Any:
+    """Take the time axis of length one out of each output tensor that has one."""
+    if layout is None:
+        return output
+    leaves, skeleton = flatten_state(output)
+    tensors = [t if axis is None else t.squeeze(axis) for (_, t), axis in zip(leaves, axes, strict=True)]
+    return unflatten_state(skeleton, tensors)

@@ -1,0 +1,101 @@
+"""Running a torch model over a sequence as a torch user would: the reference for everything the bridge computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from etrace_bridge._errors import InputError
+from etrace_bridge.frontend import discover
+from etrace_bridge.frontend.calls import LOCK
+from etrace_bridge.frontend.plan import StepPlan, native_call
+from etrace_bridge.frontend.snapshot import restored
+from etrace_bridge.frontend.state import flatten_state, unflatten_state
+
+
+@dataclass
+class TorchRun:
+    """What torch computed, with its autograd graph.
+
+    Attributes:
+        outputs: The output of each time step, in the structure that one bridged step gives.
+        states: `{state name: tensor}` after each step; only the last one (or none) where torch ran the whole sequence at once.
+    """
+
+    outputs: list[Any]
+    states: list[dict[str, torch.Tensor]]
+
+    def stacked(self) -> Any:
+        """Stack the outputs along a first, time axis."""
+        leaves = [flatten_state(output) for output in self.outputs]
+        columns = zip(*[[t for _, t in found] for found, _ in leaves], strict=True)
+        return unflatten_state(leaves[0][1], [torch.stack(column) for column in columns])
+
+
+def run_torch(model: nn.Module, xs: Any, state: Any = None, *, sequence: bool | None = None, batch_first: bool | None = None,
+              stepwise: bool = False) -> TorchRun:  # fmt: skip
+    """Run the torch model itself over a sequence, time steps chained, gradients recorded, and leave it as it was.
+
+    A model that consumes sequences gets the whole sequence in one call, with torch's own kernels; any other model is called
+    once per step, its state passed from call to call or kept in its attributes.
+
+    Args:
+        model: The torch model. Gradients of the outputs reach its own parameters.
+        xs: The input sequence, or a tuple of them: `(T, B, ...)`, or `(B, T, ...)` for a batch-first model.
+        state: As for `wrap`: the initial state, or a callable `batch_size -> state`.
+        sequence: As for `wrap`.
+        batch_first: As for `wrap`.
+        stepwise: Call a sequence model step by step too, with its layers' states carried by the bridge.
+    """
+    sequences = xs if isinstance(xs, tuple) else (xs,)
+    if not all(isinstance(x, torch.Tensor) and x.dim() >= 1 for x in sequences):
+        raise InputError("`run_torch` takes torch tensors with a time axis.")
+    first = discover.static_batch_first(model, batch_first)
+    by_time = [x.transpose(0, 1) if first and x.dim() > 1 else x for x in sequences]
+    batched = by_time[0].dim() > 1
+    batch_size = by_time[0].shape[1] if batched else None
+    example = tuple(x[0].detach() for x in by_time)
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
+    with LOCK, restored(model):
+        plan = discover.find_plan(model, example, state=discover.given_state(state, batch_size, dtype), sequence=sequence,
+                                  batch_first=batch_first, batched=batched)  # fmt: skip
+        whole = plan.layout is not None and not plan.attributes and not stepwise
+        return _run_whole(model, plan, sequences) if whole else _run_steps(model, plan, by_time)
+
+
+def _run_steps(model: nn.Module, plan: StepPlan, by_time: list[torch.Tensor]) -> TorchRun:
+    states = [leaf.initial.clone() for leaf in plan.leaves]
+    outputs, trajectory = [], []
+    names = [".".join(leaf.path) for leaf in plan.leaves]
+    for step in zip(*by_time, strict=True):
+        output, states = plan.run(model, step, states, native_call(model))
+        outputs.append(unflatten_state(flatten_state(output)[1], [t.clone() for _, t in flatten_state(output)[0]]))
+        trajectory.append(dict(zip(names, [s.clone() for s in states], strict=True)))
+    return TorchRun(outputs, trajectory)
+
+
+def _run_whole(model: nn.Module, plan: StepPlan, sequences: tuple) -> TorchRun:
+    axis = 1 if plan.layout == "batch_first" else 0
+    length = sequences[0].shape[axis]
+    stateful = plan.root is not None and plan.root.arguments(model)
+
+    def call(steps: int) -> list[Any]:
+        returned = model(*[x.narrow(axis, 0, steps) for x in sequences])
+        output = plan.root.split(model, returned)[0] if stateful else returned
+        return [t for _, t in flatten_state(output)[0]], flatten_state(output)[1]
+
+    if None in plan.output_time_axes:  # the model gives its last step only: run every prefix
+        runs = [call(steps + 1) for steps in range(length)]
+        outputs = [
+            unflatten_state(skeleton, [t if a is None else t.select(a, -1) for t, a in zip(tensors, plan.output_time_axes, strict=True)])
+            for tensors, skeleton in runs
+        ]
+        return TorchRun(outputs, [])
+    tensors, skeleton = call(length)
+    outputs = [
+        unflatten_state(skeleton, [t.select(a, step) for t, a in zip(tensors, plan.output_time_axes, strict=True)]) for step in range(length)
+    ]
+    return TorchRun(outputs, [])

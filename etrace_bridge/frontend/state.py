@@ -1,0 +1,291 @@
+"""Where a torch module keeps its recurrent state: the adapters, and state values as flat, named tensors.
+
+A recurrent tensor lives in one of three places:
+
+* in an **argument** that the module returns again (`h = cell(x, h)`, `z, s = lif(x, s)`): an `Adapter` names the arguments;
+* in an **attribute** or buffer that `forward` reads and rebinds or writes in place: found by running one step and comparing,
+  an `Adapter` is needed only to give nicer names;
+* inside a **fused kernel** (`nn.GRU` on a sequence): an `Adapter` with its own `forward` gives the one-step form.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.metadata
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from etrace_bridge._errors import InputError
+
+ENTRY_POINT_GROUP = "etrace_bridge.adapters"
+Path = tuple[str, ...]
+
+
+class Adapter:
+    """How one or more torch classes keep their recurrent state; subclass it and override what differs.
+
+    Most recurrent modules need one or two of these. A spiking layer `spk, mem = Leaky(...)(x, mem)`, for example::
+
+        class LeakyAdapter(eb.Adapter):
+            library, layers = "snntorch", (snntorch.Leaky,)
+
+            def arguments(self, module):
+                return () if module.init_hidden else ("mem",)
+
+        eb.register_adapter(LeakyAdapter())
+
+    The module's own `forward` runs either way: an adapter only says where the state is. All tensors an adapter sees are
+    torch tensors (traced ones while the model is traced).
+
+    Attributes:
+        library: Name of the library, for `supported_layers()`.
+        layers: The torch classes this adapter is for; subclasses follow unless they have their own adapter.
+        forward: None, or a method `forward(module, inputs, states) -> (return value, new states)` that replaces the module's
+            `forward` while tracing. Only for fused kernels, whose code cannot be traced. `inputs` are the call's other
+            positional arguments, `states` and `new states` are tuples in the order of `arguments(module)`.
+    """
+
+    library: str = "user"
+    layers: tuple[type[nn.Module], ...] = ()
+    forward: Callable[[nn.Module, tuple, tuple], tuple[Any, tuple]] | None = None
+
+    def check(self, module: nn.Module, path: str) -> None:
+        """Raise `NotSupportedError` if this module can never run one step at a time (a bidirectional RNN)."""
+
+    def arguments(self, module: nn.Module) -> tuple[str, ...]:
+        """Name the parameters of `module.forward` that carry state in; none if the state lives in attributes."""
+        return ()
+
+    def split(self, module: nn.Module, returned: Any) -> tuple[Any, tuple]:
+        """Take `forward`'s return value apart: the output, and the new values of `arguments(module)` in that order.
+
+        The default reads `(output, *states)`.
+        """
+        return returned[0], tuple(returned[1:])
+
+    def initial(self, module: nn.Module, inputs: tuple) -> tuple | None:
+        """Make the state before the first step, one value per argument, in torch tensors or containers of them.
+
+        `inputs` are the other positional arguments of a call, with a real batch size and shape. Return None (the default) if
+        the module accepts `None` for its state: the bridge then finds the structure by a call, and tries zeros.
+        """
+        return None
+
+    def adopt(self, module: nn.Module, given: tuple) -> tuple:
+        """Bring state values that a model passes itself into the form of `initial`; only adapters with `forward` differ."""
+        return given
+
+    def pack(self, module: nn.Module, states: tuple) -> tuple:
+        """Bring states in the form of `initial` into what the module's own `forward` takes; the inverse of `adopt`."""
+        return states
+
+    def sequence(self, module: nn.Module) -> str | None:
+        """Tell what `forward` consumes: None for one time step, `"time_major"` for `(T, B, ...)`, `"batch_first"`."""
+        return None
+
+    def state_path(self, module: nn.Module, path: Path) -> Path:
+        """Rename a state: `path` starts at the attribute or argument, e.g. `("_memories", "v")`, and may become `("v",)`."""
+        return path
+
+    def is_hidden(self, module: nn.Module, path: Path) -> bool:
+        """Tell whether a (renamed) state is recurrent; False for statistics that are carried and not trained through."""
+        return True
+
+
+# ---- the registry of adapters
+
+_ADAPTERS: dict[type, Adapter] = {}
+_loaded = False
+_BUILT_IN = ("torch_cells", "torch_rnn", "torch_norm", "snntorch", "norse", "spikingjelly", "ncps")
+
+
+def register_adapter(adapter: Adapter) -> Adapter:
+    """Teach the bridge where modules of some classes keep their state.
+
+    A package can do this without being imported by the user: it declares an entry point in the group
+    ``etrace_bridge.adapters`` that points to a module (registered on import) or to a function without arguments.
+
+    Args:
+        adapter: An instance of a subclass of `Adapter` with `layers` set. A later registration replaces an earlier one.
+
+    Returns:
+        The adapter.
+    """
+    if not isinstance(adapter, Adapter):
+        raise InputError(f"`register_adapter` got {adapter!r}. It takes an instance of a subclass of `eb.Adapter`.")
+    if not adapter.layers:
+        raise InputError(f"`{type(adapter).__name__}.layers` is empty. Name the torch classes that the adapter is for.")
+    for layer in adapter.layers:
+        if not (isinstance(layer, type) and issubclass(layer, nn.Module)):
+            raise InputError(f"`{type(adapter).__name__}.layers` holds {layer!r}, which is no subclass of `torch.nn.Module`.")
+        _ADAPTERS[layer] = adapter
+    return adapter
+
+
+def find_adapter(module: nn.Module) -> Adapter | None:
+    """Give the adapter of a module's class or of its nearest base class that has one."""
+    load_adapters()
+    return next((_ADAPTERS[cls] for cls in type(module).__mro__ if cls in _ADAPTERS), None)
+
+
+def supported_layers() -> dict[str, tuple[str, ...]]:
+    """List the layers that adapters know, by library.
+
+    Every other module is traced as well; an adapter is needed only where state lives in a place that cannot be found by
+    running the module, or in a fused kernel.
+    """
+    load_adapters()
+    found: dict[str, set[str]] = {}
+    for layer, adapter in _ADAPTERS.items():
+        found.setdefault(adapter.library, set()).add(layer.__name__)
+    return {library: tuple(sorted(found[library])) for library in sorted(found)}
+
+
+def load_adapters() -> None:
+    """Import the built-in adapters whose library is installed, then those of the entry-point group; once."""
+    global _loaded
+    if _loaded:
+        return
+    _loaded = True
+    for name in _BUILT_IN:
+        full_name = f"etrace_bridge.adapters.{name}"
+        try:
+            importlib.import_module(full_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or error.name.split(".")[0] == "etrace_bridge" and error.name != full_name:
+                raise
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
+        found = entry.load()
+        if callable(found):
+            found()
+
+
+# ---- state values: any nesting of tuple, list, dict, NamedTuple and dataclass over tensors
+
+
+def flatten_state(value: Any) -> tuple[list[tuple[Path, torch.Tensor]], Any]:
+    """Take a state value apart into its tensors with their paths, and a skeleton for `unflatten_state`.
+
+    A path is made of field names, dict keys and positions; a bare tensor has the path `()`. Everything that is no tensor
+    (None, numbers, strings) stays in the skeleton.
+    """
+    leaves: list[tuple[Path, torch.Tensor]] = []
+
+    def visit(node: Any, path: Path) -> Any:
+        if isinstance(node, torch.Tensor):
+            leaves.append((path, node))
+            return _Hole(len(leaves) - 1)
+        items = children(node)
+        if items is None:
+            return node
+        return rebuild(node, [visit(child, (*path, key)) for key, child in items])
+
+    skeleton = visit(value, ())
+    return leaves, skeleton
+
+
+def unflatten_state(skeleton: Any, tensors: Sequence[Any]) -> Any:
+    """Put tensors (or any values) back into the skeleton that `flatten_state` gave."""
+    if isinstance(skeleton, _Hole):
+        return tensors[skeleton.index]
+    items = children(skeleton)
+    if items is None:
+        return skeleton
+    return rebuild(skeleton, [unflatten_state(child, tensors) for _, child in items])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Hole:
+    index: int
+
+
+def children(node: Any) -> list[tuple[str, Any]] | None:
+    """List the named children of a container, or None for anything else."""
+    if isinstance(node, _Hole):
+        return None
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return list(zip(node._fields, node, strict=True))
+    if isinstance(node, (tuple, list)):
+        return [(str(i), child) for i, child in enumerate(node)]
+    if isinstance(node, dict):
+        return [(str(key), child) for key, child in node.items()]
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        return [(f.name, getattr(node, f.name)) for f in dataclasses.fields(node)]
+    return None
+
+
+def rebuild(node: Any, values: list[Any]) -> Any:
+    """Make a container like `node` with other children, in the order of `children(node)`."""
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return type(node)(*values)
+    if isinstance(node, (tuple, list)):
+        return type(node)(values)
+    if isinstance(node, dict):
+        try:
+            return type(node)(zip(node, values, strict=True))
+        except TypeError:  # a dict subclass with its own constructor, such as defaultdict
+            return dict(zip(node, values, strict=True))
+    fresh = object.__new__(type(node))  # a dataclass may compute or check in __init__: copy the fields as they are
+    fresh.__dict__.update(getattr(node, "__dict__", {}))
+    for field, value in zip(dataclasses.fields(node), values, strict=True):
+        object.__setattr__(fresh, field.name, value)
+    return fresh
+
+
+def state_names(argument: str, paths: Sequence[Path]) -> list[Path]:
+    """Name the tensors of one state argument: by field or key where there are any, else by argument and position."""
+    if list(paths) == [()]:
+        return [(argument,)]
+    positions_only = all(key.isdigit() for path in paths for key in path)
+    return [(argument, *path) if positions_only else path for path in paths]
+
+
+# ---- calling forward
+
+
+def bind_state_arguments(
+    forward: Callable, names: Sequence[str], args: tuple, kwargs: dict
+) -> tuple[tuple, dict, tuple[Any, ...]]:
+    """Separate the state arguments of a call from the rest: other positional, other keyword, state values (None: not given)."""
+    parameters = list(_parameters(forward))
+    rest, kept, states = [], dict(kwargs), dict.fromkeys(names)
+    for position, value in enumerate(args):
+        name = parameters[position] if position < len(parameters) else None
+        if name in states:
+            states[name] = value
+        else:
+            rest.append(value)
+    for name in names:
+        if name in kept:
+            states[name] = kept.pop(name)
+    return tuple(rest), kept, tuple(states[name] for name in names)
+
+
+def call_with_state(function: Callable, names: Sequence[str], rest: tuple, kept: dict, states: Sequence[Any],
+                    signature: Callable | None = None) -> Any:  # fmt: skip
+    """Call a function with other arguments by position and state arguments in the places that the signature says."""
+    given = dict(zip(names, states, strict=True))
+    waiting = iter(rest)
+    args = []
+    for name in _parameters(signature or function):
+        if name in given:
+            args.append(given.pop(name))
+            continue
+        value = next(waiting, _MISSING)
+        if value is _MISSING:
+            break
+        args.append(value)
+    return function(*args, *waiting, **kept, **given)
+
+
+_MISSING = object()
+
+
+def _parameters(forward: Callable) -> Iterator[str]:
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return (name for name, p in inspect.signature(forward).parameters.items() if p.kind in positional)

@@ -1,0 +1,171 @@
+"""One step of a torch model as a closed jaxpr: parameters, buffers, states, key and inputs in; output and new states out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from torch import nn
+
+from etrace_bridge._errors import StateError
+from etrace_bridge._jax_compat import ClosedJaxpr
+from etrace_bridge.frontend.names import NamedTensor
+from etrace_bridge.frontend.ops.dtypes import to_jax_dtype
+from etrace_bridge.frontend.plan import Injector, StepPlan
+from etrace_bridge.frontend.simplify import simplify
+from etrace_bridge.frontend.snapshot import restored
+from etrace_bridge.frontend.state import flatten_state, unflatten_state
+from etrace_bridge.frontend.tensor import TracedTensor
+from etrace_bridge.frontend.trace import Tracer, tracing
+
+
+@dataclass
+class TracedStep:
+    """One step, ready to evaluate.
+
+    Attributes:
+        jaxpr: Takes the tensors that are read, all states, the key if it is used, all inputs; gives output tensors, new states
+            and, if it is used, the new key.
+        used_tensors: For each tensor, whether the step reads it.
+        used_states: For each state, whether the step reads it; one that is never read is no state.
+        uses_key: Whether the step draws random numbers.
+        output: Skeleton of the output, with a hole for each output tensor.
+        num_outputs: How many output tensors there are.
+    """
+
+    jaxpr: ClosedJaxpr
+    used_tensors: list[bool]
+    used_states: list[bool]
+    uses_key: bool
+    output: Any
+    num_outputs: int
+
+    def __post_init__(self) -> None:
+        self._compiled = jax.jit(self._evaluate)
+
+    def __call__(self, tensors: Sequence[Any], states: Sequence[Any], key: Any, inputs: Sequence[Any]) -> tuple[list, list, Any]:
+        """Evaluate the step: inlined inside another JAX trace, compiled otherwise.
+
+        Args:
+            tensors: Values of the tensors that are read.
+            states: Values of all states.
+            key: The random key; ignored if none is used.
+            inputs: The inputs.
+
+        Returns:
+            Output tensors, new states, the new key (None if none is used).
+        """
+        values = [*tensors, *states, *([key] if self.uses_key else []), *inputs]
+        traced = any(isinstance(value, jax.core.Tracer) for value in values)
+        results = (self._evaluate if traced else self._compiled)(*values)
+        end = self.num_outputs + len(self.used_states)
+        return results[: self.num_outputs], results[self.num_outputs : end], results[end] if self.uses_key else None
+
+    def _evaluate(self, *values: Any) -> list[Any]:
+        return jax.core.eval_jaxpr(self.jaxpr.jaxpr, self.jaxpr.consts, *values)
+
+
+def trace_step(model: nn.Module, plan: StepPlan, tensors: Sequence[NamedTensor], inputs: Sequence[Any]) -> TracedStep:
+    """Run the model's own forward code once on traced tensors.
+
+    Args:
+        model: The torch model; it is left as it was.
+        plan: How the step runs.
+        tensors: The parameters and buffers that are inputs of the step.
+        inputs: One time step of each input, for shapes and dtypes.
+    """
+    states = [leaf.initial for leaf in plan.leaves]
+    found: dict[str, Any] = {}
+    counts = (len(tensors), len(states), 1, len(inputs))
+
+    def step(*flat: Any) -> tuple:
+        tensor_values, state_values, (first_key,), input_values = _split(flat, counts)
+        keys = _KeyChain(first_key)
+        tracer = Tracer({id(m): path for path, m in model.named_modules()}, make_key=keys.next)
+        with restored(model, values=False), tracing(tracer):
+            for named, value in zip(tensors, tensor_values, strict=True):
+                traced = TracedTensor(value, differentiable=named.trained)
+                tracer.track(named.tensor, traced, read_only=named.name if named.parameter else None)
+            traced_states = [TracedTensor(v, carried=True) for v in state_values]
+            _track_old_attributes(plan, traced_states, tracer)
+
+            def call(injector: Injector, args: tuple) -> Any:
+                tracer.on_module_call = injector
+                return model(*args)
+
+            output, new_states = plan.run(model, tuple(TracedTensor(v) for v in input_values), traced_states, call)
+            leaves, found["output"] = flatten_state(output)
+            outputs = [tracer.read(t) for _, t in leaves]
+            new_values = [tracer.read(t) for t in new_states]
+        _check_states(plan, state_values, new_values)
+        found["num_outputs"], found["uses_key"] = len(outputs), keys.used
+        return (*outputs, *new_values, *([keys.key] if keys.used else []))
+
+    shapes = [jax.ShapeDtypeStruct(tuple(v.shape), _jax_dtype(v.dtype)) for v in (*(n.tensor for n in tensors), *states, *inputs)]
+    shapes.insert(len(tensors) + len(states), jax.ShapeDtypeStruct((2,), jnp.uint32))
+    closed = jax.make_jaxpr(step)(*shapes)
+    optional = [True] * len(tensors) + [False] * len(states) + [not found["uses_key"]] + [False] * len(inputs)
+    closed, used = simplify(closed, optional, range(found["num_outputs"], found["num_outputs"] + len(states)))
+    used_tensors, used_states, _, _ = _split(used, counts)
+    return TracedStep(closed, list(used_tensors), list(used_states), found["uses_key"], found["output"], found["num_outputs"])
+
+
+def _jax_dtype(dtype: Any) -> Any:
+    return to_jax_dtype(dtype) if isinstance(dtype, torch.dtype) else dtype
+
+
+class _KeyChain:
+    """Splits a fresh key off for each random op of a step."""
+
+    def __init__(self, key: Any) -> None:
+        self.key, self.used = key, False
+
+    def next(self) -> Any:
+        """Give a fresh key."""
+        self.used = True
+        self.key, fresh = jax.random.split(self.key)
+        return fresh
+
+
+def _split(flat: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:
+    parts, start = [], 0
+    for count in counts:
+        parts.append(flat[start : start + count])
+        start += count
+    return parts
+
+
+def _track_old_attributes(plan: StepPlan, traced: list[TracedTensor], tracer: Tracer) -> None:
+    """Let other references to a state's old tensor (a list of buffers, a closure) see the traced state."""
+    position = sum(len(slot.leaves) for slot in plan.arguments)
+    for slot in plan.attributes:
+        old = slot.module._buffers.get(slot.name, slot.module.__dict__.get(slot.name))
+        tensors = [t for _, t in flatten_state(old)[0]]
+        new = traced[position : position + len(slot.leaves)]
+        position += len(slot.leaves)
+        if len(tensors) == len(new):
+            for tensor, state in zip(tensors, new, strict=True):
+                if tensor.shape == state.shape:
+                    tracer.track(tensor, state)
+
+
+def _check_states(plan: StepPlan, old: Sequence[Any], new: Sequence[Any]) -> None:
+    leaves = plan.leaves
+    if len(new) != len(old):
+        raise StateError(f"The model returned {len(new)} state tensors after a step that began with {len(old)}. "
+                         f"A state must keep its structure from step to step.")  # fmt: skip
+    for leaf, a, b in zip(leaves, old, new, strict=True):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            raise StateError(
+                f"State `{'.'.join(leaf.path)}` is {a.dtype}{list(a.shape)} before a step and {b.dtype}{list(b.shape)} after it. A state must keep "
+                f"its shape and dtype. Check the input's shape and dtype, or give a matching initial state with `wrap(model, state=...)`."
+            )
+
+
+def pack_output(step: TracedStep, values: Sequence[Any]) -> Any:
+    """Put output values into the structure that the model returned."""
+    return unflatten_state(step.output, values)

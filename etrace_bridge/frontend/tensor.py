@@ -1,0 +1,130 @@
+"""The traced tensor: a torch tensor by shape and dtype, a JAX array by value, with torch's views and in-place writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+import torch2jax
+
+from etrace_bridge._errors import TracingError
+from etrace_bridge.frontend import locate
+from etrace_bridge.frontend.ops.dtypes import to_torch_dtype
+from etrace_bridge.frontend.views import read_positions, write_positions
+
+ViewFunction = Callable[[Any], Any]
+
+
+class TracedTensor(torch.Tensor, torch2jax.Torchish):
+    """A torch tensor without memory whose value is a JAX array.
+
+    Torch sees a tensor of the right shape and dtype, so user code and torch's own Python run on it unchanged; every operation
+    on it arrives at `trace.dispatch`, which computes on `value`.
+
+    Attributes:
+        base: The tensor this one is a view of, or None.
+        carried: The value depends on a recurrent state, so it is no initial constant.
+        differentiable: Torch would say `requires_grad`: floating and not detached.
+    """
+
+    base: TracedTensor | None
+    carried: bool
+    differentiable: bool
+
+    @staticmethod
+    def __new__(cls, value: Any, **_: Any) -> TracedTensor:
+        return torch.Tensor._make_wrapper_subclass(cls, value.shape, dtype=torch_dtype(value.dtype), device="cpu")
+
+    def __init__(self, value: Any, *, base: TracedTensor | None = None, view: ViewFunction | None = None, carried: bool = False,
+                 differentiable: bool = True) -> None:  # fmt: skip
+        self._value = value
+        self._version_seen = 0
+        self._writes = 0
+        self._view = view
+        self.base = base
+        self.carried = carried
+        self.differentiable = differentiable and jnp.issubdtype(value.dtype, jnp.inexact)
+        if base is not None:
+            self._version_seen = base.root._writes
+
+    @property
+    def value(self) -> Any:
+        """The JAX array; a view reads its base again after the base was written."""
+        if self.base is not None and self._version_seen != self.root._writes:
+            self._value = self._view(self.base.value)
+            self._version_seen = self.root._writes
+        return self._value
+
+    @property
+    def root(self) -> TracedTensor:
+        """The tensor that owns the memory."""
+        tensor = self
+        while tensor.base is not None:
+            tensor = tensor.base
+        return tensor
+
+    def write(self, value: Any, *, carried: bool = False) -> None:
+        """Replace the value in place; through a view, write the positions that it shows into the owner of the memory."""
+        root = self.root
+        root.carried = root.carried or carried
+        self.carried = self.carried or carried
+        if root is self:
+            self._value = value
+        else:
+            root._value = write_positions(root.value, self._positions(root), value)
+        root._writes += 1
+        if root is not self:
+            self._value, self._version_seen = value, root._writes
+
+    def _positions(self, root: TracedTensor) -> np.ndarray:
+        """Give, for each element of this view, its position in the flat root."""
+        chain, tensor = [], self
+        while tensor.base is not None:
+            chain.append(tensor._view)
+            tensor = tensor.base
+        with jax.ensure_compile_time_eval():
+            positions = jnp.arange(root._value.size).reshape(root._value.shape)
+            for view in reversed(chain):
+                positions = view(positions)
+            positions = np.asarray(positions)
+        if np.unique(positions).size != positions.size:
+            raise TracingError(
+                f"A tensor is written in place through a view in which one element of memory appears several times (`expand`), at "
+                f"{locate.user_line()}. Which write would win is undefined, and torch refuses it as well. "
+                f"Call `.clone()` before the write."
+            )
+        return positions
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        from etrace_bridge.frontend.trace import dispatch  # the tracer imports this class
+
+        return dispatch(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        from etrace_bridge.frontend.trace import dispatch_aten
+
+        return dispatch_aten(func, args, kwargs or {})
+
+    def __repr__(self, **_: Any) -> str:
+        return f"TracedTensor(shape={tuple(self._value.shape)}, dtype={self._value.dtype})"
+
+
+def strided_view(tensor: torch.Tensor, owner: TracedTensor) -> TracedTensor:
+    """Make the traced view of `owner` (the whole storage, flat) that a plain torch tensor is of its storage."""
+    positions = torch.arange(owner._value.size).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).numpy()
+    view = lambda flat: read_positions(flat, positions)  # noqa: E731
+    return TracedTensor(view(owner.value), base=owner, view=view, carried=owner.carried, differentiable=False)
+
+
+def torch_dtype(dtype: Any) -> torch.dtype:
+    """Give the torch dtype that a traced value has; without x64, JAX's default integer stands for torch's `int64`."""
+    found = to_torch_dtype(dtype)
+    if found == torch.int32 and not jax.config.jax_enable_x64:
+        return torch.int64
+    return found

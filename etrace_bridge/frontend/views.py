@@ -1,0 +1,76 @@
+"""Reading and writing the positions that a view shows, in primitives that keep positions visible (slice, concatenate)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+
+def read_positions(array: Any, positions: np.ndarray) -> Any:
+    """Take the elements at flat positions, as slices and transposes where they form a box, else as a gather."""
+    if array.size == positions.size and np.array_equal(positions.ravel(), np.arange(array.size)):
+        return lax.reshape(array, positions.shape) if array.shape != positions.shape else array
+    flat = lax.reshape(array, (array.size,)) if array.ndim != 1 else array
+    first, count = int(positions.flat[0]) if positions.size else 0, positions.size
+    if np.array_equal(positions.ravel(), np.arange(first, first + count)):
+        return lax.reshape(lax.slice(flat, (first,), (first + count,)), positions.shape)
+    return flat[positions]
+
+
+def write_positions(array: Any, positions: np.ndarray, value: Any) -> Any:
+    """Return `array` with `value` at flat positions (one for each element of `value`, none twice)."""
+    if positions.size == 0:
+        return array
+    if positions.size == array.size and np.array_equal(positions.ravel(), np.arange(array.size)):
+        return lax.reshape(value, array.shape)
+    box = _box(array.shape, positions)
+    if box is None:
+        flat = lax.reshape(array, (array.size,))
+        return flat.at[positions.ravel()].set(value.ravel(), unique_indices=True).reshape(array.shape)
+    starts, stops, axes = box
+    value = lax.transpose(value, _order(axes)) if _order(axes) != tuple(range(len(axes))) else value
+    value = lax.reshape(value, tuple(b - a for a, b in zip(starts, stops, strict=True)))
+    return _write_box(array, starts, stops, value, 0)
+
+
+def _order(axes: list[int]) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.argsort(axes, kind="stable"))
+
+
+def _box(shape: tuple[int, ...], positions: np.ndarray) -> tuple[list[int], list[int], list[int]] | None:
+    """Describe positions as a box `starts:stops` of the array, with the array's axis that each axis of the view runs along."""
+    coordinates = np.stack(np.unravel_index(positions, shape)) if shape else np.zeros((0, *positions.shape), int)
+    flat = coordinates.reshape(len(shape), -1)
+    starts, stops = flat.min(axis=1), flat.max(axis=1) + 1
+    if np.prod(stops - starts) != positions.size:
+        return None
+    axes = []
+    for axis in range(positions.ndim):
+        if positions.shape[axis] == 1:
+            axes.append(-1)
+            continue
+        moved = np.flatnonzero([np.any(np.diff(c, axis=axis)) for c in coordinates])
+        steps = np.diff(coordinates[moved[0]], axis=axis) if len(moved) == 1 else None
+        if steps is None or np.any(steps != 1) or int(moved[0]) in axes:
+            return None
+        axes.append(int(moved[0]))
+    return [int(s) for s in starts], [int(s) for s in stops], axes
+
+
+def _write_box(array: Any, starts: list[int], stops: list[int], value: Any, axis: int) -> Any:
+    """Replace a box, axis by axis, by concatenation of what is before it, the box and what is after."""
+    while axis < array.ndim and (starts[axis], stops[axis]) == (0, array.shape[axis]):
+        axis += 1
+    if axis == array.ndim:
+        return value
+    start, stop, size = starts[axis], stops[axis], array.shape[axis]
+    inside = _write_box(lax.slice_in_dim(array, start, stop, axis=axis), [*starts[:axis], 0, *starts[axis + 1 :]],
+                        [*stops[:axis], stop - start, *stops[axis + 1 :]], value, axis + 1)  # fmt: skip
+    parts = [inside]
+    if start > 0:
+        parts.insert(0, lax.slice_in_dim(array, 0, start, axis=axis))
+    if stop < size:
+        parts.append(lax.slice_in_dim(array, stop, size, axis=axis))
+    return lax.concatenate(parts, axis)

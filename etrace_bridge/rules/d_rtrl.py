@@ -1,0 +1,195 @@
+"""D-RTRL: real-time recurrent learning with the per-position part of the recurrent Jacobian.
+
+    eps_t = D_t eps_(t-1) + df_t ⊗ x_t
+    g_t   = dl_t/dtheta |_(h_(t-1) fixed)  +  b_t · eps_(t-1)
+
+`credit` says how `b_t = dl_t/dh_(t-1)` is computed: through the `core` only (the textbook rule), through the whole
+unmodified `step` (default), or, with `chunk`, by exact reverse mode inside each chunk, the trace being used only for
+what came before it.
+
+For K steps with fixed weights the sum of `g_t` is, exactly,
+
+    a_(t-1) = b_t + D_t^T a_t,   M_(t-1) = M_t D_t          (a_K = 0, M_K = I)
+    sum of g_t = direct + sum of (a_t df_t) ⊗ x_t + a_0 · eps_0
+    eps_K      = M_0 eps_0 + sum of (M_t df_t) ⊗ x_t
+
+so the trace is read and written once a chunk, not once a step.
+
+Weights without a trace that reach a state through another weight: `upstream="chunk"` (default) gives them credit
+within the chunk, `<a_t, h_t>` differentiated through the whole step; `upstream="step"` gives them the direct term only.
+
+Memory: B·P·S for each contact. Time a step: that of BPTT plus (B·P·S²)/K for the trace and B·P·S for its outer
+products. Exact when the certificate says so: diagonal recurrences, or one step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from etrace_bridge.engine.chunk_bptt import chunk_gradient
+from etrace_bridge.engine.contraction import (
+    at_places,
+    contact_inputs,
+    contract_trace,
+    join_pieces,
+    outer_sum,
+    view_gradients,
+    weight_gradients,
+)
+from etrace_bridge.engine.forward import Forward, run_forward
+from etrace_bridge.engine.linearise import (
+    CoreLinear,
+    Grouped,
+    group_states,
+    linearise_core,
+    loss_gradient,
+    step_outputs,
+    upstream_gradient,
+)
+from etrace_bridge.engine.program import StepProgram
+from etrace_bridge.engine.suffix import suffix_scan
+from etrace_bridge.rules.base import Carry, Chunk, ChunkResult, Rule, batch_rows, check_choice, register_rule
+
+Traces = list[list[Any]]  # [leg][state]
+
+
+@register_rule
+@dataclass(frozen=True)
+class DRTRL(Rule):
+    """D-RTRL with a choice of credit.
+
+    Attributes:
+        credit: `"core"`, `"step"` or `"chunk"`.
+        upstream: `"chunk"` or `"step"`.
+        trace_dtype: dtype in which traces are stored, e.g. `"bfloat16"`; None keeps the states' dtype.
+    """
+
+    credit: str = "step"
+    upstream: str = "chunk"
+    trace_dtype: str | None = None
+    name: ClassVar[str] = "d_rtrl"
+
+    def __post_init__(self) -> None:
+        check_choice("credit", self.credit, ("core", "step", "chunk"))
+        check_choice("upstream", self.upstream, ("chunk", "step"))
+
+    def init(self, program: StepProgram) -> Traces:
+        traces = []
+        for leg in program.legs:
+            group = program.groups[program.place_of(leg)]
+            dtype = self.trace_dtype or leg.part.var.aval.dtype
+            shape = leg.part.form.shape(leg.part.form.trace)
+            traces.append([jnp.zeros(shape, dtype) for _ in range(group.num_state)])
+        return traces
+
+    def chunk(
+        self, program: StepProgram, theta: Sequence[Any], carry: Carry, data: Chunk, fresh: bool, final: bool
+    ) -> ChunkResult:
+        env = program.weight_env(theta)
+        forward = run_forward(program, env, carry.hidden, carry.other, data.args)
+        core = self.linearise(program, env, forward, data.args)
+        xs = contact_inputs(program, env, forward, data.args)
+        if data.loss is None:
+            grads, losses, outputs = None, None, step_outputs(program, env, forward, data.args)
+            _, _, M, M0 = suffix_scan(_no_credit(program, forward), core.D, not final)
+        elif self.credit == "chunk":
+            exact = chunk_gradient(program, theta, carry, data)
+            losses, outputs = exact.losses, exact.outputs
+            by_contact = {} if fresh else self.past(program, exact.a0, carry.trace)
+            grads = _add(exact.grads, weight_gradients(program, theta, by_contact))
+            _, _, M, M0 = suffix_scan(_no_credit(program, forward), core.D, not final)
+        else:
+            found = loss_gradient(
+                program, theta, forward, data.args, data.loss, data.targets, data.weights, self.credit
+            )
+            losses, outputs = found.losses, found.outputs
+            a, a0, M, M0 = suffix_scan(found.b, core.D, not final)
+            grads = self.gradient(program, theta, env, forward, data, found, core, xs, a)
+            if not fresh:
+                grads = _add(grads, weight_gradients(program, theta, self.past(program, a0, carry.trace)))
+        trace = carry.trace if final else self.advance(program, carry.trace, core, xs, M, M0, fresh)
+        return ChunkResult(grads, losses, outputs, Carry(forward.new_hidden, forward.new_other, trace))
+
+    def linearise(self, program: StepProgram, env: dict, forward: Forward, args: Sequence[Any]) -> CoreLinear:
+        """`D_t` and `df_t`; rules that keep more of the Jacobian override this."""
+        return linearise_core(program, env, forward, args)
+
+    def gradient(self, program, theta, env, forward, data, found, core, xs, a: Grouped) -> list[Any]:
+        """Direct gradient and credit within the chunk."""
+        single = data.args[0].shape[0] == 1  # a_K = 0: nothing later asks for anything
+        ybar = list(found.ybar)
+        direct = found.direct
+        if not single:
+            ybar = [y if p is None else y + p for y, p in zip(ybar, core.pull(a), strict=True)]
+            if self.upstream == "chunk" and program.upstream:
+                more, taps = upstream_gradient(program, theta, forward, data.args, a)
+                direct = _add(direct, more)
+                ybar = [y + taps[n] if n in program.upstream_taps else y for n, y in enumerate(ybar)]
+        by_contact = view_gradients(program, env, ybar, xs)
+        return _add(direct, weight_gradients(program, theta, by_contact))
+
+    def past(self, program: StepProgram, a0: Grouped, traces: Traces) -> dict[int, Any]:
+        """`a_0 · eps_0`, by contact."""
+        by_contact: dict[int, Any] = {}
+        for contact in program.traced_contacts:
+            taps = [t for t in program.taps if t.contact is contact]
+            pieces = []
+            for t in taps:
+                total = jnp.zeros(t.part.form.shape(t.part.form.view), t.part.var.aval.dtype)
+                for leg in t.legs:
+                    states = a0[program.place_of(leg)]
+                    for a, eps in zip(states, traces[program.leg_index(leg)], strict=True):
+                        total = total + contract_trace(leg, at_places(leg, a), eps)
+                pieces.append(total)
+            by_contact[contact.index] = join_pieces(taps, pieces)
+        return by_contact
+
+    def advance(self, program, traces: Traces, core: CoreLinear, xs, M, M0, fresh: bool) -> Traces:
+        """`eps_K = M_0 eps_0 + sum of (M_t df_t) ⊗ x_t`."""
+        single = jax.tree.leaves(core.df)[0].shape[0] == 1
+        rows: dict[tuple[int, int], list[Any]] = {}
+        new: Traces = []
+        for n, leg in enumerate(program.legs):
+            place, colour = program.place_of(leg), program.colour_of(leg)
+            states = []
+            for r in range(program.groups[place].num_state):
+                if (colour, r) not in rows:
+                    rows[colour, r] = core.df[colour][r] if single else core.pulls[colour](_row(M, r))
+                eps = outer_sum(leg, rows[colour, r][program.tap_index(leg)], xs.get(leg.contact.index))
+                if not fresh:
+                    for s, old in enumerate(traces[n]):
+                        m = at_places(leg, M0[place][r][s])
+                        eps = eps + m.reshape(*m.shape, *(1 for _ in leg.part.form.contracted)) * old.astype(eps.dtype)
+                states.append(eps.astype(self.trace_dtype) if self.trace_dtype else eps)
+            new.append(states)
+        return new
+
+    def reset(self, program: StepProgram, trace: Traces, keep: Any) -> Traces:
+        cleared = []
+        for leg, states in zip(program.legs, trace, strict=True):
+            group = program.groups[program.place_of(leg)]
+            per_row = group.leaves[0].num_places // group.varshape[0]
+            rows = batch_rows(leg.places, per_row, keep)
+            form = leg.part.form
+            rows = rows.reshape(form.shape(form.out)).transpose([form.out.index(c) for c in form.trace_out])
+            rows = rows.reshape(*rows.shape, *(1 for _ in form.contracted))
+            cleared.append([eps * rows.astype(eps.dtype) for eps in states])
+        return cleared
+
+
+def _row(M: list[list[list[Any]]], r: int) -> Grouped:
+    """Row r of every group's product; groups with fewer states ask for nothing."""
+    return [rows[r] if r < len(rows) else [jnp.zeros_like(x) for x in rows[0]] for rows in M]
+
+
+def _no_credit(program: StepProgram, forward: Forward) -> Grouped:
+    return jax.tree.map(jnp.zeros_like, group_states(program, forward.hidden))
+
+
+def _add(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
+    return [x + y for x, y in zip(a, b, strict=True)]

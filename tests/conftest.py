@@ -1,0 +1,60 @@
+"""The test process: CPU only, float64 on, one thread a process, every warning an error (see pyproject.toml)."""
+
+from __future__ import annotations
+
+import os
+
+# Before anything imports JAX or torch; subprocesses of tests inherit these. One thread to run programs on, so that two
+# pytest workers share two cores. NPROC is XLA's: it sizes its thread pool (compiling still uses several threads).
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("MPLBACKEND", "Agg")
+for _name in ("NPROC", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+
+import gc
+from collections.abc import Iterator
+
+import brainstate
+import hypothesis
+import jax
+import numpy as np
+import pytest
+import torch
+
+# brainstate turns JAX's x64 off when it is imported and keeps a default dtype of its own, so the switch is thrown
+# through it. Not through the environment: a command line started by a test runs as it does for a user.
+brainstate.environ.set(precision=64)
+
+# The quick profile tries the same programs every time; `make fuzz` looks for new ones. Compiling a program takes
+# seconds, so time limits would only report how busy the machine is.
+_anyspeed = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+_programs = int(os.environ.get("FUZZ_PROGRAMS", "2000"))
+hypothesis.settings.register_profile("quick", max_examples=60, derandomize=True, database=None, **_anyspeed)
+hypothesis.settings.register_profile("fuzz", max_examples=_programs, print_blob=True, **_anyspeed)
+hypothesis.settings.load_profile("quick")
+
+
+@pytest.fixture(autouse=True)
+def _precision(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run tests marked `x32` in JAX's default 32-bit mode."""
+    if request.node.get_closest_marker("x32") is None:
+        yield
+    else:
+        with brainstate.environ.context(precision=32):
+            yield
+
+
+@pytest.fixture(autouse=True)
+def _seed(_precision: None) -> None:
+    """Start every test from the same random state, whatever ran before it in this process."""
+    np.random.seed(0)
+    torch.manual_seed(0)
+    brainstate.random.seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _free_compiled_programs() -> Iterator[None]:
+    """Drop compiled programs after each file: thousands of them exhaust the memory maps of one process."""
+    yield
+    gc.collect()
+    jax.clear_caches()

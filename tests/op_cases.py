@@ -1,0 +1,283 @@
+"""Cases for the op table: torch's own samples (`op_db`), and the comparison of one rule with torch."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.testing import assert_close
+from torch.testing._internal.common_methods_invocations import op_db
+
+from etrace_bridge.frontend.ops import OpRule, lookup
+from etrace_bridge.frontend.ops.dtypes import to_jax_dtype
+
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
+
+
+class Call(NamedTuple):
+    """One call of a torch function."""
+
+    function: Callable
+    args: tuple
+    kwargs: dict
+
+
+# ---- torch values and JAX values
+
+
+def map_tensors(function: Callable, value: Any) -> Any:
+    """Apply a function to every tensor in nested arguments."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, torch.Size):
+        return tuple(value)
+    if isinstance(value, (list, tuple)):
+        items = [map_tensors(function, v) for v in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return {k: map_tensors(function, v) for k, v in value.items()}
+    if isinstance(value, slice):
+        return slice(*(map_tensors(function, v) for v in (value.start, value.stop, value.step)))
+    return value
+
+
+def to_array(tensor: torch.Tensor) -> Any:
+    """Copy a tensor into a JAX array."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return jax.numpy.array(plain.numpy(), dtype=to_jax_dtype(tensor.dtype))
+
+
+def flat_tensors(result: Any) -> list[torch.Tensor]:
+    """List the tensors of a result, in order."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    if isinstance(result, (list, tuple)):
+        return [tensor for item in result for tensor in flat_tensors(item)]
+    return []
+
+
+def flat_arrays(result: Any) -> list[Any]:
+    """List the arrays of a result, in order."""
+    if isinstance(result, (list, tuple)):
+        return [array for item in result for array in flat_arrays(item)]
+    return [] if result is None else [result]
+
+
+# ---- running a rule beside torch
+
+
+def _quietly(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own deprecations
+        return function(*args, **kwargs)
+
+
+def run_torch(call: Call, with_grad: bool) -> tuple[list[torch.Tensor], list[Any], list[Any]]:
+    """Give torch's results, their cotangents, and the gradients of the floating inputs, None where torch has none."""
+    inputs: list[torch.Tensor] = []
+
+    def leaf(tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.detach().clone()
+        if tensor.is_floating_point():
+            inputs.append(copy.requires_grad_(with_grad and tensor.requires_grad))
+        return copy
+
+    args, kwargs = map_tensors(leaf, call.args), map_tensors(leaf, call.kwargs)
+    copied = map_tensors(lambda x: x.clone(), args) if with_grad else args  # in-place functions refuse leaves
+    results = flat_tensors(_quietly(call.function, *copied, **kwargs))
+    cotangents = [_cotangent(r, k) if r.requires_grad else None for k, r in enumerate(results)]
+    outputs = [r for r in results if r.requires_grad]
+    wanted = [x for x in inputs if x.requires_grad]
+    if not outputs or not wanted:
+        return [r.detach() for r in results], [], []
+    found = iter(torch.autograd.grad(outputs, wanted, [c for c in cotangents if c is not None], allow_unused=True))
+    grads = [next(found) if x.requires_grad else None for x in inputs]
+    grads = [torch.zeros_like(x) if g is None and x.requires_grad else g for x, g in zip(inputs, grads, strict=True)]
+    return [r.detach() for r in results], cotangents, grads
+
+
+def _cotangent(tensor: torch.Tensor, seed: int) -> torch.Tensor:
+    values = np.random.default_rng(seed).uniform(0.5, 1.5, tuple(tensor.shape)) * np.where(np.arange(tensor.numel()) % 3, 1, -1).reshape(
+        tuple(tensor.shape)
+    )
+    return torch.tensor(values, dtype=tensor.dtype)
+
+
+def jax_function(rule: OpRule, call: Call) -> tuple[Callable, list[Any]]:
+    """Give the rule as a function of the call's floating inputs, and those inputs as arrays; the rest is constant."""
+    inputs: list[Any] = []
+
+    def place(tensor: torch.Tensor) -> Any:
+        if not tensor.is_floating_point():
+            return to_array(tensor)
+        inputs.append(to_array(tensor))
+        return _Slot(len(inputs) - 1)
+
+    args, kwargs = map_tensors(place, call.args), map_tensors(place, call.kwargs)
+
+    def function(*values: Any) -> list[Any]:
+        result = rule.rule(*_fill(args, values), **_fill(kwargs, values))
+        return flat_arrays(result[0] if rule.writes else result)
+
+    return function, inputs
+
+
+class _Slot(int):
+    """Stands for the n-th floating input."""
+
+
+def _fill(value: Any, values: tuple) -> Any:
+    if isinstance(value, _Slot):
+        return values[int(value)]
+    if isinstance(value, (list, tuple)):
+        items = [_fill(v, values) for v in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return {k: _fill(v, values) for k, v in value.items()}
+    if isinstance(value, slice):
+        return slice(*(_fill(v, values) for v in (value.start, value.stop, value.step)))
+    return value
+
+
+class Expected(NamedTuple):
+    """Torch's answer to a call."""
+
+    results: list[torch.Tensor]
+    cotangents: list[torch.Tensor | None]
+    grads: list[torch.Tensor | None]
+
+
+def compare(calls: list[tuple[OpRule, Call]], *, with_grad: bool, skip_outputs: tuple[int, ...] = (), tolerance: float = 0.0) -> None:
+    """Run rules on calls, all in one compiled program, and demand torch's values, dtypes and gradients."""
+    expected, programs, inputs = [], [], []
+    for rule, call in calls:
+        expected.append(Expected(*run_torch(call, with_grad)))
+        program, arrays = jax_function(rule, call)
+        programs.append(program)
+        inputs.append(arrays)
+
+    def everything(inputs: list[list[Any]]) -> list[tuple[list[Any], list[Any]]]:
+        answers = []
+        for program, arrays, (_, cotangents, _) in zip(programs, inputs, expected, strict=True):
+            if not cotangents:
+                answers.append((program(*arrays), []))
+                continue
+            values, pull = jax.vjp(program, *arrays)
+            seeds = [_seed(v, c) for v, c in zip(values, cotangents, strict=True)]
+            answers.append((values, list(pull(seeds))))
+        return answers
+
+    answers = jax.jit(everything)(inputs)
+    for (values, grads), (results, cotangents, torch_grads), (rule, call) in zip(answers, expected, calls, strict=True):
+        what = f"{rule.name}, {describe(call)}"
+        assert len(values) == len(results), f"{what}: {len(values)} results, torch has {len(results)}"
+        for k, (value, result) in enumerate(zip(values, results, strict=True)):
+            assert value.dtype == to_jax_dtype(result.dtype), f"{what}: result {k} has {value.dtype}, torch {result.dtype}"
+            assert not value.weak_type, f"{what}: result {k} is weakly typed"
+            if k not in skip_outputs:
+                _close(value, result, f"{what}: result {k}", tolerance)
+        if cotangents:
+            for k, (grad, torch_grad) in enumerate(zip(grads, torch_grads, strict=True)):
+                if torch_grad is not None:
+                    _close(grad, torch_grad, f"{what}: gradient of floating input {k}", tolerance)
+
+
+def _seed(value: Any, cotangent: torch.Tensor | None) -> Any:
+    if not jax.numpy.issubdtype(value.dtype, jax.numpy.inexact):
+        return np.zeros(value.shape, jax.dtypes.float0)
+    return jax.numpy.zeros_like(value) if cotangent is None else to_array(cotangent)
+
+
+def _close(value: Any, tensor: torch.Tensor, what: str, tolerance: float) -> None:
+    """Compare relative to the largest entry, which is what sums of many terms can be held to."""
+    limit = max(TOLERANCE.get(tensor.dtype, 0.0), tolerance)
+    finite = tensor[tensor.isfinite()]
+    scale = max(1.0, float(finite.abs().max())) if limit and finite.numel() else 1.0
+    actual = torch.tensor(np.asarray(value))
+    message = lambda text: f"{what}\n{text}"  # noqa: E731
+    assert_close(actual, tensor, rtol=limit, atol=limit * scale, equal_nan=True, msg=message, check_dtype=False)
+
+
+def describe(call: Call) -> str:
+    """Write a call's arguments, tensors as dtype and shape."""
+    short = lambda x: f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"  # noqa: E731
+    return f"{map_tensors(short, call.args)} {map_tensors(short, call.kwargs)}"
+
+
+# ---- torch's samples
+
+
+class _Recorder(TorchFunctionMode):
+    """Records the calls that reach torch's public functions and methods, those of the table only."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if lookup(func) is not None:
+            self.calls.append(Call(func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def recorded(function: Callable, args: tuple, kwargs: dict) -> list[Call]:
+    """Run a function and give the calls it makes of functions in the table."""
+    with _Recorder() as recorder:
+        _quietly(function, *args, **kwargs)
+    return recorder.calls
+
+
+def _public(op: Any) -> Callable | None:
+    """Give the public function that an `op_db` entry is about, where the entry holds a wrapper."""
+    owner: Any = torch
+    for part in op.name.split("."):
+        owner = getattr(owner, part, None)
+    return getattr(torch.Tensor, op.name, None) if owner is None else owner
+
+
+def function_of(op: Any) -> Callable | None:
+    """Give the function of the table that an `op_db` entry tests, or None."""
+    for function in (op.op, _public(op)):
+        if function is not None and lookup(function) is not None:
+            return function
+    return None
+
+
+def table_ops() -> list[Any]:
+    """List the entries of `op_db` whose function the table knows."""
+    return [op for op in op_db if function_of(op) is not None]
+
+
+def calls_of(op: Any, dtype: torch.dtype, limit: int, with_grad: bool = False) -> list[Call]:
+    """Choose samples of one entry, spread over torch's list, with broadcasting and scalar operands among them."""
+    torch.manual_seed(0)
+    samples = _quietly(lambda: list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=with_grad), 100)))
+    calls = [Call(op.op, (s.input, *s.args), s.kwargs) for s in samples]
+    calls = [c for c in calls if _fits(c)]
+    if len(calls) > limit:
+        chosen = [calls[round(i * (len(calls) - 1) / (limit - 1))] for i in range(limit)]
+        for wanted in (_has_number, _broadcasts):
+            if not any(map(wanted, chosen)):
+                chosen += [c for c in calls if wanted(c)][:1]
+        calls = chosen
+    if lookup(op.op) is None:  # a wrapper: take the calls that it makes
+        calls = [inner for c in calls for inner in recorded(*c) if lookup(inner.function) == lookup(function_of(op))]
+    return calls
+
+
+def _fits(call: Call) -> bool:
+    tensors = flat_tensors([call.args, list(call.kwargs.values())])
+    return all(t.layout == torch.strided and not t.is_complex() and t.numel() < 2_000 for t in tensors)
+
+
+def _has_number(call: Call) -> bool:
+    return any(isinstance(a, (int, float)) for a in call.args[1:])
+
+
+def _broadcasts(call: Call) -> bool:
+    return len({tuple(t.shape) for t in flat_tensors(call.args)}) > 1

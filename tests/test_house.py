@@ -1,0 +1,281 @@
+"""The house: which way imports point, what the packages are, what is shipped, and what must not be in any file."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "etrace_bridge"
+# Source folder of each package whose folder is not its dotted name.
+FOLDERS = {f"{PACKAGE}.adapters": "adapters"}
+
+# What each room of the house may import, itself aside. Everything that is not listed here (learner, check, cli, the
+# public names in `__init__`) stands on top and may import all of them.
+GROUND = {"_errors", "_types", "_jax_compat"}
+MAY_IMPORT = {
+    "_errors": set(),
+    "_types": {"_errors"},
+    "_jax_compat": {"_errors", "_types"},
+    "compiler": GROUND,
+    "engine": GROUND | {"compiler"},
+    "rules": GROUND | {"compiler", "engine"},
+    "frontend": GROUND | {"compiler", "adapters"},
+    "adapters": GROUND | {"compiler", "frontend"},
+}
+WITHOUT_TORCH = GROUND | {"compiler", "engine", "rules"}
+JAX_INTERNALS = ("jax._src", "jax.core", "jax.extend", "jax.interpreters", "jaxlib")
+JAX_INTERNALS_FILE = Path(PACKAGE, "_jax_compat.py")
+
+MACHINE_PATH = re.compile(r"(?<![\w.~$)}-])/(work|root|home|tmp|opt|Users)/\w")
+REGISTRY_HOST = re.compile(r"\b(pypi|pythonhosted|npmjs|debian)\.(org|com)\b")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, with the place that imports it."""
+
+    name: str
+    where: str
+    relative: bool
+
+
+def python_files(*folders: str) -> list[Path]:
+    """List the Python files under folders of the repository, relative to it."""
+    return sorted(file.relative_to(ROOT) for folder in folders for file in (ROOT / folder).rglob("*.py"))
+
+
+def tracked_files() -> list[Path]:
+    """List what git tracks or would add, relative to the repository."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [Path(name) for name in listed.split("\0") if name and (ROOT / name).is_file()]
+
+
+def module_name(file: Path) -> str:
+    """Give the dotted name under which a file of the package is imported."""
+    parts = list(file.with_suffix("").parts)
+    for package, folder in FOLDERS.items():
+        if parts[0] == folder:
+            parts[:1] = package.split(".")
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_in(source: str, file: Path, package_modules: frozenset[str] = frozenset()) -> Iterator[Import]:
+    """Yield every import of a file, also those inside functions and under TYPE_CHECKING."""
+    here = module_name(file).split(".")
+    if file.name != "__init__.py":
+        here = here[:-1]
+    for node in ast.walk(ast.parse(source)):
+        where = f"{file}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, where, relative=False)
+        elif isinstance(node, ast.ImportFrom):
+            base = here[: len(here) - node.level + 1] if node.level else []
+            module = ".".join(base + ([node.module] if node.module else []))
+            for alias in node.names:
+                full = f"{module}.{alias.name}"
+                # `from jax import core` is the module jax.core; `from etrace_bridge import wrap` is a name of the top.
+                is_module = full in package_modules or not module.startswith(PACKAGE)
+                yield Import(full if is_module else module, where, relative=bool(node.level))
+
+
+def package_imports(file: Path) -> list[Import]:
+    modules = frozenset(module_name(other) for other in python_files(PACKAGE, "adapters"))
+    return list(imports_in((ROOT / file).read_text(), file, modules))
+
+
+def room_of(module: str) -> str:
+    """Name the room of a module: `compiler` for etrace_bridge.compiler.views; the package itself is the top."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def wrong_way(file: Path, imports: list[Import]) -> list[str]:
+    """List the imports of a package file that do not point down."""
+    room = room_of(module_name(file))
+    if room not in MAY_IMPORT:
+        return []
+    wrong = []
+    for found in imports:
+        top = found.name.split(".")[0]
+        if top == PACKAGE and room_of(found.name) not in MAY_IMPORT[room] | {room}:
+            wrong.append(f"{found.where}: {room} imports {found.name}")
+        if top in {"torch", "torch2jax"} and room in WITHOUT_TORCH:
+            wrong.append(f"{found.where}: {room} imports {found.name}")
+    return wrong
+
+
+def is_internal(dotted: str) -> bool:
+    return any(dotted == name or dotted.startswith(f"{name}.") for name in JAX_INTERNALS)
+
+
+def dotted_name(node: ast.expr) -> str:
+    """Spell out an attribute chain such as jax.core.Jaxpr, or give an empty string."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
+def jax_internals(source: str, file: Path) -> list[str]:
+    """List the uses of JAX internals, and the decisions by version, in a file."""
+    found = [f"{use.where}: {use.name}" for use in imports_in(source, file) if is_internal(use.name)]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and dotted_name(node) in JAX_INTERNALS:
+            found.append(f"{file}:{node.lineno}: {dotted_name(node)}")
+        if isinstance(node, ast.Compare):
+            inside = [part for part in ast.walk(node) if isinstance(part, ast.Attribute)]
+            found += [f"{file}:{part.lineno}: {dotted_name(part)}" for part in inside if "__version" in part.attr]
+    return found
+
+
+def assert_none(findings: list[str]) -> None:
+    """Fail with every finding on a line of its own (pytest shortens long lists)."""
+    assert not findings, "\n" + "\n".join(findings)
+
+
+def test_imports_point_down():
+    files = python_files(PACKAGE, "adapters")
+    assert len(files) > 8
+    assert_none([line for file in files for line in wrong_way(file, package_imports(file))])
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "is_wrong"),
+    [
+        ("etrace_bridge/compiler/graph.py", "from etrace_bridge.rules import base", True),
+        ("etrace_bridge/compiler/graph.py", "from ..rules import base", True),
+        ("etrace_bridge/compiler/graph.py", "from .. import wrap", True),
+        ("etrace_bridge/compiler/graph.py", "def f():\n    import torch.nn", True),
+        ("etrace_bridge/compiler/graph.py", "from . import views\nfrom .._errors import BridgeError", False),
+        ("etrace_bridge/rules/base.py", "from etrace_bridge.engine import chunk\nimport jax", False),
+        ("etrace_bridge/rules/base.py", "from etrace_bridge.frontend.names import path", True),
+        ("etrace_bridge/frontend/trace.py", "import torch\nfrom etrace_bridge.frontend import ops", False),
+        ("etrace_bridge/frontend/trace.py", "from etrace_bridge.engine.plan import chunk_size", True),
+        ("adapters/norse.py", "import etrace_bridge.rules", True),
+        ("adapters/norse.py", "from etrace_bridge.frontend.state import register", False),
+        ("etrace_bridge/learner.py", "import torch\nfrom etrace_bridge.rules import base", False),
+    ],
+)
+def test_import_rule_sees(file, line, is_wrong):
+    assert bool(wrong_way(Path(file), list(imports_in(line, Path(file))))) is is_wrong
+
+
+def test_adapters_use_absolute_imports():
+    assert_none([found.where for file in python_files("adapters") for found in package_imports(file) if found.relative])
+
+
+def test_jax_internals_live_in_one_file():
+    files = python_files(PACKAGE, "adapters", "tests", "examples", "benchmarks")
+    files = [file for file in files if file != JAX_INTERNALS_FILE]
+    assert_none([line for file in files for line in jax_internals((ROOT / file).read_text(), file)])
+
+
+@pytest.mark.parametrize(
+    ("line", "is_internal_use"),
+    [
+        ("from jax import core", True),
+        ("from jax._src import ad_util", True),
+        ("import jax.extend as jex", True),
+        ("import jax\nx = jax.core.Jaxpr", True),
+        ("import jax\nif jax.__version_info__ >= (0, 10): pass", True),
+        ("import torch\nif torch.__version__ < '3': pass", True),
+        ("import torch\nmeta = {'torch': torch.__version__}", False),
+        ("import jax.numpy as jnp\nfrom jax import lax", False),
+    ],
+)
+def test_internals_rule_sees(line, is_internal_use):
+    assert bool(jax_internals(line, Path("etrace_bridge/learner.py"))) is is_internal_use
+
+
+def test_every_package_is_declared():
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert declared["package-dir"] == FOLDERS
+    folders = {file.parent for file in python_files(PACKAGE, "adapters")}
+    assert sorted(declared["packages"]) == sorted(module_name(folder / "__init__.py") for folder in folders)
+    assert_none([str(folder) for folder in folders if not (ROOT / folder / "__init__.py").is_file()])
+
+
+def test_adapters_is_refused_as_a_top_level_package(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    with pytest.raises(ImportError, match=r"import it by that name.*pip install -e"):
+        importlib.import_module("adapters")
+    assert importlib.import_module("etrace_bridge.adapters").__file__ == str(ROOT / "adapters" / "__init__.py")
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout: what belongs to the project is unknown")
+def test_no_machine_paths_or_registry_hosts():
+    found = []
+    for file in tracked_files():
+        try:
+            text = (ROOT / file).read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        for number, line in enumerate(text.splitlines(), 1):
+            found += [f"{file}:{number}: {line.strip()}" for rule in (MACHINE_PATH, REGISTRY_HOST) if rule.search(line)]
+    assert_none(found)
+
+
+def test_machine_path_rule_sees():
+    slash = "/"  # spelled apart, or this file would be its own finding
+    for text in (f"{slash}home/someone", f'open("{slash}tmp/x")', f"cd {slash}work/main", f"file://{slash}root/x"):
+        assert MACHINE_PATH.search(text), text
+    for text in ("https://host/home/page", "tests/tmp/x", "$HOME/work/x", "../work/x", "a /tmp folder", "./opt/x"):
+        assert not MACHINE_PATH.search(text), text
+
+
+@pytest.fixture(scope="module")
+def source_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Copy what the build reads, because setuptools leaves its build folders beside the sources."""
+    copy = tmp_path_factory.mktemp("house") / "source"
+    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in (PACKAGE, "adapters", "tests"):
+        shutil.copytree(ROOT / name, copy / name, ignore=ignore)
+    for file in ROOT.iterdir():
+        if file.is_file() and file.name != ".git":
+            shutil.copy(file, copy / file.name)
+    return copy
+
+
+def run(*command: str, cwd: Path) -> None:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_wheel_built_from_the_sdist_holds_every_package_file(source_copy, tmp_path):
+    build_sdist = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    run(sys.executable, "-c", build_sdist, str(tmp_path), cwd=source_copy)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "sdist", filter="data")
+    (unpacked,) = (tmp_path / "sdist").iterdir()
+
+    wheel_command = ["wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(tmp_path), "."]
+    run(sys.executable, "-m", "pip", "--disable-pip-version-check", *wheel_command, cwd=unpacked)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        shipped = {name for name in archive.namelist() if ".dist-info/" not in name}
+        (license_file,) = (name for name in archive.namelist() if name.endswith("licenses/LICENSE"))
+        assert archive.read(license_file) == (ROOT / "LICENSE").read_bytes()
+
+    expected = set()
+    for folder, package in ((PACKAGE, PACKAGE), ("adapters", f"{PACKAGE}/adapters")):
+        files = (file.relative_to(source_copy / folder) for file in (source_copy / folder).rglob("*") if file.is_file())
+        expected |= {f"{package}/{file.as_posix()}" for file in files}
+    assert f"{PACKAGE}/py.typed" in expected
+    assert shipped == expected

@@ -1,0 +1,133 @@
+"""Every zoo module, bridged: outputs, states and gradients of eight steps against torch's own."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from brainstate.transform import StatefulFunction
+
+import etrace_bridge as eb
+from torch_zoo import CASES, STEPS, Case, Reference, check_live, find, reference, tensors
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+# Each program runs once on tiny arrays: compiling it is all of the cost.
+QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+RUNS = [(case.name, dtype) for case in CASES for dtype in DTYPES if not (dtype == "float64" and case.float32_only)]
+
+# Warnings of the libraries themselves while they build or run their own modules.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Inhibition is an unstable feature:UserWarning"),
+    pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning"),
+]
+
+
+@cache
+def torch_result(name: str, dtype: str) -> Reference:
+    """Torch's run of a case, shared by the tests."""
+    return reference(find(name), DTYPES[dtype])
+
+
+def bridged_result(case: Case, module: torch.nn.Module, ref: Reference, xs: torch.Tensor) -> dict[str, Any]:
+    """Scan the bridged step over the sequence and differentiate the loss with `jax.grad`."""
+    net = eb.wrap(module, case.state, example_input=xs[0], **case.options)
+    net.init_state(batch_size=case.batch_size)
+    xs_jax = jnp.asarray(xs.numpy())
+    step = StatefulFunction(net, return_only_write=False)
+    states = step.get_states(xs_jax[0])
+    paths = {id(state): ".".join(map(str, path)) for path, state in net.states().items()}
+    trained = [i for i, state in enumerate(states) if isinstance(state, brainstate.ParamState)]
+    hidden = {paths[id(s)]: i for i, s in enumerate(states) if isinstance(s, brainstate.HiddenState)}
+    weights = [jnp.asarray(np.stack(column)) for column in zip(*ref.weights, strict=True)]
+
+    def loss(parameters: list[Any], xs: Any) -> tuple[Any, Any]:
+        start = [state.value for state in states]
+        for i, value in zip(trained, parameters, strict=True):
+            start[i] = value
+
+        def body(values: list[Any], x: Any) -> tuple[list[Any], Any]:
+            new, out = step.jaxpr_call(values, x)
+            return list(new), (jax.tree.leaves(out), {name: new[i] for name, i in hidden.items()})
+
+        _, (outputs, trajectory) = jax.lax.scan(body, start, xs)
+        total = sum(
+            ((w.astype(y.dtype) + y / 4) * y).reshape(STEPS, -1).mean(axis=1).sum()
+            for w, y in zip(weights, outputs, strict=True)
+        )
+        return total, (outputs, trajectory)
+
+    values = [states[i].value for i in trained]
+    argnums = (0, 1) if xs.is_floating_point() else (0,)
+    run = jax.jit(jax.value_and_grad(loss, argnums, has_aux=True), compiler_options=QUICK_COMPILE)
+    (total, (outputs, trajectory)), grads = run(values, xs_jax)
+    by_name = dict(zip((paths[id(states[i])] for i in trained), grads[0], strict=True))
+    return {
+        "net": net,
+        "loss": total,
+        "outputs": outputs,
+        "states": trajectory,
+        "grads": by_name,
+        "input_grad": grads[1] if len(grads) > 1 else None,
+    }
+
+
+def with_hooks(module: torch.nn.Module, name: str, grad: Any) -> np.ndarray:
+    """Apply the hooks on a parameter, which torch runs on the final gradient and the bridge does not trace."""
+    value = torch.tensor(np.asarray(grad))
+    for hook in (module.get_parameter(name)._backward_hooks or {}).values():
+        value = hook(value)
+    return value.numpy()
+
+
+def assert_close(found: Any, wanted: torch.Tensor, tolerance: float, what: str) -> None:
+    """Equal shape and dtype, and values up to `tolerance` of the array's scale (at least 1)."""
+    found, expected = np.asarray(found), wanted.detach().numpy()
+    assert found.shape == expected.shape, f"{what}: shape {found.shape}, torch has {expected.shape}"
+    assert found.dtype == expected.dtype, f"{what}: dtype {found.dtype}, torch has {expected.dtype}"
+    scale = max(1.0, float(np.abs(expected).max(initial=0.0)))
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * scale, err_msg=what)
+
+
+@pytest.mark.parametrize(("name", "dtype"), RUNS, ids=[f"{name}-{dtype}" for name, dtype in RUNS])
+def test_bridge_equals_torch(name: str, dtype: str) -> None:
+    case = find(name)
+    if not case.available:
+        pytest.skip(f"{case.library} is not installed")
+    ref, tolerance = torch_result(name, dtype), TOLERANCE[DTYPES[dtype]]
+    check_live(case, ref)
+    module, xs = case.build(DTYPES[dtype]), case.inputs(DTYPES[dtype])
+    found = bridged_result(case, module, ref, xs)
+
+    wanted = [
+        torch.stack(column) for column in zip(*(tensors(o).values() for o in ref.trajectory.outputs), strict=True)
+    ]
+    assert len(found["outputs"]) == len(wanted)
+    for i, (output, expected) in enumerate(zip(found["outputs"], wanted, strict=True)):
+        assert_close(output, expected, tolerance, f"output {i}")
+
+    assert set(found["states"]) == set(ref.trajectory.states[0])
+    for key, states in found["states"].items():
+        assert_close(states, torch.stack([step[key] for step in ref.trajectory.states]), tolerance, f"state {key}")
+
+    assert list(found["net"].parameter_names) == [n for n, p in module.named_parameters() if p.requires_grad]
+    assert set(found["grads"]) == set(ref.grads)
+    for key, grad in found["grads"].items():
+        assert_close(with_hooks(module, key, grad), ref.grads[key], tolerance, f"gradient of {key}")
+    if ref.input_grad is not None:
+        assert_close(found["input_grad"], ref.input_grad, tolerance, "gradient of the input")
+
+
+def test_zoo_is_large_and_covers_the_libraries() -> None:
+    count: dict[str, int] = {}
+    for case in CASES:
+        count[case.library] = count.get(case.library, 0) + 1
+    assert len({case.name for case in CASES}) == len(CASES) >= 90
+    assert set(count) == {"torch", "snntorch", "norse", "spikingjelly", "ncps"}
+    assert min(count.values()) >= 10
