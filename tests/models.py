@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import brainstate
@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from brainstate import HiddenGroupState, HiddenState, ParamState, ShortTermState
 from jax import lax
+
+from etrace_bridge.compiler.graph import ETraceGraph, compile_etrace_graph
 
 B, I, H = 2, 3, 4  # noqa: E741  (the letters of the equations)
 
@@ -56,11 +58,18 @@ def build(name: str) -> tuple[brainstate.nn.Module, tuple[Any, ...]]:
     return ZOO[name].make(np.random.default_rng(0))
 
 
-def refill(model: brainstate.nn.Module, seed: int = 1) -> None:
-    """Gives the hidden states random values: zeros would hide errors behind zero derivatives."""
-    rng = np.random.default_rng(seed)
-    for state in model.states(HiddenState).values():
-        state.value = jax.tree.map(lambda v: v + jnp.asarray(0.4 * rng.standard_normal(v.shape), v.dtype), state.value)
+@cache
+def graph_of(name: str) -> ETraceGraph:
+    """The compiled graph of a model of the zoo, made once."""
+    model, args = build(name)
+    return compile_etrace_graph(model, *args)
+
+
+def refill(model: brainstate.nn.Module, rng: np.random.Generator) -> None:
+    """Gives parameters and hidden states random values: zeros would hide errors behind zero derivatives."""
+    for kind in (ParamState, HiddenState):
+        for state in model.states(kind).values():
+            state.value = jax.tree.map(lambda v: v + _normal(rng, v.shape), state.value)
 
 
 def _normal(rng: np.random.Generator, shape: tuple[int, ...], scale: float = 0.5) -> jax.Array:
@@ -100,7 +109,7 @@ def module(make: Callable) -> Callable:
 
     def build_and_fill(rng: np.random.Generator):
         model, args = make(rng)
-        refill(model)
+        refill(model, rng)
         return model, args
 
     ZOO[make.__name__] = Entry(make.__name__, build_and_fill)
@@ -612,9 +621,12 @@ def spiking_vjp(p, s, x):
 # Modules of brainstate and brainpy ----------------------------------------------------------------------------------
 
 
+ZEROS = {"w_init": jnp.zeros, "b_init": jnp.zeros}  # `refill` draws the values; brainstate's own draws cost seconds
+
+
 def _cell(cls: type) -> Callable:
     def make(rng: np.random.Generator):
-        model = cls(I, H)
+        model = cls(I, H, **ZEROS)
         brainstate.nn.init_all_states(model, batch_size=B)
         return model, (_normal(rng, (B, I)),)
 
@@ -644,7 +656,9 @@ class Chain(brainstate.nn.Module):
 @module
 def linear_gru_linear(rng):
     nn = brainstate.nn
-    model = Chain(encode=nn.Linear(I, 5), cell=nn.GRUCell(5, H), readout=nn.Linear(H, 2))
+    model = Chain(
+        encode=nn.Linear(I, 5, **ZEROS), cell=nn.GRUCell(5, H, **ZEROS), readout=nn.Linear(H, 2, **ZEROS)
+    )
     nn.init_all_states(model, batch_size=B)
     return model, (_normal(rng, (B, I)),)
 
@@ -663,13 +677,13 @@ class Leaky(brainstate.nn.Module):
 
 @module
 def conv_module(rng):
-    model = Chain(conv=brainstate.nn.Conv1d((5, I), H, 3), leaky=Leaky((B, 5, H)))
+    model = Chain(conv=brainstate.nn.Conv1d((5, I), H, 3, w_init=jnp.zeros), leaky=Leaky((B, 5, H)))
     return model, (_normal(rng, (B, 5, I)),)
 
 
 @module
 def embedding_module(rng):
-    model = Chain(table=brainstate.nn.Embedding(5, H, padding_idx=1), leaky=Leaky((B, H)))
+    model = Chain(table=brainstate.nn.Embedding(5, H, embedding_init=jnp.zeros, padding_idx=1), leaky=Leaky((B, H)))
     return model, (jnp.asarray([1, 3]),)
 
 
@@ -683,7 +697,7 @@ def _neuron(name: str) -> Callable:
 
             def __init__(self) -> None:
                 super().__init__()
-                self.linear = brainstate.nn.Linear(I, H)
+                self.linear = brainstate.nn.Linear(I, H, **ZEROS)
                 self.neuron = getattr(brainpy.state, name)(H, V_th=0.5 * u.mV, V_rest=0 * u.mV, V_reset=0 * u.mV)
 
             def update(self, x):

@@ -17,6 +17,13 @@ from torch.testing._internal.common_methods_invocations import op_db
 from etrace_bridge.frontend.ops import OpRule, lookup
 from etrace_bridge.frontend.ops.dtypes import to_jax_dtype
 
+# These programs run once: compiling them is what takes time (3 x less with these; results do not depend on them).
+QUICK_COMPILE = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 
@@ -173,7 +180,7 @@ def compare(calls: list[tuple[OpRule, Call]], *, with_grad: bool, skip_outputs: 
             answers.append((values, list(pull(seeds))))
         return answers
 
-    answers = jax.jit(everything)(inputs)
+    answers = jax.jit(everything, compiler_options=QUICK_COMPILE)(inputs)
     for (values, grads), (results, cotangents, torch_grads), (rule, call) in zip(answers, expected, calls, strict=True):
         what = f"{rule.name}, {describe(call)}"
         assert len(values) == len(results), f"{what}: {len(values)} results, torch has {len(results)}"

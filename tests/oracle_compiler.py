@@ -62,7 +62,8 @@ class Step:
         """The hidden states' variables before the step."""
         return [self.minfo.hidden_path_to_invar[p] for p in self.hidden]
 
-    def read(self, env: dict, var: Any) -> Any:
+    @staticmethod
+    def read(env: dict, var: Any) -> Any:
         """A variable's or literal's value."""
         return jnp.asarray(var.val) if isinstance(var, Literal) else env[var]
 
@@ -74,7 +75,7 @@ class Step:
         """The hidden states before it."""
         return [self.values[v] for v in self.hidden_invars()]
 
-    def state_jacobian(self) -> list[list[np.ndarray]]:
+    def state_jacobian(self) -> list[list[Any]]:
         """`[i][j]`: d new state i / d old state j, flattened, gradients stopped at the graph's cuts."""
         cuts = list(self.graph.structure.facts.cuts)
 
@@ -83,7 +84,7 @@ class Step:
 
         return _dense(new, self.old_states())
 
-    def contact_jacobian(self, variables: Sequence[Any]) -> list[list[np.ndarray]]:
+    def contact_jacobian(self, variables: Sequence[Any]) -> list[list[Any]]:
         """`[i][j]`: d new state i / d contact variable j, flattened, gradients stopped at the graph's cuts."""
         cuts = list(self.graph.structure.facts.cuts)
 
@@ -93,15 +94,14 @@ class Step:
         return _dense(new, [jnp.zeros(v.aval.shape, v.aval.dtype) for v in variables])
 
 
-def _dense(fun: Callable, at: Sequence[Any]) -> list[list[np.ndarray]]:
+def _dense(fun: Callable, at: Sequence[Any]) -> list[list[Any]]:
+    if not at:
+        return [[] for _ in fun()]
     jacobians = jax.jacrev(fun, argnums=tuple(range(len(at))))(*at)
-    return [
-        [np.asarray(j).reshape(np.size(j) // max(a.size, 1), a.size) for j, a in zip(row, at, strict=True)]
-        for row in jacobians
-    ]
+    return [[j.reshape(-1, a.size) for j, a in zip(row, at, strict=True)] for row in jacobians]
 
 
-# Brute-force D-RTRL and BPTT over a sequence --------------------------------------------------------------------------
+# BPTT and brute-force D-RTRL over a sequence ------------------------------------------------------------------------
 
 
 class Unrolled:
@@ -109,15 +109,21 @@ class Unrolled:
 
     def __init__(self, graph: Any, inputs: Sequence[Any]) -> None:
         self.step = Step(graph, inputs[0])
-        self.graph, self.inputs = graph, [jax.tree.leaves(tuple(x)) for x in inputs]
+        self.graph = graph
+        self.inputs = [jnp.stack(xs) for xs in zip(*(jax.tree.leaves(tuple(x)) for x in inputs), strict=True)]
         minfo = graph.module_info
-        self.weights = minfo.weight_invars
-        self.hidden = self.step.hidden_invars()
-        self.carried = [v for vs in minfo.state_tree_invars for v in vs if v not in minfo.invar_to_weight_path]
-        self.after = {
-            i: o for ins, outs in zip(minfo.state_tree_invars, minfo.state_tree_outvars, strict=True)
+        pairs = [
+            (i, o)
+            for ins, outs in zip(minfo.state_tree_invars, minfo.state_tree_outvars, strict=True)
             for i, o in zip(ins, outs, strict=True)
-        }
+        ]
+        hidden = self.step.hidden_invars()
+        after = dict(pairs)
+        self.weights = minfo.weight_invars
+        others = [i for i, _ in pairs if i not in hidden and i not in minfo.invar_to_weight_path]
+        self.carried = [*hidden, *others]
+        self.after = [after[v] for v in self.carried]
+        self.n_hidden = len(hidden)
         self.outputs = minfo.jaxpr.outvars[: minfo.num_var_out]
 
     def _loss(self, env: dict) -> Any:
@@ -130,67 +136,73 @@ class Unrolled:
                 total = total + (ramp * value + 0.5 * (value - 0.3) ** 2).sum()
         return total
 
-    def _run(self, t: int, states: dict, weights: Sequence[Any], cuts=()) -> tuple[Any, dict]:
-        replaced = states | dict(zip(self.weights, weights, strict=True))
-        env = self.step.run(replaced, {}, cuts, self.inputs[t])
-        return self._loss(env), {i: self.step.read(env, self.after[i]) for i in self.carried}
+    def _run(self, args: Sequence[Any], states: Sequence[Any], weights: Sequence[Any], cuts=()) -> tuple[Any, list[Any]]:
+        replaced = dict(zip((*self.carried, *self.weights), (*states, *weights), strict=True))
+        env = self.step.run(replaced, {}, cuts, args)
+        return self._loss(env), [self.step.read(env, v) for v in self.after]
 
-    def _start(self) -> tuple[dict, list[Any]]:
+    def _start(self) -> tuple[list[Any], list[Any]]:
         values = self.step.values
-        return {v: values[v] for v in self.carried}, [values[v] for v in self.weights]
+        return [values[v] for v in self.carried], [values[v] for v in self.weights]
 
-    def bptt(self) -> list[np.ndarray]:
+    def bptt(self) -> list[Any]:
         """The gradient of each parameter leaf, by reverse mode through all steps."""
         states, weights = self._start()
 
         def total(weights: list[Any]) -> Any:
-            loss, now = jnp.zeros(()), states
-            for t in range(len(self.inputs)):
-                here, now = self._run(t, now, weights)
-                loss = loss + here
-            return loss
+            def body(now, args):
+                loss, new = self._run(args, now, weights)
+                return new, loss
 
-        return [np.asarray(g) for g in jax.grad(total)(weights)]
+            return lax.scan(body, states, self.inputs)[1].sum()
 
-    def d_rtrl(self, credit: str = "step") -> list[np.ndarray]:
+        return jax.grad(total)(weights)
+
+    def d_rtrl(self) -> dict[str, list[Any]]:
         """The same by D-RTRL: influence of the parameters on the hidden states, carried through uncut paths only.
 
-        Args:
-            credit: how the loss of a step is differentiated by the hidden states before it: through the whole step
-                (`"step"`), or stopping at cuts on the way from an old to a new state (`"core"`).
+        Returns:
+            For each `credit`, the gradients. It says how a step's loss is differentiated by the hidden states before
+            the step: through the whole step (`"step"`), or not through cuts between an old and a new state (`"core"`).
         """
-        facts = self.graph.structure.facts
-        trace_cuts = list(facts.cuts)
-        credit_cuts = list(facts.pre_cuts) if credit == "core" else []
+        facts, n = self.graph.structure.facts, self.n_hidden
         states, weights = self._start()
-        influence = [[np.zeros((states[h].size, w.size)) for w in weights] for h in self.hidden]
-        grads = [np.zeros(w.size) for w in weights]
-        for t in range(len(self.inputs)):
+        sizes = [w.size for w in weights]
 
-            def loss(hidden, weights, cuts, t=t, states=states):
-                return self._run(t, states | dict(zip(self.hidden, hidden, strict=True)), weights, cuts)[0]
+        def body(carry, args):
+            states, influence, grads = carry
+            hidden, others = states[:n], states[n:]
 
-            def new(hidden, weights, t=t, states=states):
-                after = self._run(t, states | dict(zip(self.hidden, hidden, strict=True)), weights, trace_cuts)[1]
-                return [after[h] for h in self.hidden]
+            def loss(hidden, weights, cuts):
+                return self._run(args, [*hidden, *others], weights, cuts)[0]
 
-            hidden = [states[h] for h in self.hidden]
+            def new(hidden, weights):
+                return self._run(args, [*hidden, *others], weights, list(facts.cuts))[1][:n]
+
             direct = jax.grad(loss, argnums=1)(hidden, weights, [])
-            back = jax.grad(loss, argnums=0)(hidden, weights, credit_cuts)
-            for j, g in enumerate(direct):
-                grads[j] += np.asarray(g).ravel()
-                grads[j] += sum(np.asarray(b).ravel() @ influence[i][j] for i, b in enumerate(back))
-            by_hidden, by_weight = jax.jacrev(new, argnums=(0, 1))(hidden, weights)
+            backs = {
+                "step": jax.grad(loss)(hidden, weights, []),
+                "core": jax.grad(loss)(hidden, weights, list(facts.pre_cuts)),
+            }
+            grads = {
+                credit: [
+                    grad + d.ravel() + sum(b.ravel() @ row[j] for b, row in zip(backs[credit], influence, strict=True))
+                    for j, (grad, d) in enumerate(zip(grads[credit], direct, strict=True))
+                ]
+                for credit in grads
+            }
+            jacobian = jax.jacrev(new, argnums=(0, 1))(hidden, weights)  # [new state][0: hidden, 1: weights][which]
             influence = [
                 [
-                    np.asarray(by_weight[i][j]).reshape(-1, w.size)
-                    + sum(
-                        np.asarray(by_hidden[i][k]).reshape(-1, hidden[k].size) @ influence[k][j]
-                        for k in range(len(hidden))
-                    )
-                    for j, w in enumerate(weights)
+                    jacobian[i][1][j].reshape(-1, size)
+                    + sum(jacobian[i][0][k].reshape(-1, hidden[k].size) @ influence[k][j] for k in range(n))
+                    for j, size in enumerate(sizes)
                 ]
-                for i in range(len(hidden))
+                for i in range(n)
             ]
-            states = self._run(t, states, weights)[1]
-        return [g.reshape(w.shape) for g, w in zip(grads, weights, strict=True)]
+            return (self._run(args, states, weights)[1], influence, grads), None
+
+        zeros = [[jnp.zeros((h.size, size)) for size in sizes] for h in states[:n]]
+        start = {credit: [jnp.zeros(size) for size in sizes] for credit in ("step", "core")}
+        (_, _, grads), _ = lax.scan(body, (states, zeros, start), self.inputs)
+        return {c: [g.reshape(w.shape) for g, w in zip(gs, weights, strict=True)] for c, gs in grads.items()}

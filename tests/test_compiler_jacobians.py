@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import models
@@ -10,96 +13,119 @@ import pytest
 from oracle_compiler import Step
 
 from etrace_bridge.compiler.core import split_leaf
-from etrace_bridge.compiler.graph import compile_etrace_graph
+from etrace_bridge.compiler.graph import ETraceGraph
 from etrace_bridge.compiler.jaxpr import evaluate
 
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}
 
 
+@dataclass(frozen=True)
+class Measured:
+    """Everything the tests compare, computed in one compiled program (eager mode would compile every operation)."""
+
+    graph: ETraceGraph
+    step: Step
+    new: list[Any]  # new hidden states, by the step itself
+    by_state: list[list[Any]]  # dense d new state / d old state
+    by_contact: list[list[Any]]  # dense d new state / d contact output
+    transitions: list[tuple[list[Any], list[Any]]]  # per group: `transition` and `transition_jaxpr`
+    diagonals: list[Any]  # per group: `diagonal_jacobian`
+    dfs: list[tuple[Any, list[Any]]]  # per leg: value, and one df a state, through `y_to_hidden_groups`
+
+
+def contact_vars(graph: ETraceGraph) -> list[Any]:
+    return list(dict.fromkeys(leg.part.var for leg in graph.structure.legs))
+
+
+def transitions(group, env: dict) -> tuple[list[Any], list[Any], Any]:
+    old = [env[v] for v in group.hidden_invars]
+    inputs = [env[v] for v in group.transition_jaxpr_constvars]
+    jaxpr = group.transition_jaxpr
+    inside = evaluate(jaxpr.eqns, dict(zip((*jaxpr.constvars, *jaxpr.invars), (*inputs, *old), strict=True)))
+    by_jaxpr = [Step.read(inside, v) for v in jaxpr.outvars]
+    return group.transition(old, inputs), by_jaxpr, group.diagonal_jacobian(old, inputs)
+
+
+def df_of(graph: ETraceGraph, leg, env: dict) -> tuple[Any, list[Any]]:
+    (relation,) = [r for r in graph.hidden_param_op_relations if r.y_var is leg.part.var]
+    (n,) = [n for n, g in enumerate(relation.hidden_groups) if g.index == leg.group]
+    value, pull = jax.vjp(lambda y: relation.y_to_hidden_groups(y, env)[n], env[leg.part.var])
+    states = range(graph.hidden_groups[leg.group].num_state)
+    return value, [pull(jnp.zeros_like(value).at[..., s].set(1))[0] for s in states]
+
+
 @pytest.fixture(scope="module", params=list(models.ZOO))
-def compiled(request):
-    model, args = models.build(request.param)
-    graph = compile_etrace_graph(model, *args, include_hidden_perturb=False)
+def measured(request):
+    graph, (_, args) = models.graph_of(request.param), models.build(request.param)
     step = Step(graph, args)
-    return graph, step, step.run({}, {})
+
+    @jax.jit
+    def measure():
+        env = step.run({}, {})
+        per_group = [transitions(g, env) for g in graph.hidden_groups]
+        return (
+            step.new_states(env),
+            step.state_jacobian(),
+            step.contact_jacobian(contact_vars(graph)),
+            [(a, b) for a, b, _ in per_group],
+            [d for _, _, d in per_group],
+            [df_of(graph, leg, env) for leg in graph.structure.legs],
+        )
+
+    return Measured(graph, step, *jax.device_get(measure()))
 
 
-def virtual(leaf):
+def elements(leaf) -> list[np.ndarray]:
     """The elements of a hidden state that belong to each of the states it holds, in the order of their places."""
     numbers = np.arange(np.prod(leaf.invar.aval.shape, dtype=int)).reshape(leaf.invar.aval.shape)
     return [np.asarray(part).ravel() for part in split_leaf(leaf, jnp.asarray(numbers), leaf.varshape)]
 
 
-def test_diagonal_jacobian(compiled):
-    graph, step, env = compiled
-    dense = step.state_jacobian()
-    at = {path: n for n, path in enumerate(step.hidden)}
-    group_of = {path: g.index for g in graph.hidden_groups for path in g.hidden_paths}
-    for group in graph.hidden_groups:
+def test_transitions(measured):
+    new = dict(zip(measured.step.hidden, measured.new, strict=True))
+    for group, (called, by_jaxpr) in zip(measured.graph.hidden_groups, measured.transitions, strict=True):
+        for path, a, b in zip(group.hidden_paths, called, by_jaxpr, strict=True):
+            np.testing.assert_allclose(a, new[path], **TOLERANCE)
+            np.testing.assert_allclose(b, new[path], **TOLERANCE)
+
+
+def test_diagonal_jacobian(measured):
+    graph = measured.graph
+    at = {path: n for n, path in enumerate(measured.step.hidden)}
+    for group, diagonal in zip(graph.hidden_groups, measured.diagonals, strict=True):
         group.check_consistent_varshape()
-        old = [env[v] for v in group.hidden_invars]
-        inputs = [env[v] for v in group.transition_jaxpr_constvars]
-        diagonal = np.asarray(group.diagonal_jacobian(old, inputs))
         assert diagonal.shape == (*group.varshape, group.num_state, group.num_state)
-        for new, value in zip(group.hidden_outvars, group.transition(old, inputs), strict=True):
-            np.testing.assert_allclose(value, step.read(env, new), **TOLERANCE)
-        columns = [(leaf, ids) for leaf in group.leaves for ids in virtual(leaf)]
-        for i, (leaf_i, rows) in enumerate(columns):
-            for j, (leaf_j, cols) in enumerate(columns):
-                full = dense[at[leaf_i.path]][at[leaf_j.path]][np.ix_(rows, cols)]
+        states = [(leaf, ids) for leaf in group.leaves for ids in elements(leaf)]
+        for i, (leaf_i, rows) in enumerate(states):
+            for j, (leaf_j, cols) in enumerate(states):
+                full = measured.by_state[at[leaf_i.path]][at[leaf_j.path]][np.ix_(rows, cols)]
                 np.testing.assert_allclose(diagonal[..., i, j].ravel(), np.diag(full), **TOLERANCE)
-                if leaf_i.invar in graph.structure.matter:
-                    np.testing.assert_array_equal(full - np.diag(np.diag(full)), 0)
-    # States of different groups do not meet in the core.
-    for i in step.hidden:
-        for j in step.hidden:
-            if group_of[i] != group_of[j] and graph.module_info.hidden_path_to_invar[i] in graph.structure.matter:
-                np.testing.assert_array_equal(dense[at[i]][at[j]], 0)
+                np.testing.assert_array_equal(full - np.diag(np.diag(full)), 0)
 
 
-def test_transition_jaxpr_is_the_transition(compiled):
-    graph, step, env = compiled
-    for group in graph.hidden_groups:
-        old = [env[v] for v in group.hidden_invars]
-        inputs = [env[v] for v in group.transition_jaxpr_constvars]
-        jaxpr = group.transition_jaxpr
-        inside = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*inputs, *old), strict=True))
-        evaluate(jaxpr.eqns, inside)
-        for var, inner in zip(group.hidden_outvars, jaxpr.outvars, strict=True):
-            np.testing.assert_allclose(step.read(inside, inner), step.read(env, var), **TOLERANCE)
+def test_states_of_different_groups_do_not_meet(measured):
+    graph = measured.graph
+    for i, row in zip(measured.step.hidden, measured.by_state, strict=True):
+        if graph.module_info.hidden_path_to_invar[i] not in graph.structure.matter:
+            continue
+        for j, block in zip(measured.step.hidden, row, strict=True):
+            if graph.hid_path_to_group[i] is not graph.hid_path_to_group[j]:
+                np.testing.assert_array_equal(block, 0)
 
 
-def test_df(compiled):
-    graph, step, env = compiled
-    legs = graph.structure.legs
-    variables = list(dict.fromkeys(leg.part.var for leg in legs))
-    if not variables:
-        pytest.skip("no contact of this model has a trace")
-    dense = step.contact_jacobian(variables)
-    at = {path: n for n, path in enumerate(step.hidden)}
-    for leg in legs:
+def test_df(measured):
+    graph, variables = measured.graph, contact_vars(measured.graph)
+    at = {path: n for n, path in enumerate(measured.step.hidden)}
+    new = dict(zip(measured.step.hidden, measured.new, strict=True))
+    for leg, (value, dfs) in zip(graph.structure.legs, measured.dfs, strict=True):
         group = graph.hidden_groups[leg.group]
-        (relation,) = [r for r in graph.hidden_param_op_relations if r.y_var is leg.part.var]
-        (n,) = [n for n, g in enumerate(relation.hidden_groups) if g.index == leg.group]
-
-        def new(y, n=n, relation=relation):
-            return relation.y_to_hidden_groups(y, env)[n]
-
-        value, pull = jax.vjp(new, env[leg.part.var])
-        np.testing.assert_allclose(
-            value, group.concat_hidden([step.read(env, v) for v in group.hidden_outvars]), **TOLERANCE
-        )
-        states = [(leaf, rows) for leaf in group.leaves for rows in virtual(leaf)]
-        for s, (leaf, rows) in enumerate(states):
-            if leaf.invar not in graph.structure.matter:
-                continue
-            (df,) = pull(jnp.zeros_like(value).at[..., s].set(1))
-            full = dense[at[leaf.path]][variables.index(leg.part.var)][rows]  # (places, elements of y)
-            places = leg.places.ravel()
-            expected = np.zeros(places.size)
-            fed = places >= 0
-            expected[fed] = full[places[fed], np.flatnonzero(fed)]
-            np.testing.assert_allclose(np.asarray(df).ravel(), expected, **TOLERANCE)
-            rest = full.copy()
-            rest[places[fed], np.flatnonzero(fed)] = 0
-            np.testing.assert_array_equal(rest, 0)
+        np.testing.assert_allclose(value, group.concat_hidden([new[p] for p in group.hidden_paths]), **TOLERANCE)
+        fed = leg.places.ravel() >= 0
+        own = leg.places.ravel()[fed], np.flatnonzero(fed)  # (place of the state, element of the contact's output)
+        states = [(leaf, rows) for leaf in group.leaves for rows in elements(leaf)]
+        for (leaf, rows), df in zip(states, dfs, strict=True):
+            full = measured.by_contact[at[leaf.path]][variables.index(leg.part.var)][rows]
+            np.testing.assert_allclose(df.ravel()[fed], full[own], **TOLERANCE)
+            np.testing.assert_array_equal(df.ravel()[~fed], 0)
+            full[own] = 0
+            np.testing.assert_array_equal(full, 0)

@@ -4,8 +4,7 @@ One forward pass over the step collects facts: which *sources* (parameters, old 
 which first cut, if any. A trace follows uncut paths only. So a parameter's gradient under D-RTRL is exact unless
 
 1. it enters a state that matters later through a cut, or
-2. a state that its trace covers enters, through a cut, a state that matters later;
-3. for `credit="core"` also: an output reads such an old state through a cut.
+2. a state that its trace covers enters, through a cut, a state that matters later.
 
 "Matters later" means that the state can still change a loss through derivatives.
 """
@@ -74,8 +73,7 @@ class ParameterCertificate:
         path: the parameter.
         kind: `"traced"` (has a trace), `"direct"` (outside the recurrence), `"upstream"` (reaches a state only
             through cuts) or `"unused"`.
-        exact: whether the gradient equals BPTT's, with `credit="step"`.
-        exact_core: the same with `credit="core"`.
+        exact: whether the gradient equals BPTT's, whatever `credit` is.
         drops: what is not carried.
         groups: indices of the hidden groups its traces live in.
     """
@@ -83,7 +81,6 @@ class ParameterCertificate:
     path: Path
     kind: str
     exact: bool
-    exact_core: bool
     drops: tuple[Drop, ...] = ()
     groups: tuple[int, ...] = ()
 
@@ -96,7 +93,7 @@ class ParameterCertificate:
             return "outside the recurrence: plain gradient of the step"
         if self.exact:
             return "every path through time is position by position"
-        first = str(self.drops[0]) if self.drops else "credit through an old state that the output reads"
+        first = str(self.drops[0])
         more = f" and {len(self.drops) - 1} more" if len(self.drops) > 1 else ""
         return f"drops {first}{more}"
 
@@ -107,18 +104,17 @@ class StepFacts:
 
     Attributes:
         at: facts by variable.
-        at_before_new: the same, where only cuts on the way to a new state count.
         cuts: every cut, by edge.
-        pre_cuts: cuts that an old state meets on its way to a new state; `credit="core"` stops there.
+        pre_cuts: where a value of the old states leaves the core on its way to a new state; `credit="core"` stops
+            there. Values that only an output reads, and new states read by later layers, are not among them.
     """
 
     at: dict[Var, Facts]
-    at_before_new: dict[Var, Facts]
     cuts: dict[Edge, Cut]
     pre_cuts: frozenset[Edge]
 
 
-def collect_facts(minfo: ModuleInfo, use: WeightUse, alignment: Alignment) -> StepFacts:
+def collect_facts(minfo: ModuleInfo, use: WeightUse, alignment: Alignment, matter: set[Var]) -> StepFacts:
     """The forward pass of facts."""
     cuts: dict[Edge, Cut] = {}
     start = {
@@ -127,16 +123,35 @@ def collect_facts(minfo: ModuleInfo, use: WeightUse, alignment: Alignment) -> St
         for v in leaves
         if v not in minfo.invar_to_weight_path and is_float(v)
     }
-    made_by = producers(minfo.jaxpr.eqns)
-    new_states = {v for leaf in alignment.leaves for v in (leaf.outvar, *alias_roots(made_by, leaf.outvar))}
-    pre_cuts: set[Edge] = set()
-    at = _flow(minfo, use, alignment, dict(start), frozenset(), cuts, set())
-    from_new = _flow(minfo, use, alignment, dict(start), new_states, cuts, pre_cuts)
-    return StepFacts(at, from_new, cuts, frozenset(pre_cuts))
+    at = _flow(minfo, use, alignment, start, cuts)
+    return StepFacts(at, cuts, _leaving_edges(minfo, alignment, matter))
 
 
-def _flow(minfo, use, alignment, at, renew, cuts, crossed) -> dict[Var, Facts]:
-    """Facts at every variable; past the variables in `renew`, only what crossed a cut before them is followed."""
+def _leaving_edges(minfo: ModuleInfo, alignment: Alignment, matter: set[Var]) -> frozenset[Edge]:
+    """Edges from old states, and from core values that are no piece of a new state, out of the core to a new state."""
+    eqns, core = minfo.jaxpr.eqns, set(alignment.core)
+    new = {leaf.outvar for leaf in alignment.leaves if not isinstance(leaf.outvar, Literal)}
+    reach = {leaf.outvar for leaf in alignment.leaves if leaf.invar in matter and leaf.outvar in new}
+    for eqn in reversed(eqns):
+        if is_structural(eqn) and any(v in new for v in eqn.outvars):
+            new.update(variables(eqn.invars))
+        if passes_derivative(eqn) and any(v in reach for v in eqn.outvars):
+            reach.update(v for v in variables(eqn.invars) if is_float(v))
+    before = {leaf.invar for leaf in alignment.leaves}
+    edges = set()
+    for i, eqn in enumerate(eqns):
+        for k, v in enumerate(eqn.invars):
+            if isinstance(v, Literal) or v not in before:
+                continue
+            if (i, k) in alignment.cuts or (i not in core and any(o in reach for o in eqn.outvars)):
+                edges.add((i, k))
+            elif i in core:
+                before.update(o for o in eqn.outvars if is_float(o) and o not in new)
+    return frozenset(edges)
+
+
+def _flow(minfo, use, alignment, at, cuts) -> dict[Var, Facts]:
+    """Facts at every variable."""
     for i, eqn in enumerate(minfo.jaxpr.eqns):
         if not passes_derivative(eqn):
             continue
@@ -151,8 +166,6 @@ def _flow(minfo, use, alignment, at, renew, cuts, crossed) -> dict[Var, Facts]:
             else:
                 facts = at.get(v, {})
                 edge_cut = _data_cut(eqn, i, k, alignment, use, cuts) if facts else None
-                if edge_cut is not None and any(None in tags for tags in facts.values()):
-                    crossed.add(edge_cut)
             for source, tags in facts.items():
                 passed = {edge_cut if t is None else t for t in tags}
                 merged.setdefault(source, set()).update(passed)
@@ -160,12 +173,8 @@ def _flow(minfo, use, alignment, at, renew, cuts, crossed) -> dict[Var, Facts]:
             frozen = {s: frozenset(tags) for s, tags in merged.items()}
             for v in eqn.outvars:
                 if is_float(v) and v not in use.weight_paths:
-                    at[v] = _cut_only(frozen) if v in renew else frozen
+                    at[v] = frozen
     return at
-
-
-def _cut_only(facts: Facts) -> Facts:
-    return {s: tags - {None} for s, tags in facts.items() if tags - {None}}
 
 
 def _weight_cut(eqn, i, k, contacts, alignment, use, cuts) -> Edge | None:
@@ -254,12 +263,9 @@ def _certify_one(source: Source, facts: StepFacts, ends, outputs, path_of, group
         kind = "direct" if at_output else "unused"
     else:
         kind = "traced" if covered else "upstream"
-    reads_old = any(
-        t is not None for v in outputs for s in covered for t in facts.at_before_new.get(v, {}).get(("state", s), ())
-    )
     ordered = tuple(drops[key] for key in sorted(drops, key=lambda key: (key[0], str(key[1]), str(key[2]))))
     groups = tuple(sorted({group_of[path_of[s]] for s in covered}))
-    return ParameterCertificate(path, kind, not drops, not drops and not reads_old, ordered, groups)
+    return ParameterCertificate(path, kind, not drops, ordered, groups)
 
 
 def _order(ends):

@@ -126,7 +126,7 @@ def compile_graph_from_minfo(minfo: ModuleInfo, include_hidden_perturb: bool = T
     """Runs the compiler's passes on a traced step."""
     use, alignment, matter = find_alignment(minfo)
     groups, by_path = build_groups(minfo, use, alignment)
-    facts = collect_facts(minfo, use, alignment)
+    facts = collect_facts(minfo, use, alignment, matter)
     certificates = certify(minfo, facts, alignment, matter, {p: g.index for p, g in by_path.items()})
     legs = find_legs(use, alignment, by_path)
     structure = StepStructure(use, alignment, matter, facts, legs, certificates)

@@ -56,7 +56,7 @@ def _gradient(certificate: ParameterCertificate, cuts: dict) -> str:
     if certificate.kind == "direct":
         return "exact (outside the recurrence)"
     if certificate.exact:
-        return "exact" if certificate.exact_core else 'exact (approximate with credit="core")'
+        return "exact"
     numbers = sorted({cuts[_key(d.cut.edge, d.into)][1] for d in certificate.drops})
     dropped = f"drops {', '.join(f'[{n}]' for n in numbers)}"
     if certificate.kind == "upstream":

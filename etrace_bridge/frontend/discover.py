@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from etrace_bridge._errors import BridgeError, StateError
+from etrace_bridge.frontend import messages
 from etrace_bridge.frontend.attributes import find_attribute_slots
-from etrace_bridge.frontend.calls import intercepted_calls, plain_call
+from etrace_bridge.frontend.calls import LOCK, intercepted_calls, plain_call
 from etrace_bridge.frontend.plan import ArgumentSlot, StateLeaf, StepPlan, add_time_axis, native_call
 from etrace_bridge.frontend.root import find_root_adapter, same_tensors
 from etrace_bridge.frontend.snapshot import restored
@@ -51,13 +52,20 @@ class Recorder:
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         self.total += 1
         adapter = self._root_adapter if module is self._root else find_adapter(module)
-        returned = plain_call(module, *args, **kwargs)
-        if adapter is not None:
-            rest, _, given = bind_state_arguments(module.forward, adapter.arguments(module), args, kwargs)
-            index = self._counts.get(id(module), 0)
-            self._counts[id(module)] = index + 1
-            self.calls.append(Call(module, index, rest, given, returned))
-        return returned
+        if adapter is None:
+            return plain_call(module, *args, **kwargs)
+        rest, _, given = bind_state_arguments(module.forward, adapter.arguments(module), args, kwargs)
+        index = self._counts.get(id(module), 0)
+        self._counts[id(module)] = index + 1
+        call = Call(module, index, _copied(rest), _copied(given), None)  # the call may write to its arguments
+        self.calls.append(call)
+        call.returned = plain_call(module, *args, **kwargs)
+        return call.returned
+
+
+def _copied(values: Any) -> Any:
+    leaves, skeleton = flatten_state(values)
+    return unflatten_state(skeleton, [tensor.detach().clone() for _, tensor in leaves])
 
 
 def find_plan(model: nn.Module, inputs: tuple, *, state: Any = None, sequence: bool | None = None, batch_first: bool | None = None,
@@ -77,15 +85,26 @@ def find_plan(model: nn.Module, inputs: tuple, *, state: Any = None, sequence: b
     """
     paths = {id(module): path for path, module in model.named_modules()}
     check_modules(model)
-    with torch.no_grad():
+    with LOCK, restored(model), torch.no_grad():
         layout = find_layout(model, inputs, sequence, batch_first)
         plan = StepPlan(layout=layout if batched or layout is None else "time_major")
-        with restored(model):
+        with restored(model, values=False):
             plan.root, given = find_root_adapter(model, add_time_axis(inputs, plan.layout), state)
-        plan.output_time_axes = find_time_axes(model, inputs, plan)
+        plan.output_time_axes = find_time_axes(model, inputs, plan, given)
         _find_argument_slots(model, inputs, plan, paths, given)
         plan.attributes = _find_attribute_slots(model, inputs, plan, paths)
+        if plan.layout is not None:
+            _check_chaining(model, inputs, plan, given)
     return plan
+
+
+def _call_root(model: nn.Module, plan: StepPlan, given: tuple | None, args: tuple) -> Any:
+    """Call the model on plain tensors with its initial state, if it takes one and the state is known."""
+    names = () if plan.root is None else plan.root.arguments(model)
+    states = given if given is not None or not names else plan.root.initial(model, args)
+    if not names or states is None:
+        return model(*args)
+    return call_with_state(model, names, args, {}, plan.root.pack(model, _copied(states)), model.forward)
 
 
 def _find_attribute_slots(model: nn.Module, inputs: tuple, plan: StepPlan, paths: dict[int, str]) -> list:
@@ -95,10 +114,29 @@ def _find_attribute_slots(model: nn.Module, inputs: tuple, plan: StepPlan, paths
 
         def reset() -> None:
             stack.close()
-            stack.enter_context(restored(model))
+            stack.enter_context(restored(model, values=False))
 
         reset()
         return find_attribute_slots(model, lambda: plan.run(model, inputs, start, native_call(model))[0], reset, paths)
+
+
+def _check_chaining(model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple | None) -> None:
+    """Run a short sequence at once and step by step: a state that the bridge does not carry would show."""
+    model.eval()  # dropout differs from run to run, and batch statistics from length to length
+    length = _unused_length(inputs)
+    with restored(model, values=False), intercepted_calls(Recorder()):
+        returned = _call_root(model, plan, given, repeat_in_time(inputs, plan.layout, length))
+        whole = flatten_state(plan.output_of(model, returned))[0]
+    with restored(model, values=False):
+        states = [leaf.initial.clone() for leaf in plan.leaves]
+        for step in range(length):
+            output, states = plan.run(model, inputs, states, native_call(model))
+            for (_, found), (_, wanted), axis in zip(flatten_state(output)[0], whole, plan.output_time_axes, strict=True):
+                if axis is None and step < length - 1:
+                    continue
+                wanted = wanted if axis is None else wanted.select(axis, step)
+                if not torch.allclose(found, wanted, rtol=1e-3, atol=1e-5, equal_nan=True):
+                    raise messages.not_chained(type(model).__name__, [".".join(leaf.path) for leaf in plan.leaves])
 
 
 def check_modules(model: nn.Module) -> None:
@@ -137,7 +175,7 @@ def _layers_see_time(model: nn.Module, inputs: tuple, layout: str) -> bool:
     length = _unused_length(inputs)
     recorder = Recorder()
     try:
-        with restored(model), intercepted_calls(recorder):
+        with restored(model, values=False), intercepted_calls(recorder):
             model(*repeat_in_time(inputs, layout, length))
     except BridgeError:
         raise
@@ -160,7 +198,7 @@ def _loops_over_first_axis(model: nn.Module, inputs: tuple) -> bool:
     for size in (2, 3):
         recorder = Recorder()
         try:
-            with restored(model), intercepted_calls(recorder):
+            with restored(model, values=False), intercepted_calls(recorder):
                 model(*[x[:1].expand(size, *x.shape[1:]).contiguous() if isinstance(x, torch.Tensor) and x.dim() else x for x in inputs])
         except Exception:  # another call convention; the step itself will tell
             return False
@@ -181,16 +219,15 @@ def _unused_length(inputs: tuple, skip: int = 0) -> int:
     return [length for length in _LENGTHS if length not in sizes][skip]
 
 
-def find_time_axes(model: nn.Module, inputs: tuple, plan: StepPlan) -> tuple[int | None, ...]:
+def find_time_axes(model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple | None) -> tuple[int | None, ...]:
     """Find the time axis of each output tensor: the axis whose size follows the length of the sequence."""
     if plan.layout is None:
         return ()
     shapes = []
     for skip in (0, 1):
-        with restored(model), intercepted_calls(Recorder()):
-            returned = model(*repeat_in_time(inputs, plan.layout, _unused_length(inputs, skip)))
-        output = plan.root.split(model, returned)[0] if plan.root is not None and plan.root.arguments(model) else returned
-        shapes.append([tuple(t.shape) for _, t in flatten_state(output)[0]])
+        with restored(model, values=False), intercepted_calls(Recorder()):
+            returned = _call_root(model, plan, given, repeat_in_time(inputs, plan.layout, _unused_length(inputs, skip)))
+        shapes.append([tuple(t.shape) for _, t in flatten_state(plan.output_of(model, returned))[0]])
     axes = []
     for short, long in zip(*shapes, strict=True):
         changed = [i for i, (a, b) in enumerate(zip(short, long, strict=True)) if a != b]
@@ -201,21 +238,16 @@ def find_time_axes(model: nn.Module, inputs: tuple, plan: StepPlan) -> tuple[int
 # ---- state in arguments
 
 
-def _find_argument_slots(model: nn.Module, inputs: tuple, plan: StepPlan, paths: dict[int, str], state: tuple | None) -> None:
+def _find_argument_slots(model: nn.Module, inputs: tuple, plan: StepPlan, paths: dict[int, str], given: tuple | None) -> None:
     """Make a slot for every call whose state the bridge has to carry: the root's, and those inside a sequence model."""
     recorder = Recorder(model, plan.root)
-    with restored(model), intercepted_calls(recorder):
-        names = () if plan.root is None else plan.root.arguments(model)
-        args = add_time_axis(inputs, plan.layout)
-        if state is None:
-            model(*args)
-        else:
-            call_with_state(model, names, args, {}, state, model.forward)
+    with restored(model, values=False), intercepted_calls(recorder):
+        _call_root(model, plan, given, add_time_axis(inputs, plan.layout))
     for call in recorder.calls:
         if call.module is model or plan.layout is not None:
             adapter = plan.root if call.module is model else find_adapter(call.module)
             if adapter.arguments(call.module):
-                with restored(model):
+                with restored(model, values=False):
                     plan.arguments.append(_argument_slot(call, adapter, paths[id(call.module)]))
     plan.arguments.sort(key=lambda slot: slot.module is not model)
 

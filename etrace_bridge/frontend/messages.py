@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from etrace_bridge._errors import InputError, NotSupportedError, TracingError, UnsupportedOpError
+from etrace_bridge._errors import InputError, NotSupportedError, StateError, TracingError, UnsupportedOpError
 
 
 def unsupported_op(op: str, place: str) -> UnsupportedOpError:
@@ -108,6 +108,17 @@ def _line() -> str:
 def not_online(layer: str, path: str, why: str, todo: str) -> NotSupportedError:
     """A layer that can never run one step at a time."""
     return NotSupportedError(f"`{path or '(root)'}` ({layer}) cannot run online: {why} {todo}")
+
+
+def not_chained(model: str, states: list[str]) -> StateError:
+    """A sequence model whose state the bridge cannot see."""
+    known = ", ".join(f"`{name}`" for name in states) or "none"
+    return StateError(
+        f"`{model}.forward` takes sequences, and running it step by step does not give what it gives for a whole sequence. Its output depends "
+        f"on earlier (or later) steps through something other than the states that were found ({known}): most often a loop over time in "
+        f"`forward` whose state is a local variable. Write one time step as `forward(x, state) -> (output, state)`, keep the state in "
+        f"`self.h`, or put the recurrence in a cell module with an adapter. If `forward` takes one time step, pass `wrap(model, sequence=False)`."
+    )
 
 
 def wrong_input(found: list[tuple], expected: list[tuple], batch_size: int | None) -> InputError:

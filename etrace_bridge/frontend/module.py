@@ -241,6 +241,17 @@ class BridgedModule(brainstate.nn.Module):
             return self._session
         raise messages.wrong_input([tuple(v.shape) for v in values], [tuple(x.shape) for x in session.inputs], session.batch_size)
 
+    def ensure_state(self, *inputs: Any) -> None:
+        """Make the hidden states for inputs of this shape, unless they exist already.
+
+        Args:
+            *inputs: One time step of each input, `(batch, ...)`.
+        """
+        values = tuple(self._core.as_input(x) for x in inputs)
+        if self._session is None and self._pending is _NOT_INITIALISED:
+            self.init_state(batch_size=values[0].shape[0])
+        self._session_for(values)
+
     # ---- torch state dicts
 
     def state_dict(self) -> dict[str, torch.Tensor]:

@@ -127,10 +127,13 @@ class StepPlan:
         new_states = injector.new_states()
         for slot in self.attributes:
             new_states.extend(slot.get())
-        output = returned
+        return remove_time_axis(self.output_of(model, returned), self.layout, self.output_time_axes), new_states
+
+    def output_of(self, model: nn.Module, returned: Any) -> Any:
+        """Take the root's state out of what its `forward` returned."""
         if self.root is not None and self.root.arguments(model):
-            output = self.root.split(model, returned)[0]
-        return remove_time_axis(output, self.layout, self.output_time_axes), new_states
+            return self.root.split(model, returned)[0]
+        return returned
 
 
 def native_call(model: nn.Module) -> Callable:

@@ -80,12 +80,10 @@ def _run_steps(model: nn.Module, plan: StepPlan, by_time: list[torch.Tensor]) ->
 def _run_whole(model: nn.Module, plan: StepPlan, sequences: tuple) -> TorchRun:
     axis = 1 if plan.layout == "batch_first" else 0
     length = sequences[0].shape[axis]
-    stateful = plan.root is not None and plan.root.arguments(model)
-
-    def call(steps: int) -> list[Any]:
+    def call(steps: int) -> tuple[list[torch.Tensor], Any]:
         returned = model(*[x.narrow(axis, 0, steps) for x in sequences])
-        output = plan.root.split(model, returned)[0] if stateful else returned
-        return [t for _, t in flatten_state(output)[0]], flatten_state(output)[1]
+        leaves, skeleton = flatten_state(plan.output_of(model, returned))
+        return [t for _, t in leaves], skeleton
 
     if None in plan.output_time_axes:  # the model gives its last step only: run every prefix
         runs = [call(steps + 1) for steps in range(length)]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .case import Case, attributes, boost, spread
+from .case import Case, attributes, boost, sequence, spread
 
 BATCH, INPUT, HIDDEN = 2, 3, 4
 FLOAT32_SPIKES = "snnTorch's surrogates return float32 spikes, which a float64 layer refuses"
@@ -76,6 +76,32 @@ class ExplicitNet(nn.Module):
         spk1, mem1 = self.lif1(self.fc1(x), mem1)
         spk2, mem2 = self.lif2(self.fc2(spk1), mem2)
         return spk2, mem1, mem2
+
+
+class TutorialNet(nn.Module):
+    """The tutorial network as published: `forward` makes the membranes and loops over time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        snn = _snn()
+        self.fc1, self.lif1 = nn.Linear(INPUT, HIDDEN), snn.Leaky(beta=0.9)
+        self.fc2, self.lif2 = nn.Linear(HIDDEN, 3), snn.Synaptic(alpha=0.6, beta=0.8)
+        boost(self, 5.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mem1 = self.lif1.reset_mem()
+        syn2, mem2 = self.lif2.reset_mem()
+        spikes = []
+        for step in range(x.size(0)):
+            spk1, mem1 = self.lif1(self.fc1(x[step]), mem1)
+            spk2, syn2, mem2 = self.lif2(self.fc2(spk1), syn2, mem2)
+            spikes.append(spk2)
+        return torch.stack(spikes)
+
+
+def _tutorial_states(name: str, result: Any) -> dict[str, Tensor]:
+    names = ("mem",) if name == "lif1" else ("syn", "mem")
+    return {f"{name}.{state}": value for state, value in zip(names, result[1:], strict=True)}
 
 
 def _hidden_net() -> nn.Module:
@@ -194,6 +220,14 @@ CASES = (
         _hidden_net,
         (BATCH, INPUT),
         attributes("1.mem", "3.syn", "3.mem", "5.mem"),
+        **NETS,
+    ),
+    Case(
+        "snntorch-tutorial_net",
+        "snntorch",
+        TutorialNet,
+        (BATCH, INPUT),
+        sequence("lif1,lif2", read=_tutorial_states),
         **NETS,
     ),
     Case("snntorch-explicit_net", "snntorch", ExplicitNet, (BATCH, INPUT), spread("mem1", "mem2"), **NETS),

@@ -103,7 +103,7 @@ def mish(input: Any, inplace: bool = False) -> Any:
 @implements("logsigmoid", "log_sigmoid")
 def logsigmoid(input: Any) -> Any:
     """`log(sigmoid(x))` without overflow."""
-    return lax.sub(lax.min(input, scalar(0, input)), lax.log1p(lax.exp(lax.neg(lax.abs(input)))))
+    return lax.sub(lax.min(input, scalar(0, input)), lax.log1p(lax.exp(lax.neg(absolute(input)))))
 
 
 implements("aten::log_sigmoid_forward")(lambda input: (logsigmoid(input), zeros_like(input)))
@@ -120,7 +120,7 @@ def hardswish(input: Any, inplace: bool = False) -> Any:
     return select(lax.le(input, scalar(-3, input)), zeros_like(input), select(above, input, middle))
 
 
-@implements("threshold")
+@implements("threshold", "_threshold")
 def threshold(input: Any, threshold: float, value: float, inplace: bool = False) -> Any:
     """x where it exceeds the threshold, else `value`."""
     return select(lax.le(input, scalar(threshold, input)), scalar(value, input), input)

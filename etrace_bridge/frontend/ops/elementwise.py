@@ -175,14 +175,15 @@ def lerp(input: Any, end: Any, weight: Any) -> Any:
 # ---- comparison and logic
 
 
-def _comparison(op: Callable) -> Callable:
+def _same_dtype(op: Callable) -> Callable:
     return lambda input, other: op(*together(input, other))
 
 
-for _name, _op in {"eq": lax.eq, "ne": lax.ne, "lt": lax.lt, "le": lax.le, "gt": lax.gt, "ge": lax.ge}.items():
-    implements(_name)(_comparison(_op))
-for _name, _op in {"not_equal": lax.ne, "less": lax.lt, "less_equal": lax.le, "greater": lax.gt, "greater_equal": lax.ge}.items():
-    implements(_name)(_comparison(_op))
+for _names, _op in {
+    "eq": lax.eq, "ne not_equal": lax.ne, "lt less": lax.lt, "le less_equal": lax.le, "gt greater": lax.gt,
+    "ge greater_equal": lax.ge, "bitwise_and": lax.bitwise_and, "bitwise_or": lax.bitwise_or, "bitwise_xor": lax.bitwise_xor,
+}.items():  # fmt: skip
+    implements(*_names.split())(_same_dtype(_op))
 
 
 def _truth(x: Any) -> Any:
@@ -198,9 +199,7 @@ implements("logical_or")(_logical(lax.bitwise_or))
 implements("logical_xor")(_logical(lax.bitwise_xor))
 implements("logical_not")(lambda input: lax.bitwise_not(_truth(input)))
 
-for _name, _op in {"bitwise_and": lax.bitwise_and, "bitwise_or": lax.bitwise_or, "bitwise_xor": lax.bitwise_xor}.items():
-    implements(_name)(_comparison(_op))
-implements("bitwise_not")(lax.bitwise_not)
+implements("bitwise_not")(lambda input: lax.bitwise_not(input))
 
 
 @implements("bitwise_left_shift")

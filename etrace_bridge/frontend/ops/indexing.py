@@ -12,8 +12,9 @@ import torch
 from jax import lax
 
 from etrace_bridge._errors import TracingError
-from etrace_bridge.frontend.ops.arrays import axis, expand_to, scalar, select
+from etrace_bridge.frontend.ops.arrays import axis, expand_to, select
 from etrace_bridge.frontend.ops.dtypes import cast, dtype_of
+from etrace_bridge.frontend.ops.elementwise import add, mul
 from etrace_bridge.frontend.ops.registry import implements
 from etrace_bridge.frontend.ops.shape import reshape, select_dim, slice_dim, unsqueeze
 
@@ -171,7 +172,7 @@ def _put(x: Any, rest: list[Any], value: Any, accumulate: bool) -> Any:
         if at == 0 and np.ndim(value) <= after or np.size(value) == 1:
             value = reshape(value, ()) if np.size(value) == 1 else value
             wide = lax.broadcast_in_dim(mask, np.shape(x), tuple(range(at, at + np.ndim(mask))))
-            return select(wide, lax.add(x, expand_to(value, np.shape(x))) if accumulate else value, x)
+            return select(wide, add(x, value) if accumulate else value, x)
     place = jnp.asarray(x).at[_numpy_index(_as_places(rest))]
     return _WRITES["add" if accumulate else None](place)(value, mode=_IN_BOUNDS)
 
@@ -193,9 +194,9 @@ def _places_along(index: Any, d: int) -> tuple:
     return tuple(index if k == d else lax.broadcasted_iota(index.dtype, shape, k) for k in range(len(shape)))
 
 
-def take_along(x: Any, index: Any, d: int) -> Any:
-    """Pick entries along one axis; in the others, index may be shorter than x."""
-    return x.at[_places_along(index, d)].get(mode=_IN_BOUNDS, wrap_negative_indices=False)
+def take_along(x: Any, index: Any, d: int, wrap: bool = False) -> Any:
+    """Pick entries along one axis; in the others, index may be shorter than x. `wrap` lets negative indices count from the end."""
+    return x.at[_places_along(index, d)].get(mode=_IN_BOUNDS, wrap_negative_indices=wrap)
 
 
 @implements("gather")
@@ -212,11 +213,11 @@ def gather(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> An
 def take_along_dim(input: Any, indices: Any, dim: int | None = None) -> Any:
     """`gather` with broadcasting; without a dimension, on the flattened tensor."""
     if dim is None:
-        return take_along(reshape(input, (np.size(input),)), reshape(indices, (np.size(indices),)), 0)
+        return take_along(reshape(input, (np.size(input),)), reshape(indices, (np.size(indices),)), 0, wrap=True)
     d = axis(dim, np.ndim(input))
     outer = np.broadcast_shapes(*[tuple(1 if k == d else n for k, n in enumerate(np.shape(a))) for a in (input, indices)])
     wide = [expand_to(a, [np.shape(a)[d] if k == d else n for k, n in enumerate(outer)]) for a in (input, indices)]
-    return take_along(*wide, d)
+    return take_along(*wide, d, wrap=True)
 
 
 @implements("take")
@@ -283,7 +284,7 @@ def _write_slices(x: Any, dim: int, index: Any, source: Any, write: Callable) ->
 @implements("index_add")
 def index_add(input: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> Any:
     """Add slices at given indices of one dimension."""
-    source = source if alpha == 1 else lax.mul(source, scalar(alpha, source))
+    source = source if alpha == 1 else mul(source, cast(alpha, dtype_of(source)))
     return _write_slices(input, dim, index, cast(source, dtype_of(input)), _WRITES["add"])
 
 

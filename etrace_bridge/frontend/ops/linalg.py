@@ -185,7 +185,7 @@ def einsum(*args: Any) -> Any:
     left, _, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
     rank = max((np.ndim(x) - len(t.replace("...", "")) for t, x in zip(terms, operands, strict=True) if "..." in t), default=0)
-    spare = [c for c in map(chr, range(0x3B1, 0x3B1 + 24))][:rank]  # letters that no equation uses, for `...`
+    spare = list(map(chr, range(0x3B1, 0x3B1 + rank)))  # letters that no equation uses, for `...`
     terms = [_fill(t, spare, np.ndim(x)) for t, x in zip(terms, operands, strict=True)]
     if "->" in equation:
         target = right.replace("...", "".join(spare))

@@ -14,7 +14,7 @@ from etrace_bridge.frontend.ops.arrays import expand_to, is_float, scalar, selec
 from etrace_bridge.frontend.ops.dtypes import cast, dtype_of
 from etrace_bridge.frontend.ops.elementwise import add, mul, sub
 from etrace_bridge.frontend.ops.indexing import take_along
-from etrace_bridge.frontend.ops.mathematics import clamp, scaled, shifted
+from etrace_bridge.frontend.ops.mathematics import absolute, clamp, scaled, shifted
 from etrace_bridge.frontend.ops.reductions import mean, sum_
 from etrace_bridge.frontend.ops.registry import implements
 
@@ -52,12 +52,12 @@ def _enter_distance(name: str, distance: Callable) -> None:
 
 
 _enter_distance("mse_loss", lax.square)
-_enter_distance("l1_loss", lax.abs)
+_enter_distance("l1_loss", absolute)
 
 
 def _smooth(d: Any, beta: float) -> Any:
     """`d^2 / (2 beta)` near 0 and `|d| - beta / 2` beyond beta."""
-    size = lax.abs(d)
+    size = absolute(d)
     if beta == 0:
         return size
     return select(lax.lt(size, scalar(beta, d)), scaled(lax.square(d), 0.5 / beta), shifted(size, -0.5 * beta))
@@ -78,7 +78,7 @@ implements("smooth_l1_loss")(lambda input, target, reduction=1, beta=1.0: smooth
 def huber_loss(input: Any, target: Any, reduction: Any = "mean", delta: float = 1.0, weight: Any = None) -> Any:
     """`delta` times the smooth L1 loss."""
     d = sub(input, target)
-    size = lax.abs(d)
+    size = absolute(d)
     far = scaled(shifted(size, -0.5 * delta), delta)
     loss = select(lax.le(size, scalar(delta, d)), scaled(lax.square(d), 0.5), far)
     return _weighted(loss, weight, _NUMBERED.get(reduction, reduction), None, None)

@@ -12,7 +12,7 @@ from jax import lax
 
 from etrace_bridge._errors import NotSupportedError
 from etrace_bridge.frontend.ops.arrays import axis, expand_to, scalar, select, zeros_like
-from etrace_bridge.frontend.ops.dtypes import cast, dtype_of, to_jax_dtype
+from etrace_bridge.frontend.ops.dtypes import cast, dtype_of, result_type, to_jax_dtype
 from etrace_bridge.frontend.ops.indexing import data_dependent_shape, setitem
 from etrace_bridge.frontend.ops.registry import implements
 from etrace_bridge.frontend.ops.shape import diagonal, reshape, transpose_to
@@ -48,6 +48,16 @@ implements("masked_select")(_refuse("torch.masked_select", "`torch.where(mask, x
 implements("nonzero", "argwhere")(_refuse("torch.nonzero", "a mask with `torch.where(mask, a, b)`"))
 implements("unique", "unique_consecutive", "_unique2")(_refuse("torch.unique", "a fixed set of values"))
 implements("bincount")(_refuse("torch.bincount", "`torch.nn.functional.one_hot(x, n).sum(0)`"))
+
+
+@implements("isin")
+def isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Any:
+    """Tell which entries are among others."""
+    a, b = (cast(x, result_type(elements, test_elements)) for x in (elements, test_elements))
+    a, b = lax.expand_dims(a, (np.ndim(a),)), reshape(b, (1,) * np.ndim(a) + (np.size(b),))
+    shape = np.broadcast_shapes(np.shape(a), np.shape(b))
+    found = lax.reduce_or(lax.eq(expand_to(a, shape), expand_to(b, shape)), (len(shape) - 1,))
+    return lax.bitwise_not(found) if invert else found
 
 
 # ---- triangles and diagonals

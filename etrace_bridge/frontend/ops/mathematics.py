@@ -42,18 +42,16 @@ _FLOAT_FUNCTIONS: dict[str, Callable] = {
     "exp": lax.exp, "exp2": lax.exp2, "expm1": lax.expm1, "log": lax.log, "log1p": lax.log1p,
     "log2": lambda x: scaled(lax.log(x), 1 / math.log(2)), "log10": lambda x: scaled(lax.log(x), 1 / math.log(10)),
     "sqrt": lax.sqrt, "rsqrt": lax.rsqrt, "reciprocal": lambda x: lax.integer_pow(x, -1),
-    "sin": lax.sin, "cos": lax.cos, "tan": lax.tan, "asin": lax.asin, "acos": lax.acos, "atan": lax.atan,
-    "sinh": lax.sinh, "cosh": lax.cosh, "tanh": lax.tanh, "asinh": lax.asinh, "acosh": lax.acosh, "atanh": lax.atanh,
-    "arcsin": lax.asin, "arccos": lax.acos, "arctan": lax.atan, "arcsinh": lax.asinh, "arccosh": lax.acosh, "arctanh": lax.atanh,
+    "sin": lax.sin, "cos": lax.cos, "tan": lax.tan, "asin arcsin": lax.asin, "acos arccos": lax.acos,
+    "atan arctan": lax.atan, "sinh": lax.sinh, "cosh": lax.cosh, "tanh": lax.tanh,
+    "asinh arcsinh": lax.asinh, "acosh arccosh": lax.acosh, "atanh arctanh": lax.atanh,
     "sinc": _sinc, "deg2rad": lambda x: scaled(x, math.pi / 180), "rad2deg": lambda x: scaled(x, 180 / math.pi),
-    "erf": lax.erf, "erfc": lax.erfc, "erfinv": lax.erf_inv, "lgamma": lax.lgamma, "gammaln": lax.lgamma,
-    "sigmoid": lax.logistic, "expit": lax.logistic, "i0e": lax.bessel_i0e, "i1e": lax.bessel_i1e,
-    "i0": lambda x: lax.mul(lax.exp(lax.abs(x)), lax.bessel_i0e(x)),
-    "i1": lambda x: lax.mul(lax.exp(lax.abs(x)), lax.bessel_i1e(x)),
+    "erf": lax.erf, "erfc": lax.erfc, "erfinv": lax.erf_inv, "lgamma gammaln": lax.lgamma,
+    "sigmoid expit": lax.logistic,
     "ndtr": lambda x: scaled(lax.erfc(scaled(x, -math.sqrt(0.5))), 0.5),
 }  # fmt: skip
-for _name, _function in _FLOAT_FUNCTIONS.items():
-    implements(_name)(_in_float(_function))
+for _names, _function in _FLOAT_FUNCTIONS.items():
+    implements(*_names.split())(_in_float(_function))
 
 
 # ---- functions that keep the dtype
@@ -61,8 +59,10 @@ for _name, _function in _FLOAT_FUNCTIONS.items():
 
 @implements("abs", "absolute")
 def absolute(input: Any) -> Any:
-    """Distance from 0."""
-    return input if input.dtype.kind == "u" else lax.abs(input)
+    """Distance from 0, with derivative 0 at 0 (that of `lax.abs` is 1 there)."""
+    if input.dtype.kind == "u":
+        return input
+    return lax.mul(input, lax.sign(input)) if input.dtype.kind == "f" else lax.abs(input)
 
 
 implements("neg", "negative")(lambda input: lax.neg(input))
@@ -149,7 +149,7 @@ def _binary(function: Callable, dtype: Callable = result_type) -> Callable:
 def _logaddexp(a: Any, b: Any) -> Any:
     distance = lax.sub(a, b)
     same_infinity = lax.ne(distance, distance)  # inf - inf; or a nan, which the sum passes on
-    distance = lax.abs(select(same_infinity, zeros_like(a), distance))
+    distance = absolute(select(same_infinity, zeros_like(a), distance))
     soft = lax.add(lax.max(a, b), lax.log1p(lax.exp(lax.neg(distance))))
     return select(same_infinity, lax.add(a, b), soft)
 
@@ -169,18 +169,18 @@ def _heaviside(x: Any, values: Any) -> Any:
 
 
 def _copysign(a: Any, b: Any) -> Any:
-    return lax.mul(lax.abs(a), select(signbit(b), scalar(-1, a), scalar(1, a)))
+    return lax.mul(absolute(a), select(signbit(b), scalar(-1, a), scalar(1, a)))
 
 
 _BINARY_FLOAT = {
-    "atan2": lax.atan2, "arctan2": lax.atan2, "copysign": _copysign, "xlogy": _xlogy,
+    "atan2 arctan2": lax.atan2, "copysign": _copysign, "xlogy": _xlogy,
     "xlog1py": lambda a, b: _xlogy(a, b, lax.log1p, -1.0),
 }  # fmt: skip
-for _name, _function in _BINARY_FLOAT.items():
-    implements(_name)(_binary(_function, float_type))
+for _names, _function in _BINARY_FLOAT.items():
+    implements(*_names.split())(_binary(_function, float_type))
 _BINARY_SAME = {
     "maximum": lax.max, "minimum": lax.min, "logaddexp": _logaddexp, "logaddexp2": _logaddexp2, "heaviside": _heaviside,
-    "hypot": lambda a, b: lax.sqrt(lax.add(lax.square(a), lax.square(b))), "nextafter": lambda a, b: lax.nextafter(*map(lax.stop_gradient, (a, b))),
+    "hypot": lambda a, b: lax.sqrt(lax.add(lax.square(a), lax.square(b))),
     # Unlike `maximum`, torch gives the whole gradient of a tie to the first operand here.
     "fmax": lambda a, b: select(lax.bitwise_or(lax.ge(a, b), lax.ne(b, b)), a, b),
     "fmin": lambda a, b: select(lax.bitwise_or(lax.le(a, b), lax.ne(b, b)), a, b),

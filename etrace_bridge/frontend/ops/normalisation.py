@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from etrace_bridge.frontend.ops.arrays import expand_to, scalar
+from etrace_bridge.frontend.ops.arrays import axis, expand_to, scalar
 from etrace_bridge.frontend.ops.mathematics import clamp, scaled, shifted
-from etrace_bridge.frontend.ops.reductions import linalg_vector_norm
+from etrace_bridge.frontend.ops.reductions import linalg_vector_norm, vector_norm
 from etrace_bridge.frontend.ops.registry import implements
 from etrace_bridge.frontend.ops.shape import reshape
 
@@ -201,6 +201,13 @@ def instance_norm(
 
 
 # ---- unit vectors
+
+
+@implements("_weight_norm")
+def weight_norm(v: Any, g: Any, dim: int = 0) -> Any:
+    """A weight with direction `v` and length `g`, the norm being taken over all dimensions but one."""
+    over = tuple(d for d in range(np.ndim(v)) if d != axis(dim, np.ndim(v)))
+    return lax.mul(v, expand_to(lax.div(g, vector_norm(v, 2.0, over, True)), np.shape(v)))
 
 
 @implements("normalize")

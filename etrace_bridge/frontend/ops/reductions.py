@@ -17,6 +17,7 @@ from etrace_bridge.frontend.ops.arrays import (
     axis,
     expand_to,
     full,
+    ints,
     is_float,
     same_shape,
     scalar,
@@ -27,6 +28,7 @@ from etrace_bridge.frontend.ops.arrays import (
 from etrace_bridge.frontend.ops.dtypes import cast, dtype_of, float_type
 from etrace_bridge.frontend.ops.elementwise import power
 from etrace_bridge.frontend.ops.indexing import take_along
+from etrace_bridge.frontend.ops.mathematics import absolute
 from etrace_bridge.frontend.ops.registry import implements
 
 Dim = int | Sequence[int] | None
@@ -50,6 +52,16 @@ def sum_(input: Any, dim: Dim = None, keepdim: bool = False, *, dtype: torch.dty
     over = axes(dim, np.ndim(input))
     reduce = lax.reduce_or if dtype == torch.bool else lax.reduce_sum
     return _keep(reduce(cast(input, _sum_type(input, dtype)), over), over, keepdim)
+
+
+@implements("sum_to_size")
+def sum_to_size(input: Any, *size: Any) -> Any:
+    """Sum over the dimensions along which a tensor of the given size would be broadcast."""
+    target = ints(size)
+    extra = np.ndim(input) - len(target)
+    x = lax.reduce_sum(input, tuple(range(extra))) if extra else input
+    over = tuple(d for d, n in enumerate(target) if n == 1 and np.shape(x)[d] != 1)
+    return _keep(lax.reduce_sum(x, over), over, True) if over else x
 
 
 @implements("nansum")
@@ -228,7 +240,7 @@ _enter_extremum("min", lax.min, amin, argmin)
 
 def vector_norm(x: Any, order: float, over: tuple[int, ...], keepdim: bool = False) -> Any:
     """p-norm over axes, with derivative 0 where the norm is 0."""
-    size = lax.abs(x)
+    size = absolute(x)
     if order == math.inf:
         value = lax.reduce_max(size, over)
     elif order == -math.inf:
@@ -288,7 +300,7 @@ def linalg_matrix_norm(
         return vector_norm(x, 2.0, tuple(sorted((rows, columns))), keepdim)
     if ord in (1, -1, math.inf, -math.inf):
         summed, rest = (rows, columns) if abs(ord) == 1 else (columns, rows)
-        sums = lax.expand_dims(lax.reduce_sum(lax.abs(x), (summed,)), (summed,))
+        sums = lax.expand_dims(lax.reduce_sum(absolute(x), (summed,)), (summed,))
         value = (lax.reduce_max if ord > 0 else lax.reduce_min)(sums, (rest,))
         return _keep(lax.squeeze(lax.expand_dims(value, (rest,)), (rows, columns)), tuple(sorted((rows, columns))), keepdim)
     raise NotSupportedError(

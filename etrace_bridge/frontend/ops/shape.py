@@ -175,6 +175,14 @@ def atleast_1d(*tensors: Any) -> Any:
     return tuple(map(atleast_1d, tensors[0] if len(tensors) == 1 else tensors))
 
 
+@implements("atleast_2d", view=True)
+def atleast_2d(*tensors: Any) -> Any:
+    """Make tensors with fewer dimensions rows."""
+    if len(tensors) == 1 and not isinstance(tensors[0], (tuple, list)):
+        return tensors[0] if np.ndim(tensors[0]) > 1 else reshape(tensors[0], (1, np.size(tensors[0])))
+    return tuple(map(atleast_2d, tensors[0] if len(tensors) == 1 else tensors))
+
+
 @implements("slice", view=True)
 def slice_dim(input: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
     """`input[start:end:step]` along one dimension, with Python's clipping."""
@@ -300,7 +308,13 @@ def stack(tensors: Sequence[Any], dim: int = 0) -> Any:
 @implements("vstack", "row_stack")
 def vstack(tensors: Sequence[Any]) -> Any:
     """Stack rows."""
-    return cat([reshape(x, (1, np.size(x))) if np.ndim(x) < 2 else x for x in tensors], 0)
+    return cat([atleast_2d(x) for x in tensors], 0)
+
+
+@implements("column_stack")
+def column_stack(tensors: Sequence[Any]) -> Any:
+    """Put vectors side by side as columns."""
+    return cat([reshape(x, (np.size(x), 1)) if np.ndim(x) < 2 else x for x in tensors], 1)
 
 
 @implements("hstack")

@@ -1,0 +1,92 @@
+"""A whole sequence, chunk after chunk, as one program.
+
+The first chunk does not read a trace that is known to be zero, and the last does not write one that nobody will read;
+for many chunks the loop is one scan with one body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from etrace_bridge.engine.plan import ChunkPlan
+
+LOOP_FROM = 6  # from this many chunks on, one loop body for all of them
+
+# (carry, data of one chunk, fresh, final) -> (gradients, losses, outputs, carry)
+ChunkFunction = Callable[[Any, Any, bool, bool], tuple[Any, Any, Any, Any]]
+
+
+def run_sequence(run: ChunkFunction, carry: Any, data: Any, plan: ChunkPlan, fresh: bool, final: bool):
+    """Runs a sequence.
+
+    Args:
+        run: runs one chunk.
+        carry: states and memory before the sequence.
+        data: a tree of arrays with time on the first axis.
+        plan: how to divide it.
+        fresh: the memory is zero.
+        final: the memory is not wanted afterwards.
+
+    Returns:
+        Summed gradients, losses, outputs, carry.
+    """
+    total = None
+    pieces: list[tuple[Any, Any]] = []
+    at = 0
+
+    def piece(steps: int, fresh: bool, final: bool) -> None:
+        nonlocal total, carry, at
+        part = jax.tree.map(lambda x: lax.slice_in_dim(x, at, at + steps), data)
+        grads, losses, outputs, carry = run(carry, part, fresh, final)
+        total = add_trees(total, grads)
+        pieces.append((losses, outputs))
+        at += steps
+
+    def loop(count: int) -> None:
+        nonlocal total, carry, at
+        span = count * plan.steps
+        parts = jax.tree.map(
+            lambda x: lax.slice_in_dim(x, at, at + span).reshape(count, plan.steps, *x.shape[1:]), data
+        )
+
+        def body(state: Any, part: Any) -> tuple[Any, Any]:
+            inner, summed = state
+            grads, losses, outputs, inner = run(inner, part, False, False)
+            return (inner, add_trees(summed, grads)), (losses, outputs)
+
+        shapes = jax.eval_shape(lambda c, p: run(c, p, False, False)[0], carry, jax.tree.map(lambda x: x[0], parts))
+        zero = total if total is not None else jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        (carry, total), made = lax.scan(body, (carry, zero), parts)
+        pieces.append(jax.tree.map(lambda x: x.reshape(span, *x.shape[2:]), made))
+        at += span
+
+    sizes = [plan.steps] * plan.full + ([plan.rest] if plan.rest else [])
+    if plan.full >= LOOP_FROM:
+        loop(plan.full)
+        if plan.rest:
+            piece(plan.rest, False, final)
+    else:
+        for n, steps in enumerate(sizes):
+            piece(steps, fresh and n == 0, final and n == len(sizes) - 1)
+    losses, outputs = jax.tree.map(lambda *xs: xs[0] if len(xs) == 1 else jnp.concatenate(xs), *pieces)
+    return total, losses, outputs, carry
+
+
+def add_trees(a: Any, b: Any) -> Any:
+    """Sum of two trees of one structure; None counts as zero."""
+    if a is None or b is None:
+        return b if a is None else a
+    return jax.tree.map(jnp.add, a, b)
+
+
+def step_weights(length: int, mask: Any, reduction: str) -> Any:
+    """Factors of the steps' losses: `mask` normalised to a mean, or as it is for a sum."""
+    weights = jnp.ones(length) if mask is None else jnp.asarray(mask, dtype=float)
+    return weights / jnp.sum(weights) if reduction == "mean" else weights
+
+
