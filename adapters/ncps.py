@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import ncps.torch as ncps
 import torch
 from torch import nn
 
 from etrace_bridge.frontend.state import Adapter, Path, register_adapter
+
+# The states under the names that torch's RNNs use.
+_STATE_NAMES: dict[Path, Path] = {
+    ("hx",): ("h",),
+    ("states",): ("h",),
+    ("hx", "0"): ("h",),
+    ("hx", "1"): ("c",),
+}
 
 
 class NetworkAdapter(Adapter):
@@ -21,13 +31,13 @@ class NetworkAdapter(Adapter):
     def sequence(self, module: nn.Module) -> str | None:
         return "batch_first" if module.batch_first else "time_major"
 
-    def initial(self, module: nn.Module, inputs: tuple) -> tuple | None:
+    def initial(self, module: Any, inputs: tuple) -> tuple | None:
         x = inputs[0]
         h = torch.zeros(x.shape[0 if module.batch_first else 1], module.state_size, dtype=x.dtype)
         return ((h, torch.zeros_like(h)),) if module.use_mixed else (h,)
 
     def state_path(self, module: nn.Module, path: Path) -> Path:
-        return {("hx",): ("h",), ("hx", "0"): ("h",), ("hx", "1"): ("c",)}.get(path, path)
+        return _STATE_NAMES.get(path, path)
 
 
 class CellAdapter(Adapter):
@@ -39,13 +49,13 @@ class CellAdapter(Adapter):
     def arguments(self, module: nn.Module) -> tuple[str, ...]:
         return ("states",) if isinstance(module, ncps.LTCCell) else ("hx",)
 
-    def initial(self, module: nn.Module, inputs: tuple) -> tuple | None:
+    def initial(self, module: Any, inputs: tuple) -> tuple | None:
         x = inputs[0]
         size = module.hidden_size if isinstance(module, ncps.CfCCell) else module.state_size
         return (torch.zeros(x.shape[0], size, dtype=x.dtype),)
 
     def state_path(self, module: nn.Module, path: Path) -> Path:
-        return ("h",) if path in (("hx",), ("states",)) else path
+        return _STATE_NAMES.get(path, path)
 
 
 register_adapter(NetworkAdapter())

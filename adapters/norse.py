@@ -9,7 +9,7 @@ import torch
 from norse.torch.module.snn import SNN, SNNCell, SNNRecurrent, SNNRecurrentCell
 from torch import nn
 
-from etrace_bridge.frontend.state import Adapter, flatten_state, register_adapter, unflatten_state
+from etrace_bridge.frontend.state import Adapter, Path, flatten_state, register_adapter, unflatten_state
 
 _BASES = (SNNCell, SNNRecurrentCell, SNN, SNNRecurrent)
 
@@ -31,7 +31,7 @@ class NeuronAdapter(Adapter):
     def sequence(self, module: nn.Module) -> str | None:
         return "time_major" if isinstance(module, (SNN, SNNRecurrent)) else None
 
-    def initial(self, module: nn.Module, inputs: tuple) -> tuple | None:
+    def initial(self, module: Any, inputs: tuple) -> tuple | None:
         return (_initial_state(module, inputs[0]),)
 
 
@@ -44,17 +44,17 @@ class ContainerAdapter(Adapter):
     def arguments(self, module: nn.Module) -> tuple[str, ...]:
         return ("state",)
 
-    def initial(self, module: nn.Module, inputs: tuple) -> tuple | None:
+    def initial(self, module: Any, inputs: tuple) -> tuple | None:
         return (_initial_state(module, inputs[0]),)
 
-    def state_path(self, module: nn.Module, path: tuple[str, ...]) -> tuple[str, ...]:
+    def state_path(self, module: nn.Module, path: Path) -> Path:
         """Name a layer's state by the layer's own path: a list of states is indexed like the list of layers."""
         if path[0] != "state":
             return path
         return ("module", *path[1:]) if isinstance(module, norse.RecurrentSequential) else path[1:]
 
 
-def _initial_state(module: nn.Module, x: torch.Tensor) -> Any:
+def _initial_state(module: Any, x: torch.Tensor) -> Any:
     """The state before the first step, every tensor in the shape and dtype that it has after one."""
     if isinstance(module, norse.SequentialState):
         states = []
@@ -65,17 +65,13 @@ def _initial_state(module: nn.Module, x: torch.Tensor) -> Any:
     if isinstance(module, norse.RecurrentSequential):
         output, _ = module(x)
         return norse.RecurrentSequentialState(torch.zeros_like(output), _initial_state(module.module, x))
-    _, after = module(x)
-    if not hasattr(
-        module, "state_fallback"
-    ):  # two cells make their state inside forward: all zeros but v, which is v_leak
-        leaves, skeleton = flatten_state(after)
+    leaves, skeleton = flatten_state(module(x)[1])
+    if hasattr(module, "state_fallback"):
+        start = [tensor for _, tensor in flatten_state(module.state_fallback(x))[0]]
+    else:  # LILinearCell and CobaLIFCell make their state inside `forward`: zeros, but for v
         v_leak = getattr(module.p, "v_leak", torch.zeros(()))
         start = [v_leak if path == ("v",) else torch.zeros(()) for path, _ in leaves]
-    else:
-        # Norse starts some tensors as scalars and in float32 and lets broadcasting fix them in the first step.
-        start = [tensor for _, tensor in flatten_state(module.state_fallback(x))[0]]
-        leaves, skeleton = flatten_state(after)
+    # Norse starts some tensors as scalars or in float32 and lets the first step broadcast and promote them.
     settled = [
         first.detach().to(leaf.dtype).expand(leaf.shape).clone() for first, (_, leaf) in zip(start, leaves, strict=True)
     ]

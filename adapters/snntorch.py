@@ -51,7 +51,7 @@ class NeuronAdapter(Adapter):
             return spikes, tuple(returned)
         return spikes, tuple(returned[1:])
 
-    def initial(self, module: nn.Module, inputs: tuple) -> tuple | None:
+    def initial(self, module: Any, inputs: tuple) -> tuple | None:
         x = inputs[0]
         shape = x.shape
         if isinstance(module, snntorch.SConv2dLSTM):

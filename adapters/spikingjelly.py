@@ -35,6 +35,15 @@ _NEURONS = (
 )
 _LAYERS = (layer.ElementWiseRecurrentContainer, layer.LinearRecurrentContainer, layer.SynapseFilter)
 
+# The states of spiking RNNs under the names of torch's.
+_STATE_NAMES: dict[Path, Path] = {
+    ("hc", "0"): ("h",),
+    ("hc", "1"): ("c",),
+    ("states",): ("h",),
+    ("states", "0"): ("h",),
+    ("states", "1"): ("c",),
+}
+
 
 class MemoryAdapter(Adapter):
     """Modules with registered memories, which are entries of the dict attribute `_memories`."""
@@ -64,13 +73,13 @@ class CellAdapter(Adapter):
     def split(self, module: nn.Module, returned: Any) -> tuple[Any, tuple]:
         return (returned[0] if isinstance(module, rnn.SpikingLSTMCell) else returned), (returned,)
 
-    def initial(self, module: nn.Module, inputs: tuple) -> tuple | None:
+    def initial(self, module: Any, inputs: tuple) -> tuple | None:
         x = inputs[0]
         h = torch.zeros(x.shape[0], module.hidden_size, dtype=x.dtype)
         return ((h, torch.zeros_like(h)),) if isinstance(module, rnn.SpikingLSTMCell) else (h,)
 
     def state_path(self, module: nn.Module, path: Path) -> Path:
-        return {("hc", "0"): ("h",), ("hc", "1"): ("c",)}.get(path, path)
+        return _STATE_NAMES.get(path, path)
 
 
 class LayerAdapter(Adapter):
@@ -90,7 +99,7 @@ class LayerAdapter(Adapter):
     def arguments(self, module: nn.Module) -> tuple[str, ...]:
         return ("states",)
 
-    def initial(self, module: nn.Module, inputs: tuple) -> tuple | None:
+    def initial(self, module: Any, inputs: tuple) -> tuple | None:
         x = inputs[0]
         h = torch.zeros(module.num_layers, x.shape[1], module.hidden_size, dtype=x.dtype)
         return (h,) if module.states_num() == 1 else (tuple(h.clone() for _ in range(module.states_num())),)
@@ -99,7 +108,7 @@ class LayerAdapter(Adapter):
         return "time_major"
 
     def state_path(self, module: nn.Module, path: Path) -> Path:
-        return {("states",): ("h",), ("states", "0"): ("h",), ("states", "1"): ("c",)}.get(path, path)
+        return _STATE_NAMES.get(path, path)
 
 
 register_adapter(MemoryAdapter())

@@ -11,7 +11,15 @@ class NormAdapter(Adapter):
     """`running_mean`, `running_var` and `num_batches_tracked` are statistics."""
 
     library = "torch"
-    layers = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+    layers = (
+        nn.BatchNorm1d,
+        nn.BatchNorm2d,
+        nn.BatchNorm3d,
+        nn.SyncBatchNorm,
+        nn.InstanceNorm1d,
+        nn.InstanceNorm2d,
+        nn.InstanceNorm3d,
+    )
 
     def is_hidden(self, module: nn.Module, path: Path) -> bool:
         """No gradient flows through statistics."""

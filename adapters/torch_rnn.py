@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from etrace_bridge.adapters.torch_cells import gru_step, lstm_step, rnn_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-from etrace_bridge.adapters.torch_cells import gru_step, lstm_step, rnn_step
 from etrace_bridge.frontend import messages
 from etrace_bridge.frontend.state import Adapter, register_adapter
 
@@ -26,10 +26,11 @@ class RecurrentAdapter(Adapter):
         """A bidirectional layer needs the future."""
         if module.bidirectional:
             raise messages.not_online(
-                f"nn.{type(module).__name__}", path,
+                f"nn.{type(module).__name__}",
+                path,
                 "it is bidirectional, so the output at one step depends on inputs that have not arrived yet.",
                 "Use `bidirectional=False`, or train it offline with torch.",
-            )  # fmt: skip
+            )
 
     def sequence(self, module: nn.Module) -> str:
         """`forward` consumes sequences."""
@@ -92,7 +93,9 @@ class RecurrentAdapter(Adapter):
 
 def _step(module: nn.Module, layer: int, x: Tensor, states: States) -> Tensor:
     """Run one layer for one step, and put its new state into `states`."""
-    weights = tuple(getattr(module, f"{name}_l{layer}", None) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
+    weights = tuple(
+        getattr(module, f"{name}_l{layer}", None) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+    )
     h = states[f"h_l{layer}"]
     if isinstance(module, nn.LSTM):
         projection = getattr(module, f"weight_hr_l{layer}", None)
@@ -115,9 +118,11 @@ def _stacked(module: nn.Module, states: States) -> Any:
 
 def _packed() -> Exception:
     return messages.not_online(
-        "PackedSequence", "", "a packed sequence interleaves the time steps of many sequences, and a step has none to unpack.",
+        "PackedSequence",
+        "",
+        "a packed sequence interleaves the time steps of many sequences, and a step has none to unpack.",
         "Feed one padded time step at a time and pass a `mask` to the learner, or sort sequences into batches of equal length.",
-    )  # fmt: skip
+    )
 
 
 register_adapter(RecurrentAdapter())

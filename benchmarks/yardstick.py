@@ -6,13 +6,15 @@ Nothing here is generic. Every derivative is written out, so the file also serve
     z = sigmoid(x W_iz' + b_iz + h W_hz' + b_hz)        n = tanh(x W_in' + b_in + r m)
     h_new = n + z (h - n)                               y = h_new W_o' + b_o
 
-With the recurrent product held constant, `h_new` depends on `h` through `D = z` alone, position by position. The online gradient is
+With the recurrent product held constant, `h_new` depends on `h` through `D = z` alone, position by position. The online
+gradient is
 
-    g_t = dl_t/dW (h fixed) + b_t . eps_(t-1),    eps_t = D_t eps_(t-1) + df_t (x) input_t,    b_t = dl_t/dh_(t-1) through the whole step
+    g_t = dl_t/dW (h fixed) + b_t . eps_(t-1)           b_t = dl_t/dh_(t-1) through the whole step
+    eps_t = D_t eps_(t-1) + df_t (x) input_t            df_t = dh_t/d(gate's argument)
 
-and a chunk of K steps computes its sum from one reverse scan of hidden-sized arrays, `a_(t-1) = b_t + D_t a_t` and `M_(t-1) = M_t D_t`,
-after which a weight's gradient is one matrix product with `c_t + a_t` (`c_t = dl_t/dh_t`) plus one pass over the old trace with `a_0`, and the new
-trace is `M_0 eps_0` plus one batched product with `M_t`.
+and a chunk of K steps computes its sum from one reverse scan of hidden-sized arrays, `a_(t-1) = b_t + D_t a_t` and
+`M_(t-1) = M_t D_t`. A weight's gradient is then one matrix product with `c_t + a_t`, where `c_t = dl_t/dh_t`, plus one
+pass over the old trace with `a_0`; the new trace is `M_0 eps_0` plus one batched product with `M_t`.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ Gradients = dict[str, Array]
 
 
 class Trace(NamedTuple):
-    """Eligibility of every GRU weight, batch first and in torch's layout: `(B, 3H, I)`, `(B, 3H, H)`, `(B, 3H)`, `(B, 3H)`."""
+    """Eligibility of every GRU weight: a batch axis, then the weight's own axes in torch's layout."""
 
     weight_ih: Array
     weight_hh: Array
@@ -38,7 +40,7 @@ class Trace(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """What the forward scan keeps of every step, each `(K, B, H)`: the old state, the three gates, the recurrent part of the third."""
+    """What the forward scan keeps of every step, each `(K, B, H)`: the old state and what the equations above name."""
 
     h: Array
     r: Array
@@ -60,7 +62,8 @@ def init_params(inputs: int, hidden: int, outputs: int, seed: int = 0, dtype: An
     keys = jax.random.split(jax.random.key(seed), len(shapes))
     bound = hidden**-0.5
     return {
-        name: jax.random.uniform(key, shape, dtype, -bound, bound) for key, (name, shape) in zip(keys, shapes.items())
+        name: jax.random.uniform(key, shape, dtype, -bound, bound)
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
     }
 
 
@@ -111,22 +114,34 @@ def _reverse(b: Array, decay: Array, with_products: bool) -> tuple[Array, Array,
     return a, a_0, m, m_0
 
 
+def _align(values: Array, ndim: int) -> Array:
+    """Append axes of size one, up to `ndim` axes."""
+    return values.reshape(values.shape + (1,) * (ndim - values.ndim))
+
+
 def _contract(trace: Trace, a_0: Array, m_0: Array) -> tuple[Gradients, Array]:
     """Return `sum_b a_0 eps_0` for every weight, and `m_0` unchanged.
 
-    `m_0` travels through the loop on purpose: the update of the trace then depends on the loop's end, so XLA overwrites the trace in
-    place. Without a real dependency (an optimization barrier is none by then) it copies the whole trace first.
+    `m_0` travels through the loop on purpose: the update of the trace then depends on the loop's end, so XLA overwrites
+    the trace in place. Without a real dependency (an optimization barrier is none by then) it copies the trace first.
     """
     sums = Trace(*(jnp.zeros(leaf.shape[1:], leaf.dtype) for leaf in trace))
 
     def add(b: Array, carry: tuple[Trace, Array]) -> tuple[Trace, Array]:
         sums, kept = carry
         row = a_0[b]
-        sums = Trace(*(s + e[b] * row.reshape((-1,) + (1,) * (s.ndim - 1)) for s, e in zip(sums, trace)))
+        sums = Trace(*(s + e[b] * _align(row, s.ndim) for s, e in zip(sums, trace, strict=True)))
         return sums, kept.at[b].set(m_0[b])
 
     sums, kept = lax.fori_loop(0, a_0.shape[0], add, (sums, jnp.zeros_like(m_0)))
     return sums._asdict(), kept
+
+
+def _through_recurrence(weight_hh: Array, per_gate: list[Array]) -> Array:
+    """Return cotangents of the recurrent product, pulled back to the old state."""
+    if per_gate[0].shape[0] == 1:
+        return jnp.concatenate(per_gate, -1) @ weight_hh  # one step: copying three slices of the weight would cost more
+    return sum(gate @ part for gate, part in zip(per_gate, jnp.split(weight_hh, 3), strict=True))
 
 
 def _weight_gradients(per_gate: list[Array], values: Array) -> Array:
@@ -157,7 +172,7 @@ def chunk(
         last: Leave the trace alone, because nobody will read it.
         feature_major: Run the recurrence on `(H, B)` states, for large H and small B.
     """
-    steps, (batch, hidden) = xs.shape[0], h0.shape
+    steps = xs.shape[0]
     weight = 1 / steps if weight is None else weight
     h_end, gates = _forward(params, h0, xs, feature_major)
     h, r, z, n, m = gates
@@ -172,8 +187,7 @@ def chunk(
     d_m = d_n * r
     d_r = d_m * m * (1 - r)
     d_z = (h - n) * z * (1 - z)
-    w_r, w_z, w_n = jnp.split(params["weight_hh"], 3)
-    b = c * z + (c * d_r) @ w_r + (c * d_z) @ w_z + (c * d_m) @ w_n
+    b = c * z + _through_recurrence(params["weight_hh"], [c * d_r, c * d_z, c * d_m])
     a, a_0, products, m_0 = _reverse(b, z, not last)
 
     credit = c + a
@@ -210,7 +224,7 @@ def _new_trace(trace: Trace | None, m_0: Array, per_gate: list[Array], xs: Array
     )
     if trace is None:
         return added
-    return Trace(*(m_0.reshape(m_0.shape + (1,) * (e.ndim - 2)) * e + new for e, new in zip(trace, added)))
+    return Trace(*(_align(m_0, e.ndim) * e + new for e, new in zip(trace, added, strict=True)))
 
 
 def _plus(first: Any, second: Any) -> Any:
@@ -223,7 +237,7 @@ def sequence_gradients(
 ) -> tuple[Gradients, Array, Array]:
     """Return the D-RTRL gradients of a whole sequence, its loss and its outputs.
 
-    The first chunk has no trace to contract, the last none to update, so a sequence of at most `chunk_size` steps has no trace at all.
+    The first chunk has no trace to contract and the last none to update: `chunk_size` steps need no trace at all.
     """
     steps = xs.shape[0]
     run = partial(chunk, params, weight=1 / steps, feature_major=feature_major)
@@ -253,6 +267,6 @@ def sequence_gradients(
 def online_step(
     params: Params, h: Array, trace: Trace, x: Array, target: Array, rate: float | Array
 ) -> tuple[Params, Array, Trace, Array, Array]:
-    """Run one step with an SGD update: new parameters, hidden state and trace, the loss and the output; the first three are donated."""
+    """Run one step with an SGD update: new parameters, hidden state and trace (all donated), loss and output."""
     grads, loss, h, trace, outputs = chunk(params, h, trace, x[None], target[None])
     return {name: params[name] - rate * grads[name] for name in params}, h, trace, loss, outputs[0]

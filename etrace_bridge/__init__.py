@@ -8,10 +8,12 @@ import brainstate as _brainstate  # noqa: E402
 if _x64 and not _jax.config.jax_enable_x64:  # importing brainstate turns x64 off, also where the user had turned it on
     _brainstate.environ.set(precision=64)
 
+from etrace_bridge import rules
 from etrace_bridge._errors import (
     BridgeError,
     CompilationError,
     InputError,
+    NonFiniteError,
     NotSupportedError,
     StateError,
     TracingError,
@@ -56,8 +58,19 @@ from etrace_bridge.frontend import (
     verify,
     wrap,
 )
+from etrace_bridge.fit import EarlyStopping, History
+from etrace_bridge.learner import OnlineLearner
+from etrace_bridge.results import GradientResult, SequenceResult, StepInfo
 
 __all__ = [
+    "EarlyStopping",
+    "GradientResult",
+    "History",
+    "NonFiniteError",
+    "OnlineLearner",
+    "SequenceResult",
+    "StepInfo",
+    "rules",
     "Adapter",
     "BridgedModule",
     "BridgeError",

@@ -29,3 +29,7 @@ class UnsupportedOpError(BridgeError):
 
 class TracingError(BridgeError):
     """The torch module does something that cannot be traced into one fixed step."""
+
+
+class NonFiniteError(BridgeError):
+    """Training met NaN or infinity; the learner keeps its last finite state."""

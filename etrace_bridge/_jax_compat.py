@@ -20,6 +20,7 @@ __all__ = [
     "Var",
     "bind_equation",
     "copy_p",
+    "evaluate_jaxpr",
     "is_concrete",
     "keep_source",
     "make_jaxpr_closed",
@@ -36,6 +37,11 @@ def bind_equation(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     with eqn.ctx.manager:
         out = eqn.primitive.bind(*operands, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def evaluate_jaxpr(closed: ClosedJaxpr, *values: Any) -> list[Any]:
+    """Runs a jaxpr equation by equation; inside a trace this inlines it, source lines and name scopes kept."""
+    return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *values)
 
 
 @contextlib.contextmanager
@@ -59,7 +65,8 @@ def is_concrete(value: Any) -> bool:
 
 def module_scope(eqn: JaxprEqn) -> str:
     """The `jax.named_scope` path an equation was traced under; empty if none."""
-    return str(eqn.source_info.name_stack)
+    stack = eqn.source_info.name_stack.stack
+    return "/".join(part.name for part in stack if isinstance(part, source_info_util.Scope))  # no `vmap(...)`
 
 
 def user_line(eqn: JaxprEqn, skip: Sequence[str] = ()) -> str:

@@ -47,6 +47,7 @@ class Entry:
 
     name: str
     make: Callable[[np.random.Generator], tuple[brainstate.nn.Module, tuple[Any, ...]]]
+    is_plain: bool = False  # made by `plain` below
 
 
 ZOO: dict[str, Entry] = {}
@@ -98,7 +99,7 @@ def plain(states: dict, x: Any = (B, I), **params: Any) -> Callable:
             ss = {n: HiddenState(_normal(rng, s)) if _is_shape(s) else s(rng) for n, s in states.items()}
             return Plain(ps, ss, step), (x(rng) if callable(x) else _normal(rng, x),)
 
-        ZOO[step.__name__] = Entry(step.__name__, make)
+        ZOO[step.__name__] = Entry(step.__name__, make, is_plain=True)
         return step
 
     return add
@@ -661,6 +662,24 @@ def linear_gru_linear(rng):
     )
     nn.init_all_states(model, batch_size=B)
     return model, (_normal(rng, (B, I)),)
+
+
+class Vmapped(brainstate.nn.Module):
+    """A cell for one example, mapped over the batch with its states by brainstate's own `vmap`."""
+
+    def __init__(self, cell: brainstate.nn.Module) -> None:
+        super().__init__()
+        self.cell = cell
+        self.cell.h = HiddenState(jnp.zeros((B, H)))
+
+    def update(self, x):
+        hidden = self.cell.states(HiddenState)
+        return brainstate.transform.vmap(self.cell, in_states=hidden, out_states=hidden)(x)
+
+
+@module
+def vmapped_module(rng):
+    return Vmapped(brainstate.nn.MGUCell(I, H, **ZEROS)), (_normal(rng, (B, I)),)
 
 
 class Leaky(brainstate.nn.Module):

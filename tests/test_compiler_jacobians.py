@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import models
 import numpy as np
 import pytest
-from oracle_compiler import Step
+from oracle_compiler import Step, compute
 
 from etrace_bridge.compiler.core import split_leaf
 from etrace_bridge.compiler.graph import ETraceGraph
@@ -21,7 +21,7 @@ TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}
 
 @dataclass(frozen=True)
 class Measured:
-    """Everything the tests compare, computed in one compiled program (eager mode would compile every operation)."""
+    """Everything the tests compare, computed in one program."""
 
     graph: ETraceGraph
     step: Step
@@ -59,7 +59,6 @@ def measured(request):
     graph, (_, args) = models.graph_of(request.param), models.build(request.param)
     step = Step(graph, args)
 
-    @jax.jit
     def measure():
         env = step.run({}, {})
         per_group = [transitions(g, env) for g in graph.hidden_groups]
@@ -72,7 +71,7 @@ def measured(request):
             [df_of(graph, leg, env) for leg in graph.structure.legs],
         )
 
-    return Measured(graph, step, *jax.device_get(measure()))
+    return Measured(graph, step, *compute(measure))
 
 
 def elements(leaf) -> list[np.ndarray]:

@@ -37,7 +37,7 @@ def torch_result(name: str, dtype: str) -> Reference:
 
 def bridged_result(case: Case, module: torch.nn.Module, ref: Reference, xs: torch.Tensor) -> dict[str, Any]:
     """Scan the bridged step over the sequence and differentiate the loss with `jax.grad`."""
-    net = eb.wrap(module, case.state, example_input=xs[0], **case.options)
+    net = eb.wrap(module, case.state, example_input=xs[0])
     net.init_state(batch_size=case.batch_size)
     xs_jax = jnp.asarray(xs.numpy())
     step = StatefulFunction(net, return_only_write=False)
@@ -116,12 +116,17 @@ def test_bridge_equals_torch(name: str, dtype: str) -> None:
     for key, states in found["states"].items():
         assert_close(states, torch.stack([step[key] for step in ref.trajectory.states]), tolerance, f"state {key}")
 
+    assert_close(found["loss"], ref.loss, tolerance, "loss")
     assert list(found["net"].parameter_names) == [n for n, p in module.named_parameters() if p.requires_grad]
     assert set(found["grads"]) == set(ref.grads)
     for key, grad in found["grads"].items():
         assert_close(with_hooks(module, key, grad), ref.grads[key], tolerance, f"gradient of {key}")
     if ref.input_grad is not None:
         assert_close(found["input_grad"], ref.input_grad, tolerance, "gradient of the input")
+
+    # Wrapping and tracing left nothing behind in the module: it still runs as a fresh one does.
+    for output, expected in zip(case.run(module, xs).outputs, ref.trajectory.outputs, strict=True):
+        torch.testing.assert_close(output, expected, rtol=0, atol=0)
 
 
 def test_zoo_is_large_and_covers_the_libraries() -> None:

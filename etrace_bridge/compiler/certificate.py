@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from etrace_bridge._jax_compat import JaxprEqn, Literal, Var, module_scope
-from etrace_bridge.compiler.aliases import alias_roots, producers
+from etrace_bridge.compiler.aliases import alias_equations, alias_roots, producers
 from etrace_bridge.compiler.control_flow import source_line
 from etrace_bridge.compiler.diagnostics import Path, show_path
 from etrace_bridge.compiler.jaxpr import variables
@@ -123,7 +123,7 @@ def collect_facts(minfo: ModuleInfo, use: WeightUse, alignment: Alignment, matte
         for v in leaves
         if v not in minfo.invar_to_weight_path and is_float(v)
     }
-    at = _flow(minfo, use, alignment, start, cuts)
+    at = _flow(minfo, use, alignment, start, cuts, matter)
     return StepFacts(at, cuts, _leaving_edges(minfo, alignment, matter))
 
 
@@ -150,8 +150,21 @@ def _leaving_edges(minfo: ModuleInfo, alignment: Alignment, matter: set[Var]) ->
     return frozenset(edges)
 
 
-def _flow(minfo, use, alignment, at, cuts) -> dict[Var, Facts]:
-    """Facts at every variable."""
+def _flow(minfo, use, alignment, at, cuts, matter) -> dict[Var, Facts]:
+    """Facts at every variable.
+
+    What has entered a state that matters through a cut is dropped there; it is not followed beyond that state, or the
+    first of many layers would be followed into every later one.
+    """
+    made_by = producers(minfo.jaxpr.eqns)
+    ends = [
+        o
+        for ins, outs in zip(minfo.state_tree_invars, minfo.state_tree_outvars, strict=True)
+        for i, o in zip(ins, outs, strict=True)
+        if i in matter and not isinstance(o, Literal)
+    ]
+    settled = {v for o in ends for v in (o, *alias_roots(made_by, o))}
+    rearranging = {id(eqn) for o in ends for eqn in alias_equations(made_by, o)}
     for i, eqn in enumerate(minfo.jaxpr.eqns):
         if not passes_derivative(eqn):
             continue
@@ -165,6 +178,8 @@ def _flow(minfo, use, alignment, at, cuts) -> dict[Var, Facts]:
                 facts: Facts = {("weight", p): frozenset([edge_cut]) for p in use.weight_paths[v]} if contacts else {}
             else:
                 facts = at.get(v, {})
+                if v in settled and id(eqn) not in rearranging:
+                    facts = {source: frozenset([None]) for source, tags in facts.items() if None in tags}
                 edge_cut = _data_cut(eqn, i, k, alignment, use, cuts) if facts else None
             for source, tags in facts.items():
                 passed = {edge_cut if t is None else t for t in tags}
@@ -228,46 +243,38 @@ def certify(
             if i in matter:
                 ends.append((i, o, i in minfo.invar_to_hidden_path))
     outputs = list(variables(minfo.jaxpr.outvars[: minfo.num_var_out]))
-    result = {}
-    for path in minfo.weight_path_to_invars:
-        result[path] = _certify_one(("weight", path), facts, ends, outputs, path_of, group_of)
-    return result
-
-
-def _certify_one(source: Source, facts: StepFacts, ends, outputs, path_of, group_of) -> ParameterCertificate:
-    path = source[1]
-    arrives = {i: facts.at.get(o, {}).get(source, frozenset()) for i, o, _ in ends}
-    hidden = {i for i, _, is_hidden in ends if is_hidden}
-    covered = {i for i in hidden if None in arrives[i]}
-    while True:
-        grown = {
-            i for i, o, _ in ends
-            if i in hidden and any(None in facts.at.get(o, {}).get(("state", s), ()) for s in covered)
-        }
-        if grown <= covered:
-            break
-        covered |= grown
-    drops: dict[tuple, Drop] = {}
+    at_outputs = {source for v in outputs for source in facts.at.get(v, {})}
+    entered: dict[Source, list[tuple[Var, bool, frozenset[Any]]]] = {}  # source -> (state, is hidden, first cuts)
     for i, o, is_hidden in ends:
-        entering = [(path, arrives[i])] + [
-            (path_of[s], facts.at.get(o, {}).get(("state", s), frozenset())) for s in sorted(covered, key=_order(ends))
-        ]
-        for origin, tags in entering:
+        for source, tags in facts.at.get(o, {}).items():
+            entered.setdefault(source, []).append((i, is_hidden, tags))
+    return {
+        path: _certify_one(("weight", path), facts, entered, at_outputs, path_of, group_of)
+        for path in minfo.weight_path_to_invars
+    }
+
+
+def _certify_one(source: Source, facts: StepFacts, entered, at_outputs, path_of, group_of) -> ParameterCertificate:
+    path = source[1]
+    covered: dict[Var, None] = {}  # states that the parameter's trace reaches
+    pending = [source]
+    while pending:
+        for i, is_hidden, tags in entered.get(pending.pop(), ()):
+            if is_hidden and None in tags and i not in covered:
+                covered[i] = None
+                pending.append(("state", i))
+    drops: dict[tuple, Drop] = {}
+    for origin, where in [(path, source), *((path_of[s], ("state", s)) for s in covered)]:
+        for i, is_hidden, tags in entered.get(where, ()):
             for tag in tags:
                 if tag is None and is_hidden:
                     continue
-                cut = facts.cuts[tag] if tag is not None else Cut((-1, -1), "state", "a state that is not a HiddenState")
+                cut = facts.cuts[tag] if tag is not None else Cut((-1, -1), "state", "a state that is no HiddenState")
                 drops.setdefault((cut.edge, origin, path_of[i]), Drop(cut, origin, path_of[i]))
-    at_output = {t for v in outputs for t in facts.at.get(v, {}).get(source, ())}
-    if not covered and not any(arrives.values()):
-        kind = "direct" if at_output else "unused"
+    if source not in entered:
+        kind = "direct" if source in at_outputs else "unused"
     else:
         kind = "traced" if covered else "upstream"
     ordered = tuple(drops[key] for key in sorted(drops, key=lambda key: (key[0], str(key[1]), str(key[2]))))
     groups = tuple(sorted({group_of[path_of[s]] for s in covered}))
     return ParameterCertificate(path, kind, not drops, ordered, groups)
-
-
-def _order(ends):
-    place = {i: n for n, (i, _, _) in enumerate(ends)}
-    return place.__getitem__

@@ -43,7 +43,7 @@ from etrace_bridge.compiler.jaxpr import evaluate, read, variables
 from etrace_bridge.compiler.primitives import CUSTOM_DERIVATIVE, is_elementwise, is_structural
 
 UNROLL_LIMIT = 16
-_INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "custom_lin"})
+_INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_lin"})
 
 
 @dataclass(eq=False)

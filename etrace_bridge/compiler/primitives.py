@@ -23,7 +23,7 @@ _ELEMENTWISE = set(
     integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul ne neg nextafter not or
     optimization_barrier polygamma pow real reduce_precision regularized_incomplete_beta igamma igammac rem round
     rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient
-    sub tan tanh xor population_count pvary complex conj zeta
+    sub tan tanh xor population_count pvary complex conj zeta name sharding_constraint
     """.split()
 )
 _ELEMENTWISE |= {"heaviside_surrogate_gradient", "exprel"}  # of braintools and saiunit, in brainstate's own neurons

@@ -89,11 +89,15 @@ def _parameters(structure: StepStructure) -> Iterator[CompilationRecord]:
 
 
 def _unknown_contacts(structure: StepStructure, enters: dict[Var, int]) -> Iterator[CompilationRecord]:
+    told: set[tuple[int, Path]] = set()
     for contact in structure.use.contacts:
         if contact.form is not None or not any(enters.get(v) for v in contact.eqn.outvars):
             continue
         name = contact.eqn.primitive.name
         for path in contact.view.paths:
+            if (contact.eqn_index, path) in told:
+                continue
+            told.add((contact.eqn_index, path))
             yield CompilationRecord(
                 DiagnosticKind.UNKNOWN_CONTACT,
                 DiagnosticLevel.WARNING,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import brainstate
 
-from etrace_bridge.compiler.certificate import ParameterCertificate
+from etrace_bridge.compiler.certificate import Cut, ParameterCertificate
 from etrace_bridge.compiler.diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, Path, show_path
 from etrace_bridge.compiler.records import contact_name
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from etrace_bridge.compiler.graph import ETraceGraph
 
 _HEADER = ("parameter", "contact", "hidden group", "gradient")
+_VERDICTS = {"exact": "exact", "approximate": "approximate", "none": "without gradient"}
 
 
 def render_report(graph: ETraceGraph) -> str:
@@ -24,17 +26,22 @@ def render_report(graph: ETraceGraph) -> str:
     rows = [_row(graph, c, cuts) for c in certificates.values()]
     for path, state in graph.module_info.retrieved_model_states.items():
         if isinstance(state, brainstate.ParamState) and path not in certificates:
-            rows.append((show_path(path), "-", "-", "none: the step does not use it"))
-    exact = sum(c.exact and c.kind != "unused" for c in certificates.values())
-    title = f"Online gradients of {len(rows)} parameters with D-RTRL: {exact} exact, {len(rows) - exact} not."
-    parts = [title, "", *_table(_HEADER, rows), "", *_groups(graph)]
+            rows.append((show_path(path), "-", "-", "none: the step does not read it"))
+    parts = [_title(rows), "", *_table(_HEADER, rows), "", *_groups(graph)]
     if cuts:
-        parts += ["", "Cuts: what a trace does not follow (a path must keep each position of the state apart)"]
-        parts += [_cut_line(n, text) for text, n in cuts.values()]
+        parts += ["", "Cuts: from -> where credit is not followed, because positions of the state mix -> into"]
+        parts += [f"  [{n}] {text}" for text, n in cuts.values()]
     notes = [r for r in graph.diagnostics if r.level != DiagnosticLevel.INFO and not _is_shown(r)]
     if notes:
         parts += ["", "Notes", *(f"  {r.level.value}: {r.message}" for r in notes)]
     return "\n".join(line.rstrip() for line in parts)
+
+
+def _title(rows: Sequence[Sequence[str]]) -> str:
+    words = [row[3].split(":")[0].split(" ")[0] for row in rows]
+    counts = [f"{words.count(word)} {text}" for word, text in _VERDICTS.items() if word in words]
+    many = "parameters" if len(rows) != 1 else "parameter"
+    return f"Online gradients (D-RTRL) of {len(rows)} {many}: {', '.join(counts)}"
 
 
 def _is_shown(record: CompilationRecord) -> bool:
@@ -74,19 +81,16 @@ def _numbered_cuts(graph: ETraceGraph) -> dict[tuple, tuple[str, int]]:
     texts: dict[tuple, str] = {}
     for record in graph.explain(kind=DiagnosticKind.CUT):
         sources = (*record.context["from"], *record.context["parameters"])
-        texts[_key(record.context["edge"], ())] = _cut_text(sources, str(record.context["cut"]), record.context["into"])
+        texts[_key(record.context["edge"], ())] = _cut_text(sources, record.context["cut"], record.context["into"])
     for certificate in graph.certificate().values():
         for drop in certificate.drops:
-            texts.setdefault(_key(drop.cut.edge, drop.into), _cut_text((drop.source,), str(drop.cut), (drop.into,)))
+            texts.setdefault(_key(drop.cut.edge, drop.into), _cut_text((drop.source,), drop.cut, (drop.into,)))
     return {key: (text, n) for n, (key, text) in enumerate(texts.items(), 1)}
 
 
-def _cut_text(sources: Sequence[Path], cut: str, into: Sequence[Path]) -> str:
-    return f"{_names(sources)} -> {cut} -> {_names(into)}"
-
-
-def _cut_line(number: int, text: str) -> str:
-    return f"  [{number}] {text}"
+def _cut_text(sources: Sequence[Path], cut: Cut, into: Sequence[Path]) -> str:
+    short = replace(cut, line="/".join(cut.line.split("/")[-2:]))  # the folder and file are enough to find it
+    return f"{_names(sources)} -> {short} -> {_names(into)}"
 
 
 def _names(paths: Sequence[Path], most: int = 4) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from etrace_bridge._jax_compat import JaxprEqn, Literal, Var
 from etrace_bridge.compiler.contacts import ContactForm, contact_form
 from etrace_bridge.compiler.diagnostics import Path, show_path
-from etrace_bridge.compiler.jaxpr import evaluate, needed_equations, reads_of, variables
+from etrace_bridge.compiler.jaxpr import evaluate, reads_of, variables
 from etrace_bridge.compiler.module_info import ModuleInfo
 from etrace_bridge.compiler.primitives import is_elementwise, is_float, is_structural, passes_derivative
 
@@ -114,7 +114,7 @@ def find_weight_use(minfo: ModuleInfo) -> WeightUse:
         eqn = eqns[i]
         form = contact_form(eqn, k)
         var = eqn.invars[k]
-        view = WeightView(var, tuple(needed_equations(eqns[:i], [var])), paths[var])
+        view = WeightView(var, _equations_of(var, eqns, producer), paths[var])
         x = eqn.invars[form.x_index] if form is not None and form.x_index is not None else None
         parts = _find_parts(eqn.outvars[0], form, readers) if form is not None else ()
         contacts.append(Contact(n, i, eqn, form, view, eqn.outvars[0], x, parts))
@@ -125,6 +125,18 @@ def find_weight_use(minfo: ModuleInfo) -> WeightUse:
     for c in contacts:
         by_eqn[c.eqn_index] = (*by_eqn.get(c.eqn_index, ()), c)
     return WeightUse(paths, tuple(contacts), by_eqn)
+
+
+def _equations_of(var: Var, eqns: Sequence[JaxprEqn], producer: dict[Var, int]) -> tuple[JaxprEqn, ...]:
+    """The equations without data that make a view."""
+    found: set[int] = set()
+    pending = [var]
+    while pending:
+        i = producer.get(pending.pop())
+        if i is not None and i not in found:
+            found.add(i)
+            pending += variables(eqns[i].invars)
+    return tuple(eqns[i] for i in sorted(found))
 
 
 def _readers(minfo: ModuleInfo) -> dict[Var, list[JaxprEqn | None]]:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from etrace_bridge._jax_compat import Var, bind_equation
 from etrace_bridge.compiler.contacts import ContactForm
@@ -18,6 +19,7 @@ from etrace_bridge.engine.linearise import step_env
 from etrace_bridge.engine.program import StepProgram, Tap
 
 _TIME = "T"
+LOOP_SIZE = 2**18  # elements of all traces from which they are read row by row
 
 
 def contact_inputs(program: StepProgram, env: dict[Var, Any], forward: Forward, args: Sequence[Any]) -> dict[int, Any]:
@@ -126,14 +128,57 @@ def _to_trace_order(form: ContactForm, array: Any, lead: int) -> Any:
     return jnp.transpose(array, [*range(lead), *order])
 
 
-def contract_trace(leg: Leg, a: Any, trace: Any) -> Any:
-    """`a · trace` summed to the view's letters; `a` is at the piece's elements, in the trace's order."""
+def contract_traces(legs: Sequence[Leg], a: Sequence[Sequence[Any]], traces: Sequence[Sequence[Any]], kept: Any):
+    """`a · trace`, summed over states and to each view's letters; `kept` comes back unchanged.
+
+    Args:
+        legs: the legs.
+        a: for each leg and state, what is asked of the piece's elements, in the trace's order.
+        traces: for each leg and state, the trace.
+        kept: arrays that are needed only after the traces were read, such as what the update multiplies them with.
+
+    Large traces are read row by row of the batch: as one product and sum, XLA would write a broadcast of `a` as large as
+    the trace. `kept` travels through that loop, so that the update depends on its end and XLA can overwrite the trace in
+    place; without a real dependency it copies the whole trace first.
+    """
+    rows = {leg.part.form.shape(leg.part.form.trace)[0] for leg in legs}
+    batched = all(leg.part.form.trace[0] not in leg.part.form.view for leg in legs if leg.part.form.trace)
+    size = sum(x.size for states in traces for x in states)
+    if len(rows) != 1 or not batched or size < LOOP_SIZE or min(rows) < 2:
+        return [_contract_leg(leg, x, eps) for leg, x, eps in zip(legs, a, traces, strict=True)], kept
+    (count,) = rows
+
+    def add(n: Any, carry: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
+        sums, kept_rows = carry
+        sums = [
+            total + sum(_wide(leg, x[n]) * eps[n].astype(x.dtype) for x, eps in zip(xs, states, strict=True))
+            for leg, total, xs, states in zip(legs, sums, a, traces, strict=True)
+        ]
+        return sums, jax.tree.map(lambda new, old: new.at[n].set(old[n]), kept_rows, kept)
+
+    zeros = [jnp.zeros(states[0].shape[1:], xs[0].dtype) for xs, states in zip(a, traces, strict=True)]
+    travels = all(x.ndim and x.shape[0] == count for x in jax.tree.leaves(kept))
+    sums, carried = lax.fori_loop(0, count, add, (zeros, jax.tree.map(jnp.zeros_like, kept) if travels else None))
+    return [_to_view(leg, total, leg.part.form.trace[1:]) for leg, total in zip(legs, sums, strict=True)], (
+        carried if travels else kept
+    )
+
+
+def _contract_leg(leg: Leg, a: Sequence[Any], traces: Sequence[Any]) -> Any:
+    product = sum(_wide(leg, x) * eps.astype(x.dtype) for x, eps in zip(a, traces, strict=True))
+    return _to_view(leg, product, leg.part.form.trace)
+
+
+def _wide(leg: Leg, x: Any) -> Any:
+    return x.reshape(*x.shape, *(1 for _ in leg.part.form.contracted))
+
+
+def _to_view(leg: Leg, array: Any, letters: str) -> Any:
+    """Sums an array with these letters to those of the view, in the view's order."""
     form = leg.part.form
-    wide = a.reshape(*a.shape, *(1 for _ in form.contracted))
-    axes = tuple(n for n, c in enumerate(form.trace) if c not in form.view)
-    summed = jnp.sum(wide * trace.astype(a.dtype), axis=axes)
-    left = [c for c in form.trace if c in form.view]
-    return jnp.transpose(summed, [left.index(c) for c in form.view])
+    axes = tuple(n for n, c in enumerate(letters) if c not in form.view)
+    left = [c for c in letters if c in form.view]
+    return jnp.transpose(jnp.sum(array, axis=axes), [left.index(c) for c in form.view])
 
 
 def outer_sum(leg: Leg, g: Any, x: Any) -> Any:

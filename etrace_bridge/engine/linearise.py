@@ -72,11 +72,10 @@ def loss_gradient(
     credit: str,
 ) -> LossGradient:
     """Losses of the chunk's steps and their one-step derivatives, in parallel."""
-    held = program.pre_cut_operands if credit == "core" else None
     length = args[0].shape[0]
     tap_vars = [t.part.var for t in program.taps]
 
-    def total(theta: Sequence[Any], hidden: Sequence[Any], deltas: Sequence[Any]):
+    def total(theta: Sequence[Any], hidden: Sequence[Any], deltas: Sequence[Any], held: dict | None):
         env = program.weight_env(theta)
 
         def one(args_t, hidden_t, other_t, saved_t, deltas_t, target_t):
@@ -89,8 +88,16 @@ def loss_gradient(
         return jnp.sum(losses * weights), (losses, outputs)
 
     deltas = list(program.zero_taps((length,)).values())
-    _, pull, (losses, outputs) = jax.vjp(total, list(theta), forward.hidden, deltas, has_aux=True)
+    # What stops at the cuts is b alone: where a held value depends on weights too, it takes a second derivative.
+    core = program.pre_cut_operands if credit == "core" else None
+    apart = core is not None and program.weights_reach_pre_cuts
+    held = None if apart else core
+    _, pull, (losses, outputs) = jax.vjp(
+        lambda *at: total(*at, held), list(theta), forward.hidden, deltas, has_aux=True
+    )
     direct, b, ybar = pull(jnp.ones_like(jnp.sum(losses * weights)))
+    if apart:
+        b = jax.grad(lambda hidden: total(theta, hidden, deltas, core)[0])(forward.hidden)
     return LossGradient(losses, outputs, direct, ybar, group_states(program, b))
 
 

@@ -261,6 +261,13 @@ class StepProgram:
         """Operands at which `credit="core"` stops, by equation id."""
         return held_operands(self.eqns, set(self.graph.structure.facts.pre_cuts))
 
+    @cached_property
+    def weights_reach_pre_cuts(self) -> bool:
+        """Whether a value that `credit="core"` holds constant depends on weights within the step."""
+        facts = self.graph.structure.facts
+        held = [self.eqns[i].invars[k] for i, k in facts.pre_cuts]
+        return any(source[0] == "weight" for v in held for source in facts.at.get(v, {}))
+
     # -- running -----------------------------------------------------------------------------------------------
 
     def weight_env(self, theta: Sequence[Any]) -> dict[Var, Any]:

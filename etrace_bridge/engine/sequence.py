@@ -15,7 +15,7 @@ from jax import lax
 
 from etrace_bridge.engine.plan import ChunkPlan
 
-LOOP_FROM = 6  # from this many chunks on, one loop body for all of them
+LOOP_FROM = 4  # from this many chunks on, one loop body for all of them
 
 # (carry, data of one chunk, fresh, final) -> (gradients, losses, outputs, carry)
 ChunkFunction = Callable[[Any, Any, bool, bool], tuple[Any, Any, Any, Any]]

@@ -35,6 +35,8 @@ def suffix_scan(b: Grouped, D: list[list[list[Any]]], with_products: bool):
         for states in zeros
     ]
     start = (zeros, eye if with_products else None)
+    if not jax.tree.leaves(b):  # no state matters later
+        return b, zeros, *([eye, eye] if with_products else [None, None])
 
     def body(carry: Any, step: Any) -> tuple[Any, Any]:
         a, M = carry

@@ -1,6 +1,7 @@
 """From a torch module to a brainstate module: torch's own forward code, traced."""
 
 from etrace_bridge.frontend.borders import to_jax, to_torch
+from etrace_bridge.frontend.hooks import apply_parameter_hooks
 from etrace_bridge.frontend.module import BridgedModule, BufferState, wrap
 from etrace_bridge.frontend.ops import register_op
 from etrace_bridge.frontend.reference import TorchRun, run_torch
@@ -14,6 +15,7 @@ __all__ = [
     "BufferState",
     "TorchRun",
     "VerifyReport",
+    "apply_parameter_hooks",
     "register_adapter",
     "register_op",
     "run_torch",

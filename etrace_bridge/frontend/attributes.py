@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from etrace_bridge._errors import StateError, TracingError
-from etrace_bridge.frontend.plan import AttributeSlot, StateLeaf
-from etrace_bridge.frontend.state import Path, children, find_adapter, flatten_state, state_names
+from etrace_bridge._errors import StateError
+from etrace_bridge.frontend.plan import AttributeSlot, PythonAttribute, StateLeaf
+from etrace_bridge.frontend.state import Path, children, find_adapter, flatten_state
 
 # What nn.Module keeps in `__dict__` for itself.
 _OWN = frozenset(nn.Module().__dict__) | {"forward"}
@@ -59,34 +59,49 @@ def _visit(value: Any, path: Path, tensors: dict, others: dict, identity: dict) 
         _visit(child, (*path, key), tensors, others, identity)
 
 
-def find_attribute_slots(model: nn.Module, step: Step, reset: Callable[[], None], paths: dict[int, str]) -> list[AttributeSlot]:
-    """Find the attributes that a step changes, and the value each has before the first step.
+def find_attribute_slots(
+    model: nn.Module, step: Step, reset: Callable[[], None], paths: dict[int, str]
+) -> tuple[list[AttributeSlot], list[PythonAttribute]]:
+    """Find the attributes that a step changes, and the value each tensor has before the first step.
 
     Args:
         model: The model, in its state before the first step; the caller restores it.
         step: Runs one step on plain tensors and returns the output.
         reset: Puts the model back to its state before the first step.
         paths: Module path by `id(module)`.
+
+    Returns:
+        Attributes that hold tensors, and those that hold Python values.
     """
     modules = {id(module): module for module in model.modules()}
     before = read_attributes(model)
     first_output = step()
     after = read_attributes(model)
     changed = [key for key, now in after.items() if now.tensors and _differs(before.get(key), now)]
-    if not changed:
-        return []
+    numbers = [
+        key
+        for key, now in after.items()
+        if () in now.others and key in before and before[key].others.get(()) != now.others[()]
+    ]
+    if not changed and not numbers:
+        return [], []
     slots = [_slot(modules[i], name, before.get((i, name)), after[i, name], paths[i]) for i, name in changed]
     step()
-    _check_shapes(read_attributes(model), after, changed, slots)
-    _check_start(slots, step, reset, first_output, model, after, changed)
-    return slots
+    third = read_attributes(model)
+    _check_shapes(third, after, changed, slots)
+    python = [
+        PythonAttribute(modules[i], name, paths[i], (after[i, name].value, third[i, name].value)) for i, name in numbers
+    ]
+    _check_start(slots, python, step, reset, first_output, model, after, changed)
+    return slots, python
 
 
 def _differs(before: Attribute | None, now: Attribute) -> bool:
     if before is None or set(before.tensors) != set(now.tensors):
         return True
-    return before.identity != now.identity and any(
-        before.identity[p] != now.identity[p] for p in now.tensors
+    # batch norm's kernel writes its statistics without counting the write, so versions are not enough
+    return any(
+        before.identity[p] != now.identity[p] or not torch.equal(before.tensors[p], now.tensors[p]) for p in now.tensors
     )
 
 
@@ -102,7 +117,7 @@ def _slot(module: nn.Module, name: str, before: Attribute | None, after: Attribu
         now = after.tensors[local]
         hidden = hidden and (now.is_floating_point() or now.is_complex())
         leaves.append(StateLeaf((*prefix, *own), _start_value(before, local, now), hidden))
-    return AttributeSlot(module, name, skeleton, leaves)
+    return AttributeSlot(module, name, path, skeleton, leaves)
 
 
 def _start_value(before: Attribute | None, path: Path, now: torch.Tensor) -> torch.Tensor:
@@ -123,25 +138,37 @@ def _check_shapes(third: dict, after: dict, changed: list, slots: list[Attribute
         shapes = [tuple(t.shape) for t in after[key].tensors.values()]
         if again is None or [tuple(t.shape) for t in again.tensors.values()] != shapes:
             raise StateError(
-                f"Attribute `{slot.name}` of module `{'.'.join(slot.leaves[0].path[:-1]) or '(root)'}` changes its shape or structure from step "
+                f"Attribute `{slot.name}` of module `{slot.path or '(root)'}` changes its shape or structure from step "
                 f"to step (a list that grows, a history). One step is compiled once, so a state must keep its shape. Keep a tensor "
                 f"of fixed shape, or store histories outside the model."
             )
 
 
-def _check_start(slots: list[AttributeSlot], step: Step, reset: Callable[[], None], first_output: Any, model: nn.Module,
-                 after: dict, changed: list) -> None:  # fmt: skip
-    """Run the first step again from the values found; it must give what the model itself gave."""
+def _check_start(
+    slots: list[AttributeSlot],
+    python: list[PythonAttribute],
+    step: Step,
+    reset: Callable[[], None],
+    first_output: Any,
+    model: nn.Module,
+    after: dict,
+    changed: list,
+) -> None:
+    """Run the first step again as a later step, from the values found; it must give what the model itself gave."""
     reset()
     for slot in slots:
         slot.put([leaf.initial.clone() for leaf in slot.leaves])
+    for attribute in python:
+        attribute.put(0)
     output = step()
     again = read_attributes(model)
     same = _equal(flatten_state(output)[0], flatten_state(first_output)[0]) and all(
         _equal(list(again[key].tensors.items()), list(after[key].tensors.items())) for key in changed
     )
     if not same:
-        names = ", ".join(f"`{'.'.join(leaf.path)}`" for slot in slots for leaf in slot.leaves)
+        names = ", ".join(
+            [f"`{'.'.join(leaf.path)}`" for slot in slots for leaf in slot.leaves] + [f"`{a.label}`" for a in python]
+        )
         raise StateError(
             f"The first step of the model could not be reproduced from a guessed initial state ({names}): it does something else when "
             f"its state does not exist yet. Set the attributes to their initial tensors before `wrap`, with the batch size that will "
@@ -151,6 +178,8 @@ def _check_start(slots: list[AttributeSlot], step: Step, reset: Callable[[], Non
 
 def _equal(a: list, b: list) -> bool:
     return len(a) == len(b) and all(
-        x.shape == y.shape and torch.allclose(x, y, rtol=1e-4, atol=1e-6, equal_nan=True) if x.is_floating_point() else torch.equal(x, y)
+        x.shape == y.shape and torch.allclose(x, y, rtol=1e-4, atol=1e-6, equal_nan=True)
+        if x.is_floating_point()
+        else torch.equal(x, y)
         for (_, x), (_, y) in zip(a, b, strict=True)
     )

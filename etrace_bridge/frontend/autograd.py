@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,18 +15,9 @@ import torch
 from jax import lax
 from torch.autograd.function import _is_setup_context_defined, _SingleLevelFunction
 
+from etrace_bridge._jax_compat import evaluate_jaxpr
 from etrace_bridge.frontend.tensor import TracedTensor
-
-
-@jax.custom_jvp
-def replace_value(old: Any, new: Any) -> Any:
-    """Give the value of `new` with the gradient of `old`: what an in-place write under `torch.no_grad` does."""
-    return new
-
-
-@replace_value.defjvp
-def _replace_value_jvp(primals: tuple, tangents: tuple) -> tuple:
-    return primals[1], tangents[0]
+from etrace_bridge.frontend.tracer import current
 
 
 @contextlib.contextmanager
@@ -35,8 +28,6 @@ def intercepted() -> Iterator[None]:
     plain = _SingleLevelFunction.apply.__func__ if hasattr(_SingleLevelFunction.apply, "__func__") else None
 
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        from etrace_bridge.frontend.trace import current  # the tracer imports this module
-
         tracer = current()
         if tracer is not None and any(isinstance(a, torch.Tensor) and tracer.find(a) is not None for a in args):
             return apply_function(cls, args, kwargs)
@@ -91,29 +82,39 @@ class Context:
 
 def apply_function(cls: type, args: tuple, kwargs: dict) -> Any:
     """Run a Function's forward on traced tensors and give the result the gradient of its own `backward`."""
-    from etrace_bridge.frontend.trace import current
-
     tracer = current()
     slots = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
     values = [tracer.read(args[i]) for i in slots]
     traced = [tracer.find(args[i]) for i in slots]
     needs = tuple(
-        isinstance(a, torch.Tensor) and (t := tracer.find(a)) is not None and t.differentiable and torch.is_grad_enabled() for a in args
+        isinstance(a, torch.Tensor)
+        and (t := tracer.find(a)) is not None
+        and t.differentiable
+        and torch.is_grad_enabled()
+        for a in args
     )
     call = _prepared(cls, args, kwargs, slots, values, needs, tracer.functions)
     outputs = call.function(*values)
-    carried = any(t is not None and t.carried for t in traced)
+    origin = functools.reduce(operator.or_, [t.origin for t in traced if t is not None], 0)
     _write_dirty(call, tracer, args, slots, outputs)
     grad = torch.is_grad_enabled()
     if not grad:
         outputs = [lax.stop_gradient(o) for o in outputs]
-    return call.pack([TracedTensor(o, carried=carried, differentiable=grad) for o in outputs])
+    return call.pack([TracedTensor(o, origin=origin, differentiable=grad) for o in outputs])
 
 
-def _prepared(cls: type, args: tuple, kwargs: dict, slots: list[int], values: list, needs: tuple[bool, ...], known: dict) -> _FunctionCall:
+def _prepared(
+    cls: type, args: tuple, kwargs: dict, slots: list[int], values: list, needs: tuple[bool, ...], known: dict
+) -> _FunctionCall:
     """Trace a call, or give an earlier one of this trace with the same class, shapes and other arguments."""
     others = tuple((i, type(a), a) for i, a in enumerate(args) if i not in slots)
-    key = (cls, others, tuple(kwargs.items()), tuple((i, v.shape, v.dtype) for i, v in zip(slots, values, strict=True)), needs)
+    key = (
+        cls,
+        others,
+        tuple(kwargs.items()),
+        tuple((i, v.shape, v.dtype) for i, v in zip(slots, values, strict=True)),
+        needs,
+    )
     try:
         if key not in known:
             known[key] = _FunctionCall(cls, args, kwargs, slots, needs)
@@ -158,9 +159,15 @@ class _FunctionCall:
             else:
                 returned = self.cls.forward(ctx, *inputs, **self.kwargs)
         outputs = returned if isinstance(returned, tuple) else (returned,)
-        self.structure = tuple((isinstance(o, torch.Tensor), o) for o in outputs) if isinstance(returned, tuple) else None
+        self.structure = (
+            tuple((isinstance(o, torch.Tensor), o) for o in outputs) if isinstance(returned, tuple) else None
+        )
         found = [o for o in outputs if isinstance(o, torch.Tensor)]
-        self.dirty = [(tensors.index(t), _index(found, t)) for t in ctx.dirty if _index(found, t) is not None and _index(tensors, t) is not None]
+        self.dirty = [
+            (tensors.index(t), _index(found, t))
+            for t in ctx.dirty
+            if _index(found, t) is not None and _index(tensors, t) is not None
+        ]
         skip = [id(t) for t in ctx.non_differentiable]
         self.differentiable_outputs = [o.is_floating_point() and id(o) not in skip for o in found]
         return ctx, found
@@ -181,7 +188,8 @@ class _FunctionCall:
             TracedTensor(next(waiting) if wanted else jnp.zeros(o.shape, tracer.read(o).dtype))
             for o, wanted in zip(outputs, self.differentiable_outputs, strict=True)
         ]
-        returned = self.cls.backward(ctx, *self._all_positions(grads))
+        with torch.no_grad():  # as torch runs it, unless a second derivative is asked for
+            returned = self.cls.backward(ctx, *self._all_positions(grads))
         returned = returned if isinstance(returned, tuple) else (returned,)
         result = []
         for slot, value in zip(self.slots, values, strict=True):
@@ -204,26 +212,22 @@ class _FunctionCall:
         forward = jax.make_jaxpr(self._outputs)(*avals)
         cts = [o for o, wanted in zip(forward.out_avals, self.differentiable_outputs, strict=True) if wanted]
         if not cts or not any(self.needs):
-            return lambda *values: jax.core.eval_jaxpr(forward.jaxpr, forward.consts, *values)
+            return lambda *values: evaluate_jaxpr(forward, *values)
         cts = tuple(jax.ShapeDtypeStruct(c.shape, c.dtype) for c in cts)
         backward = jax.make_jaxpr(self._cotangents)(tuple(avals), cts)
-        run_forward = lambda *values: jax.core.eval_jaxpr(forward.jaxpr, forward.consts, *values)  # noqa: E731
-        run_backward = lambda values, c: jax.core.eval_jaxpr(backward.jaxpr, backward.consts, *values, *c)  # noqa: E731
+        run_forward = lambda *values: evaluate_jaxpr(forward, *values)  # noqa: E731
+        run_backward = lambda values, c: evaluate_jaxpr(backward, *values, *c)  # noqa: E731
         run_forward.__name__ = run_backward.__name__ = self.cls.__name__
         if _is_linear(run_backward, avals, cts):
             return _with_jvp(run_forward, run_backward, cts, self.differentiable_outputs)
         return _with_vjp(run_forward, run_backward, self.differentiable_outputs)
 
     def _values(self) -> list[Any]:
-        from etrace_bridge.frontend.trace import current
-
         return [current().read(self.args[i]) for i in self.slots]
 
 
 @contextlib.contextmanager
 def _inside_function() -> Iterator[Any]:
-    from etrace_bridge.frontend.trace import current
-
     tracer = current()
     outer, tracer.inside_function = tracer.inside_function, True
     try:
@@ -256,7 +260,9 @@ def _is_linear(run_backward: Callable, avals: list, cts: tuple) -> bool:
     tangents = [a for a in avals if jnp.issubdtype(a.dtype, jnp.inexact)]
     try:
         jax.eval_shape(transpose, tuple(avals), tangents)
-    except Exception:  # JAX raises several kinds (NotImplementedError, AssertionError, TypeError) for a function that is not linear
+    except (
+        Exception
+    ):  # JAX raises several kinds (NotImplementedError, AssertionError, TypeError) for a function that is not linear
         return False
     return True
 

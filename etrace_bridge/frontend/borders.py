@@ -24,17 +24,26 @@ def to_jax(array: Any) -> jax.Array:
         dtype = to_jax_dtype(array.dtype)
         array = array.detach()
         if array.dtype == torch.bfloat16:  # NumPy has no bfloat16 of its own
-            return jnp.array(array.float().numpy()).astype(dtype)
-        return jnp.array(array.resolve_conj().resolve_neg().numpy(force=True), dtype=dtype)
+            return _copied(array.float().numpy()).astype(dtype)
+        return _copied(array.resolve_conj().resolve_neg().numpy(force=True).astype(dtype, copy=False))
     try:
         array = np.asarray(array)
     except Exception as error:
-        raise InputError(f"Cannot read a `{type(array).__name__}` as an array. Pass a torch tensor, a NumPy or a JAX array.") from error
+        raise InputError(
+            f"Cannot read a `{type(array).__name__}` as an array. Pass a torch tensor, a NumPy or a JAX array."
+        ) from error
     if array.dtype == object:
-        raise InputError("Cannot read a nested or ragged object as an array. Pass a torch tensor, a NumPy or a JAX array.")
+        raise InputError(
+            "Cannot read a nested or ragged object as an array. Pass a torch tensor, a NumPy or a JAX array."
+        )
     if array.dtype == np.float64 and not jax.config.jax_enable_x64:
         array = array.astype(np.float32)
-    return jnp.array(array)
+    return _copied(array)
+
+
+def _copied(array: np.ndarray) -> jax.Array:
+    """Copy in NumPy and hand the copy over: `jnp.array` would compile a program for every new shape."""
+    return jnp.asarray(np.array(array))
 
 
 def to_torch(array: Any) -> torch.Tensor:

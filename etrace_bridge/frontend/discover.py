@@ -68,8 +68,15 @@ def _copied(values: Any) -> Any:
     return unflatten_state(skeleton, [tensor.detach().clone() for _, tensor in leaves])
 
 
-def find_plan(model: nn.Module, inputs: tuple, *, state: Any = None, sequence: bool | None = None, batch_first: bool | None = None,
-              batched: bool = True) -> StepPlan:  # fmt: skip
+def find_plan(
+    model: nn.Module,
+    inputs: tuple,
+    *,
+    state: Any = None,
+    sequence: bool | None = None,
+    batch_first: bool | None = None,
+    batched: bool = True,
+) -> StepPlan:
     """Find how one step of a model runs.
 
     Args:
@@ -85,29 +92,33 @@ def find_plan(model: nn.Module, inputs: tuple, *, state: Any = None, sequence: b
     """
     paths = {id(module): path for path, module in model.named_modules()}
     check_modules(model)
-    with LOCK, restored(model), torch.no_grad():
+    with LOCK, restored(model), torch.enable_grad():
         layout = find_layout(model, inputs, sequence, batch_first)
         plan = StepPlan(layout=layout if batched or layout is None else "time_major")
         with restored(model, values=False):
             plan.root, given = find_root_adapter(model, add_time_axis(inputs, plan.layout), state)
         plan.output_time_axes = find_time_axes(model, inputs, plan, given)
         _find_argument_slots(model, inputs, plan, paths, given)
-        plan.attributes = _find_attribute_slots(model, inputs, plan, paths)
+        plan.attributes, plan.python = _find_attribute_slots(model, inputs, plan, paths)
         if plan.layout is not None:
             _check_chaining(model, inputs, plan, given)
     return plan
 
 
-def _call_root(model: nn.Module, plan: StepPlan, given: tuple | None, args: tuple) -> Any:
+def _call_root(model: nn.Module, plan: StepPlan, given: tuple | None, args: tuple, recorder: Recorder) -> Any:
     """Call the model on plain tensors with its initial state, if it takes one and the state is known."""
     names = () if plan.root is None else plan.root.arguments(model)
-    states = given if given is not None or not names else plan.root.initial(model, args)
-    if not names or states is None:
-        return model(*args)
-    return call_with_state(model, names, args, {}, plan.root.pack(model, _copied(states)), model.forward)
+    states = given
+    if names and given is None:
+        with restored(model, values=False):
+            states = plan.root.initial(model, args)
+    with restored(model, values=False), intercepted_calls(recorder):
+        if not names or states is None:
+            return model(*args)
+        return call_with_state(model, names, args, {}, plan.root.pack(model, _copied(states)), model.forward)
 
 
-def _find_attribute_slots(model: nn.Module, inputs: tuple, plan: StepPlan, paths: dict[int, str]) -> list:
+def _find_attribute_slots(model: nn.Module, inputs: tuple, plan: StepPlan, paths: dict[int, str]) -> tuple[list, list]:
     """Find state in attributes, with argument states at their initial values."""
     start = [leaf.initial for leaf in plan.leaves]
     with contextlib.ExitStack() as stack:
@@ -124,14 +135,15 @@ def _check_chaining(model: nn.Module, inputs: tuple, plan: StepPlan, given: tupl
     """Run a short sequence at once and step by step: a state that the bridge does not carry would show."""
     model.eval()  # dropout differs from run to run, and batch statistics from length to length
     length = _unused_length(inputs)
-    with restored(model, values=False), intercepted_calls(Recorder()):
-        returned = _call_root(model, plan, given, repeat_in_time(inputs, plan.layout, length))
-        whole = flatten_state(plan.output_of(model, returned))[0]
+    returned = _call_root(model, plan, given, repeat_in_time(inputs, plan.layout, length), Recorder())
+    whole = flatten_state(plan.output_of(model, returned))[0]
     with restored(model, values=False):
         states = [leaf.initial.clone() for leaf in plan.leaves]
         for step in range(length):
             output, states = plan.run(model, inputs, states, native_call(model))
-            for (_, found), (_, wanted), axis in zip(flatten_state(output)[0], whole, plan.output_time_axes, strict=True):
+            for (_, found), (_, wanted), axis in zip(
+                flatten_state(output)[0], whole, plan.output_time_axes, strict=True
+            ):
                 if axis is None and step < length - 1:
                     continue
                 wanted = wanted if axis is None else wanted.select(axis, step)
@@ -145,6 +157,8 @@ def check_modules(model: nn.Module) -> None:
         adapter = find_adapter(module)
         if adapter is not None:
             adapter.check(module, path)
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise messages.backward_hook(type(module).__name__, path)
 
 
 # ---- what `forward` consumes
@@ -154,7 +168,9 @@ def find_layout(model: nn.Module, inputs: tuple, sequence: bool | None, batch_fi
     """Tell whether a model consumes sequences, and in which layout, by giving it one and watching its recurrent layers."""
     adapter = find_adapter(model)
     own = adapter.sequence(model) if adapter is not None else None
-    inner = [found for m in model.modules() if (a := find_adapter(m)) is not None and (found := a.sequence(m)) is not None]
+    inner = [
+        found for m in model.modules() if (a := find_adapter(m)) is not None and (found := a.sequence(m)) is not None
+    ]
     if sequence is False:
         return None
     if own is not None:
@@ -199,7 +215,12 @@ def _loops_over_first_axis(model: nn.Module, inputs: tuple) -> bool:
         recorder = Recorder()
         try:
             with restored(model, values=False), intercepted_calls(recorder):
-                model(*[x[:1].expand(size, *x.shape[1:]).contiguous() if isinstance(x, torch.Tensor) and x.dim() else x for x in inputs])
+                model(
+                    *[
+                        x[:1].expand(size, *x.shape[1:]).contiguous() if isinstance(x, torch.Tensor) and x.dim() else x
+                        for x in inputs
+                    ]
+                )
         except Exception:  # another call convention; the step itself will tell
             return False
         counts.append(recorder.total)
@@ -209,9 +230,7 @@ def _loops_over_first_axis(model: nn.Module, inputs: tuple) -> bool:
 def repeat_in_time(inputs: tuple, layout: str, length: int) -> tuple:
     """Make sequences that repeat one time step."""
     axis = 1 if layout == "batch_first" else 0
-    return tuple(
-        torch.stack([x] * length, min(axis, x.dim())) if isinstance(x, torch.Tensor) else x for x in inputs
-    )
+    return tuple(torch.stack([x] * length, min(axis, x.dim())) if isinstance(x, torch.Tensor) else x for x in inputs)
 
 
 def _unused_length(inputs: tuple, skip: int = 0) -> int:
@@ -225,8 +244,8 @@ def find_time_axes(model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple
         return ()
     shapes = []
     for skip in (0, 1):
-        with restored(model, values=False), intercepted_calls(Recorder()):
-            returned = _call_root(model, plan, given, repeat_in_time(inputs, plan.layout, _unused_length(inputs, skip)))
+        args = repeat_in_time(inputs, plan.layout, _unused_length(inputs, skip))
+        returned = _call_root(model, plan, given, args, Recorder())
         shapes.append([tuple(t.shape) for _, t in flatten_state(plan.output_of(model, returned))[0]])
     axes = []
     for short, long in zip(*shapes, strict=True):
@@ -238,11 +257,12 @@ def find_time_axes(model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple
 # ---- state in arguments
 
 
-def _find_argument_slots(model: nn.Module, inputs: tuple, plan: StepPlan, paths: dict[int, str], given: tuple | None) -> None:
+def _find_argument_slots(
+    model: nn.Module, inputs: tuple, plan: StepPlan, paths: dict[int, str], given: tuple | None
+) -> None:
     """Make a slot for every call whose state the bridge has to carry: the root's, and those inside a sequence model."""
     recorder = Recorder(model, plan.root)
-    with restored(model, values=False), intercepted_calls(recorder):
-        _call_root(model, plan, given, add_time_axis(inputs, plan.layout))
+    _call_root(model, plan, given, add_time_axis(inputs, plan.layout), recorder)
     for call in recorder.calls:
         if call.module is model or plan.layout is not None:
             adapter = plan.root if call.module is model else find_adapter(call.module)
@@ -254,12 +274,12 @@ def _find_argument_slots(model: nn.Module, inputs: tuple, plan: StepPlan, paths:
 
 def _argument_slot(call: Call, adapter: Adapter, path: str) -> ArgumentSlot:
     names = adapter.arguments(call.module)
-    if all(value is None for value in call.given):
+    values = None if all(value is None for value in call.given) else adapter.adopt(call.module, call.given)
+    if values is None or not _keeps_shape(values, adapter.split(call.module, call.returned)[1]):
+        # no state was passed, or a placeholder that the module itself replaces in its first step
         values = adapter.initial(call.module, call.inputs)
         if values is None:
             values = zero_state(call.module, adapter, call.inputs, call.returned, path)
-    else:
-        values = adapter.adopt(call.module, call.given)
     prefix = (*(path.split(".") if path else ()), *((f"call{call.index + 1}",) if call.index else ()))
     skeletons, leaves = [], []
     for name, value in zip(names, values, strict=True):
@@ -269,6 +289,10 @@ def _argument_slot(call: Call, adapter: Adapter, path: str) -> ArgumentSlot:
             local = adapter.state_path(call.module, local)
             leaves.append(StateLeaf((*prefix, *local), tensor.detach().clone(), adapter.is_hidden(call.module, local)))
     return ArgumentSlot(call.module, call.index, adapter, tuple(skeletons), leaves)
+
+
+def _keeps_shape(before: tuple, after: tuple) -> bool:
+    return [t.shape for _, t in flatten_state(before)[0]] == [t.shape for _, t in flatten_state(after)[0]]
 
 
 def zero_state(module: nn.Module, adapter: Adapter, inputs: tuple, returned: Any, path: str) -> tuple:
@@ -298,7 +322,9 @@ def guess_inputs(model: nn.Module, batch_size: int | None) -> tuple[torch.Tensor
             return None
         if isinstance(module, nn.Embedding):
             return (torch.zeros(batch, dtype=torch.int64),)
-        size = next((s for name in ("in_features", "input_size") if isinstance(s := getattr(module, name, None), int)), None)
+        size = next(
+            (s for name in ("in_features", "input_size") if isinstance(s := getattr(module, name, None), int)), None
+        )
         if size is not None:
             return (example_tensor((*batch, size), dtype),)
     return None

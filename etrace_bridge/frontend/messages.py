@@ -29,7 +29,17 @@ def needs_value(name: str, place: str) -> TracingError:
     if name in ("__bool__", "is_nonzero"):
         what = "A Python `if`, `while`, `and`, `or`, `not` or `assert` depends on the value of a tensor"
         todo = "Write both branches as tensors and choose with `torch.where(condition, a, b)`, or move the check out of `forward`."
-    elif name in ("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "_unique2", "bincount", "where", "getitem"):
+    elif name in (
+        "nonzero",
+        "argwhere",
+        "masked_select",
+        "unique",
+        "unique_consecutive",
+        "_unique2",
+        "bincount",
+        "where",
+        "getitem",
+    ):
         what = f"`{name}` gives a tensor whose shape depends on values"
         todo = "Use a mask of fixed shape: `torch.where(mask, a, b)` or `x * mask` in place of `x[mask]`."
     elif name in ("__contains__", "equal", "allclose"):
@@ -40,6 +50,15 @@ def needs_value(name: str, place: str) -> TracingError:
         todo = "Keep the value in a tensor (`x` in place of `x.item()`), or compute the number before the model is wrapped."
     return TracingError(
         f"{what}, in {place}. One step is compiled once for all values, so no value is known while the code runs. {todo}"
+    )
+
+
+def masked_selection(name: str, made: str, place: str) -> TracingError:
+    """A use of `x[mask]` other than writing it back under the same mask."""
+    return TracingError(
+        f"`x[mask]` gives a tensor whose size depends on values, in {made}, and `{name}` uses it, in {place}. A step has "
+        f"fixed shapes; only `x[mask] = f(x[mask])`, element by element, is understood. Use `torch.where(mask, f(x), x)`, "
+        f"or `x * mask` for sums."
     )
 
 
@@ -87,8 +106,10 @@ def escaped_tensor(name: str) -> TracingError:
 def rule_failed(name: str, values: tuple, error: Exception, place: str) -> InputError:
     """A rule refused its arguments, most often a wrong shape."""
     shapes = ", ".join(_describe(v) for v in values)
-    return InputError(f"`{name}({shapes})` failed in {place}: {error}\nIf the shapes are not what the model expects, check the input: "
-                      f"`net(x)` takes ONE time step, `(batch, ...)`, without a time axis.")  # fmt: skip
+    return InputError(
+        f"`{name}({shapes})` failed in {place}: {error}\nIf the shapes are not what the model expects, check the input: "
+        f"`net(x)` takes ONE time step, `(batch, ...)`, without a time axis."
+    )
 
 
 def _describe(value: Any) -> str:
@@ -121,6 +142,40 @@ def not_chained(model: str, states: list[str]) -> StateError:
     )
 
 
+def python_state(names: list[str]) -> TracingError:
+    """A step that depends on a Python value that changes."""
+    return TracingError(
+        f"The step depends on a Python attribute that changes from step to step ({', '.join(f'`{n}`' for n in names)}), such as a counter in "
+        f"`if self.t % 2`. One step is compiled once, so its value would be frozen. Keep it in a tensor buffer and choose with "
+        f"`torch.where`, or pass it as an input."
+    )
+
+
+def backward_hook(layer: str, path: str) -> NotSupportedError:
+    """A module with hooks on its backward pass."""
+    return NotSupportedError(
+        f"Module `{path or '(root)'}` ({layer}) has a backward hook. JAX differentiates the traced step, and the hook would silently not run. "
+        f"Remove the hook (`handle.remove()`), or write it as a `torch.autograd.Function`, whose `backward` is kept. Hooks on parameters "
+        f"(`parameter.register_hook`) are fine: they are applied to the final gradient."
+    )
+
+
+def tensor_hook(place: str) -> NotSupportedError:
+    """A hook on an intermediate tensor."""
+    return NotSupportedError(
+        f"`register_hook` is called on a tensor inside `forward`, in {place}. JAX differentiates the traced step, and the hook would silently "
+        f"not run. Write it as a `torch.autograd.Function`, whose `backward` is kept."
+    )
+
+
+def computed_initial_state(path: str, argument: str) -> StateError:
+    """An initial state that depends on the input."""
+    return StateError(
+        f"The initial state `{argument}` of `{path}` is computed from the input. The bridge carries that state from step to step, so it would "
+        f"be computed once, from the example input. Pass the state as an argument of the model's `forward(x, state)`, or start from zeros."
+    )
+
+
 def wrong_input(found: list[tuple], expected: list[tuple], batch_size: int | None) -> InputError:
     """An input whose shape does not fit the states."""
     hint = ""
@@ -137,6 +192,15 @@ def _shapes(shapes: list[tuple]) -> str:
     return ", ".join(str(s) for s in shapes)
 
 
+def model_fails(model: str, shapes: list[tuple], error: Exception) -> InputError:
+    """The torch model itself raises on an input."""
+    return InputError(
+        f"The torch model `{model}` itself fails on an input of shape {_shapes(shapes)} with {type(error).__name__}: "
+        f"{error}\n`net(x)` takes one time step, `(batch, ...)`, without a time axis, in the model's dtype. If that is "
+        f"what it got, the error is the model's own."
+    )
+
+
 def wrong_names(missing: list[str], unexpected: list[str]) -> InputError:
     """A state dict that does not fit the model."""
     parts = ["The state dict does not fit the model."]
@@ -149,4 +213,6 @@ def wrong_names(missing: list[str], unexpected: list[str]) -> InputError:
 
 def wrong_shape(name: str, found: tuple, expected: tuple) -> InputError:
     """A tensor of a state dict with another shape."""
-    return InputError(f"The state dict has `{name}` of shape {found}; the model's is {expected}. Load a state dict of the same architecture.")
+    return InputError(
+        f"The state dict has `{name}` of shape {found}; the model's is {expected}. Load a state dict of the same architecture."
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -13,10 +14,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from etrace_bridge._errors import InputError, StateError
+from etrace_bridge._errors import BridgeError, InputError, StateError
+from etrace_bridge._jax_compat import is_concrete
 from etrace_bridge.frontend import discover, messages
 from etrace_bridge.frontend.borders import to_jax, to_torch
-from etrace_bridge.frontend.names import NamedTensor, Path, named_tensors, to_path
+from etrace_bridge.frontend.names import NamedTensor, Path, check_dtypes, named_tensors, to_path
 from etrace_bridge.frontend.plan import StepPlan
 from etrace_bridge.frontend.step import TracedStep, pack_output, trace_step
 
@@ -48,6 +50,7 @@ class _Session:
     plan: StepPlan
     inputs: tuple[torch.Tensor, ...]
     guessed: bool
+    mode: tuple[bool, ...]
     steps: dict[Any, TracedStep] = field(default_factory=dict)
 
 
@@ -68,11 +71,9 @@ class BridgedModule(brainstate.nn.Module):
         self._core = _Core(model, options)
         self._session: _Session | None = None
         self._pending: int | None | _NotInitialised = _NOT_INITIALISED
+        self._made: tuple[Path, ...] = ()
         self._tree: dict[str, Any] = {}
-        for named in self._core.tensors:
-            kind = brainstate.ParamState if named.trained else BufferState
-            if named.trained or _is_step_input(named.tensor):
-                _insert(self._tree, to_path(named.name), kind(to_jax(named.tensor)))
+        self._insert_tensors()
 
     # ---- names
 
@@ -132,32 +133,68 @@ class BridgedModule(brainstate.nn.Module):
         self.init_state(self._session.batch_size if batch_size is None and self._session is not None else batch_size)
 
     def _start(self, inputs: tuple, batch_size: int | None, guessed: bool) -> None:
-        core, old = self._core, self._session
-        if old is not None and old.batch_size == batch_size and _same_shapes(old.inputs, inputs):
-            for leaf in old.plan.leaves:
+        """Make the states for inputs of this shape, or put existing ones back to their initial values."""
+        old = self._session
+        same = (
+            old is not None
+            and old.batch_size == batch_size
+            and _same_shapes(old.inputs, inputs)
+            and old.mode == self._core.mode
+        )
+        if not same:
+            self._plan_states(inputs, batch_size, guessed)
+        for leaf in self._session.plan.leaves:
+            if leaf.hidden or leaf.path not in self._core.tensor_paths:  # statistics in buffers outlive a sequence
                 _lookup(self._tree, leaf.path).value = to_jax(leaf.initial)
-            return
-        with jax.ensure_compile_time_eval():  # the states belong to the module, also if they are made during a trace
-            self._make_states(inputs, batch_size, guessed)
 
-    def _make_states(self, inputs: tuple, batch_size: int | None, guessed: bool) -> None:
-        core, old = self._core, self._session
-        plan = core.find_plan(inputs, batch_size)
-        self._session, self._pending = _Session(batch_size, plan, inputs, guessed), _NOT_INITIALISED
-        core.drop_unread_states(self)
-        for leaf in old.plan.leaves if old is not None else ():
-            _remove(self._tree, leaf.path)
-        for leaf in plan.leaves:
-            kind = brainstate.HiddenState if leaf.hidden else BufferState
-            _insert(self._tree, leaf.path, _outside_traces(kind(to_jax(leaf.initial))), replace=BufferState)
-        if plan.uses_random and _lookup(self._tree, _KEY_PATH) is None:
-            _insert(self._tree, _KEY_PATH, _outside_traces(KeyState(jax.random.PRNGKey(core.options.seed))))
+    def _start_from(self, values: tuple, batch_size: int | None) -> None:
+        """Make the states for an input that the user gave; if the torch model does not take it, say so."""
+        examples = self._core.example_like(values)
+        try:
+            self._start(examples, batch_size, guessed=False)
+        except BridgeError:
+            raise
+        except Exception as error:
+            raise messages.model_fails(type(self.model).__name__, [tuple(x.shape) for x in examples], error) from error
+
+    def _plan_states(self, inputs: tuple, batch_size: int | None, guessed: bool) -> None:
+        """Find the plan of a step and bring the tree of states to it; states that fit keep their values."""
+        core = self._core
+        with jax.ensure_compile_time_eval():  # the states belong to the module, also if they are made during a trace
+            session = _Session(batch_size, core.find_plan(inputs, batch_size), inputs, guessed, core.mode)
+            core.drop_unread_states(session)
+            old = {path: _lookup(self._tree, path) for path in self._made}
+            for path, state in old.items():
+                if not (isinstance(state, BufferState) and path in core.tensor_paths):
+                    _remove(self._tree, path)
+            self._insert_tensors()
+            for leaf in session.plan.leaves:
+                kind = brainstate.HiddenState if leaf.hidden else BufferState
+                state = old.get(leaf.path)
+                if type(state) is not kind or tuple(state.value.shape) != tuple(leaf.initial.shape):
+                    state = _outside_traces(kind(to_jax(leaf.initial)))
+                _insert(self._tree, leaf.path, state, replace=BufferState)
+            if session.plan.uses_random and _lookup(self._tree, _KEY_PATH) is None:
+                _insert(self._tree, _KEY_PATH, _outside_traces(KeyState(jax.random.PRNGKey(core.options.seed))))
+        self._session, self._pending = session, _NOT_INITIALISED
+        self._made = tuple(leaf.path for leaf in session.plan.leaves)
+
+    def _insert_tensors(self) -> None:
+        """Give every parameter and buffer that a step can read its state, unless it has one."""
+        for named in self._core.step_tensors:
+            if _lookup(self._tree, to_path(named.name)) is None:
+                kind = brainstate.ParamState if named.trained else BufferState
+                _insert(self._tree, to_path(named.name), _outside_traces(kind(to_jax(named.tensor))))
 
     def _ready(self) -> _Session:
         if self._session is None:
             raise StateError(
                 "The hidden states of this module do not exist yet. Call `net.init_state(batch_size=...)` before the first step"
-                + (", and run `net(x)` once, since their shape depends on the input." if self._pending is not _NOT_INITIALISED else ".")
+                + (
+                    ", and run `net(x)` once, since their shape depends on the input."
+                    if self._pending is not _NOT_INITIALISED
+                    else "."
+                )
             )
         return self._session
 
@@ -196,11 +233,7 @@ class BridgedModule(brainstate.nn.Module):
 
     def traced_step(self, *inputs: Any) -> TracedStep:
         """Give the step as a closed jaxpr for inputs of this shape, traced at most once per shape and mode."""
-        session = self._ready()
-        key = (tuple((x.shape, str(x.dtype)) for x in inputs), tuple(m.training for m in self.model.modules()))
-        if key not in session.steps:
-            session.steps[key] = self._core.trace(session.plan, inputs)
-        return session.steps[key]
+        return self._core.traced_step(self._ready(), inputs)
 
     def functional_step(self, *inputs: Any) -> tuple[tuple[str, ...], Callable]:
         """Give the step as a pure function, for code that handles values itself.
@@ -231,15 +264,24 @@ class BridgedModule(brainstate.nn.Module):
     def _session_for(self, values: tuple) -> _Session:
         """Give the session, made now if the states wait for an input; check that the input fits."""
         if self._session is None and self._pending is not _NOT_INITIALISED:
-            self._start(self._core.example_like(values), self._pending, guessed=False)
+            self._start_from(values, self._pending)
         session = self._ready()
-        if len(values) == len(session.inputs) and all(v.shape == tuple(x.shape) for v, x in zip(values, session.inputs, strict=True)):
+        if (
+            session.mode != self._core.mode
+        ):  # `model.train()` or `.eval()` since: other layers are random or keep statistics
+            self._plan_states(session.inputs, session.batch_size, session.guessed)
+            session = self._session
+        if len(values) == len(session.inputs) and all(
+            v.shape == tuple(x.shape) for v, x in zip(values, session.inputs, strict=True)
+        ):
             return session
         fits = session.batch_size is None or all(v.ndim > 0 and v.shape[0] == session.batch_size for v in values)
-        if session.guessed and fits and not any(isinstance(v, jax.core.Tracer) for v in values):
-            self._start(self._core.example_like(values), session.batch_size, guessed=False)
+        if session.guessed and fits and all(is_concrete(v) for v in values):
+            self._start_from(values, session.batch_size)
             return self._session
-        raise messages.wrong_input([tuple(v.shape) for v in values], [tuple(x.shape) for x in session.inputs], session.batch_size)
+        raise messages.wrong_input(
+            [tuple(v.shape) for v in values], [tuple(x.shape) for x in session.inputs], session.batch_size
+        )
 
     def ensure_state(self, *inputs: Any) -> None:
         """Make the hidden states for inputs of this shape, unless they exist already.
@@ -300,6 +342,7 @@ class _Core:
     def __init__(self, model: nn.Module, options: WrapOptions) -> None:
         self.model, self.options = model, options
         self.tensors: list[NamedTensor] = named_tensors(model)
+        self.tensor_paths = {to_path(n.name) for n in self.tensors}
         self.step_tensors = [n for n in self.tensors if n.trained or _is_step_input(n.tensor)]
 
     def inputs_for(self, batch_size: int | None) -> tuple[tuple | None, bool]:
@@ -311,22 +354,43 @@ class _Core:
     def find_plan(self, inputs: tuple, batch_size: int | None) -> StepPlan:
         """Find how a step runs, with initial states for this batch size."""
         options = self.options
-        return discover.find_plan(self.model, inputs, state=discover.given_state(options.state, batch_size, self.float_dtype), sequence=options.sequence,
-                                  batch_first=options.batch_first, batched=batch_size is not None)  # fmt: skip
+        return discover.find_plan(
+            self.model,
+            inputs,
+            state=discover.given_state(options.state, batch_size, self.float_dtype),
+            sequence=options.sequence,
+            batch_first=options.batch_first,
+            batched=batch_size is not None,
+        )
 
-    def drop_unread_states(self, net: BridgedModule) -> None:
+    @property
+    def mode(self) -> tuple[bool, ...]:
+        """Which modules are in training mode."""
+        return tuple(module.training for module in self.model.modules())
+
+    def drop_unread_states(self, session: _Session) -> None:
         """Trace the step once, take states that it never reads out of the plan, and note whether it is random."""
-        session = net._session
-        values = tuple(to_jax(x) for x in session.inputs)
-        step = net.traced_step(*values)
+        step = self.traced_step(session, tuple(to_jax(x) for x in session.inputs))
         session.plan.uses_random = step.uses_key
+        if session.plan.python:
+            self._check_python_attributes(session, step)
         if not all(step.used_states):
             session.plan.drop_unread(step.used_states, self.model)
             session.steps.clear()
 
-    def trace(self, plan: StepPlan, inputs: Sequence[Any]) -> TracedStep:
-        """Trace one step."""
-        return trace_step(self.model, plan, self.step_tensors, inputs)
+    def _check_python_attributes(self, session: _Session, step: TracedStep) -> None:
+        """Trace again with the Python values of the next step: the program must be the same."""
+        later = dataclasses.replace(session.plan, later=1)
+        again = trace_step(self.model, later, self.step_tensors, tuple(to_jax(x) for x in session.inputs))
+        if str(again.jaxpr) != str(step.jaxpr):
+            raise messages.python_state([attribute.label for attribute in session.plan.python])
+
+    def traced_step(self, session: _Session, inputs: Sequence[Any]) -> TracedStep:
+        """Trace one step, at most once per shape of the inputs."""
+        key = tuple((tuple(x.shape), str(x.dtype)) for x in inputs)
+        if key not in session.steps:
+            session.steps[key] = trace_step(self.model, session.plan, self.step_tensors, inputs)
+        return session.steps[key]
 
     def as_input(self, x: Any) -> Any:
         """Bring an input to a JAX array; NumPy's default float64 becomes the model's float type."""
@@ -341,11 +405,18 @@ class _Core:
 
     def example_like(self, values: tuple) -> tuple[torch.Tensor, ...]:
         """Make torch tensors of the shapes of some inputs, which may be traced."""
-        return tuple(discover.example_tensor(v.shape, v.dtype) if isinstance(v, jax.core.Tracer) else to_torch(v) for v in values)
+        return tuple(to_torch(v) if is_concrete(v) else discover.example_tensor(v.shape, v.dtype) for v in values)
 
 
-def wrap(module: nn.Module, state: Any = None, *, example_input: Any = None, sequence: bool | None = None,
-         batch_first: bool | None = None, seed: int = 0) -> BridgedModule:  # fmt: skip
+def wrap(
+    module: nn.Module,
+    state: Any = None,
+    *,
+    example_input: Any = None,
+    sequence: bool | None = None,
+    batch_first: bool | None = None,
+    seed: int = 0,
+) -> BridgedModule:
     """Turn a torch module, as it is, into a brainstate module that runs one time step per call.
 
     The module's own `forward` code is traced, so what runs is what the user wrote; the module itself is never changed.
@@ -364,8 +435,11 @@ def wrap(module: nn.Module, state: Any = None, *, example_input: Any = None, seq
         The bridged module. Call `init_state(batch_size)` before the first step.
     """
     if not isinstance(module, nn.Module):
-        raise InputError(f"`wrap` takes a `torch.nn.Module`, not `{type(module).__name__}`. For a stateless torch function use `eb.trace_function`.")
+        raise InputError(
+            f"`wrap` takes a `torch.nn.Module`, not `{type(module).__name__}`. For a stateless torch function use `eb.trace_function`."
+        )
     discover.check_modules(module)
+    check_dtypes(module)
     examples = None
     if example_input is not None:
         items = example_input if isinstance(example_input, tuple) else (example_input,)
@@ -386,7 +460,9 @@ def _insert(tree: dict, path: Path, state: brainstate.State, replace: type | Non
     for key in path[:-1]:
         tree = tree.setdefault(key, {})
         if isinstance(tree, brainstate.State):
-            raise StateError(f"State path {path} passes through another state. Rename it with an adapter's `state_path`.")
+            raise StateError(
+                f"State path {path} passes through another state. Rename it with an adapter's `state_path`."
+            )
     old = tree.get(path[-1])
     if old is not None and not (replace is not None and isinstance(old, replace)):
         raise StateError(f"Two tensors have the path {path}. Rename one with an adapter's `state_path`.")
@@ -417,7 +493,7 @@ def _is_step_input(tensor: torch.Tensor) -> bool:
 
 
 def _flatten(net: BridgedModule) -> tuple[list[tuple[str, Any]], tuple]:
-    return sorted(net._tree.items()), (type(net), net._core, net._session, net._pending)
+    return sorted(net._tree.items()), (type(net), net._core, net._session, net._pending, net._made)
 
 
 def _set_key(net: BridgedModule, key: str, value: Any) -> None:
@@ -429,14 +505,18 @@ def _set_key(net: BridgedModule, key: str, value: Any) -> None:
 
 
 def _create_empty(metadata: tuple) -> BridgedModule:
-    kind, core, session, pending = metadata
+    kind, core, session, pending, made = metadata
     net = object.__new__(kind)
     brainstate.nn.Module.__init__(net)
-    net._core, net._session, net._pending, net._tree = core, session, pending, {}
+    net._core, net._session, net._pending, net._made, net._tree = core, session, pending, made, {}
     return net
 
 
 brainstate.graph.register_graph_node_type(
-    BridgedModule, flatten=_flatten, set_key=_set_key, pop_key=lambda net, key: net._tree.pop(key), create_empty=_create_empty,
+    BridgedModule,
+    flatten=_flatten,
+    set_key=_set_key,
+    pop_key=lambda net, key: net._tree.pop(key),
+    create_empty=_create_empty,
     clear=lambda net: net._tree.clear(),
-)  # fmt: skip
+)

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from etrace_bridge._errors import NotSupportedError
+from etrace_bridge.frontend.ops.dtypes import to_jax_dtype
+
 Path = tuple[str, ...]
 
 
@@ -53,6 +56,21 @@ def named_tensors(model: nn.Module) -> list[NamedTensor]:
     for name, buffer in model.named_buffers(remove_duplicate=False):
         found.setdefault(id(buffer), (buffer, [], False))[1].append(name)
     return [
-        NamedTensor(tensor, tuple(names), is_parameter and tensor.requires_grad, is_parameter, any(n in in_state_dict for n in names))
+        NamedTensor(
+            tensor,
+            tuple(names),
+            is_parameter and tensor.requires_grad,
+            is_parameter,
+            any(n in in_state_dict for n in names),
+        )
         for tensor, names, is_parameter in found.values()
     ]
+
+
+def check_dtypes(model: nn.Module) -> None:
+    """Raise if a parameter or buffer has a dtype that JAX would not keep."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        try:
+            to_jax_dtype(tensor.dtype)
+        except NotSupportedError as error:
+            raise NotSupportedError(f"`{name}` is `{tensor.dtype}`. {error}") from None

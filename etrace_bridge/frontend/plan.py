@@ -9,8 +9,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from etrace_bridge.frontend import messages
 from etrace_bridge.frontend.calls import intercepted_calls, plain_call
-from etrace_bridge.frontend.state import Adapter, Path, bind_state_arguments, call_with_state, find_adapter, flatten_state, unflatten_state
+from etrace_bridge.frontend.state import (
+    Adapter,
+    Path,
+    bind_state_arguments,
+    call_with_state,
+    count_tensors,
+    find_adapter,
+    flatten_state,
+    unflatten_state,
+)
+from etrace_bridge.frontend.tensor import INPUT, STATE
 
 
 @dataclass
@@ -46,6 +57,14 @@ class ArgumentSlot:
     skeletons: tuple[Any, ...]
     leaves: list[StateLeaf]
 
+    def states(self, tensors: Sequence[Any]) -> tuple:
+        """Put tensors into the structure of the arguments."""
+        states, position = [], 0
+        for skeleton in self.skeletons:
+            states.append(unflatten_state(skeleton, tensors[position:]))
+            position += count_tensors(skeleton)
+        return tuple(states)
+
 
 @dataclass
 class AttributeSlot:
@@ -54,12 +73,14 @@ class AttributeSlot:
     Attributes:
         module: The torch module.
         name: The attribute.
+        path: The module's path.
         skeleton: The attribute's value with holes for the tensors.
         leaves: Its tensors.
     """
 
     module: nn.Module
     name: str
+    path: str
     skeleton: Any
     leaves: list[StateLeaf]
 
@@ -75,24 +96,54 @@ class AttributeSlot:
 
 
 @dataclass
+class PythonAttribute:
+    """A Python value that a module changes from step to step, such as a counter.
+
+    Attributes:
+        module: The torch module.
+        name: The attribute.
+        path: The module's path.
+        values: What it is after the first and after the second step. A step must be the same for both.
+    """
+
+    module: nn.Module
+    name: str
+    path: str
+    values: tuple[Any, Any]
+
+    @property
+    def label(self) -> str:
+        """The attribute's full name."""
+        return f"{self.path}.{self.name}" if self.path else self.name
+
+    def put(self, which: int) -> None:
+        """Set the attribute to what it is after the first (0) or the second (1) step."""
+        self.module.__dict__[self.name] = self.values[which]
+
+
+@dataclass
 class StepPlan:
     """How one step of a model runs.
 
     Attributes:
         arguments: State in arguments, root first.
         attributes: State in attributes.
+        python: Python values in attributes that change from step to step.
         layout: None if the model takes one time step, else `"time_major"` or `"batch_first"`.
         output_time_axes: For each tensor of a sequence model's output, its time axis, or None.
         root: The adapter of the root module, given or found, or None.
         uses_random: The step draws random numbers.
+        later: Which of their two values Python attributes get: 0 or 1, to see whether that matters.
     """
 
     arguments: list[ArgumentSlot] = field(default_factory=list)
     attributes: list[AttributeSlot] = field(default_factory=list)
+    python: list[PythonAttribute] = field(default_factory=list)
     layout: str | None = None
     output_time_axes: tuple[int | None, ...] = ()
     root: Adapter | None = None
     uses_random: bool = False
+    later: int = 0
 
     @property
     def leaves(self) -> list[StateLeaf]:
@@ -119,6 +170,8 @@ class StepPlan:
             The output (state taken away, time axis removed) and the new states.
         """
         injector = Injector(self, model, states)
+        for attribute in self.python:
+            attribute.put(self.later)
         position = sum(len(slot.leaves) for slot in self.arguments)
         for slot in self.attributes:
             slot.put(states[position : position + len(slot.leaves)])
@@ -128,6 +181,14 @@ class StepPlan:
         for slot in self.attributes:
             new_states.extend(slot.get())
         return remove_time_axis(self.output_of(model, returned), self.layout, self.output_time_axes), new_states
+
+    def call_root(self, model: nn.Module, inputs: tuple) -> Any:
+        """Call the model on plain tensors from its initial state, as a torch user would."""
+        slot = next((slot for slot in self.arguments if slot.module is model), None)
+        if slot is None:
+            return model(*inputs)
+        states = slot.adapter.pack(model, slot.states([leaf.initial.clone() for leaf in slot.leaves]))
+        return call_with_state(model, slot.adapter.arguments(model), inputs, {}, states, model.forward)
 
     def output_of(self, model: nn.Module, returned: Any) -> Any:
         """Take the root's state out of what its `forward` returned."""
@@ -177,9 +238,12 @@ class Injector:
         def forward(*args: Any, **kwargs: Any) -> Any:
             rest, kept, given = bind_state_arguments(original, names, args, kwargs)
             slot = self._slots.get(key)
-            if slot is not None and any(_carried(value) for value in given):
+            origin = _origin(given) if slot is not None else 0
+            if origin & STATE:
                 slot = None  # the model passes its own recurrent state: that one counts
-            states = given if slot is None else self._take(key, slot)
+            elif origin & INPUT:
+                raise messages.computed_initial_state(".".join(slot.leaves[0].path[:-1]), names[0])
+            states = given if slot is None else slot.states(self._values[key])
             if adapter.forward is not None and not self.native:
                 returned, new = adapter.forward(module, rest, states, **kept)
             else:
@@ -196,40 +260,13 @@ class Injector:
         finally:
             del module.__dict__["forward"]
 
-    def _take(self, key: tuple[int, int], slot: ArgumentSlot) -> tuple:
-        states, position = [], 0
-        for skeleton in slot.skeletons:
-            count = len(flatten_holes(skeleton))
-            states.append(unflatten_state(skeleton, _Offset(self._values[key], position)))
-            position += count
-        return tuple(states)
 
-
-class _Offset:
-    def __init__(self, values: list, start: int) -> None:
-        self._values, self._start = values, start
-
-    def __getitem__(self, index: int) -> Any:
-        return self._values[self._start + index]
-
-
-def flatten_holes(skeleton: Any) -> list[int]:
-    """List the holes of a skeleton."""
-    found: list[int] = []
-    unflatten_state(skeleton, _Recorder(found))
+def _origin(given: tuple) -> int:
+    """What state values that a model passes depend on; 0 also for plain tensors, whose origin is not followed."""
+    found = 0
+    for _, tensor in flatten_state(given)[0]:
+        found |= getattr(tensor, "origin", 0)
     return found
-
-
-class _Recorder:
-    def __init__(self, found: list[int]) -> None:
-        self._found = found
-
-    def __getitem__(self, index: int) -> None:
-        self._found.append(index)
-
-
-def _carried(value: Any) -> bool:
-    return any(getattr(tensor, "carried", False) for _, tensor in flatten_state(value)[0])
 
 
 # ---- the time axis of models that consume sequences

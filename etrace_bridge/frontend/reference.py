@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +24,12 @@ class TorchRun:
     Attributes:
         outputs: The output of each time step, in the structure that one bridged step gives.
         states: `{state name: tensor}` after each step; only the last one (or none) where torch ran the whole sequence at once.
+        seconds: Time of the run itself, without finding out how the model runs.
     """
 
     outputs: list[Any]
     states: list[dict[str, torch.Tensor]]
+    seconds: float = 0.0
 
     def stacked(self) -> Any:
         """Stack the outputs along a first, time axis."""
@@ -35,8 +38,15 @@ class TorchRun:
         return unflatten_state(leaves[0][1], [torch.stack(column) for column in columns])
 
 
-def run_torch(model: nn.Module, xs: Any, state: Any = None, *, sequence: bool | None = None, batch_first: bool | None = None,
-              stepwise: bool = False) -> TorchRun:  # fmt: skip
+def run_torch(
+    model: nn.Module,
+    xs: Any,
+    state: Any = None,
+    *,
+    sequence: bool | None = None,
+    batch_first: bool | None = None,
+    stepwise: bool = False,
+) -> TorchRun:
     """Run the torch model itself over a sequence, time steps chained, gradients recorded, and leave it as it was.
 
     A model that consumes sequences gets the whole sequence in one call, with torch's own kernels; any other model is called
@@ -60,10 +70,23 @@ def run_torch(model: nn.Module, xs: Any, state: Any = None, *, sequence: bool | 
     example = tuple(x[0].detach() for x in by_time)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
     with LOCK, restored(model):
-        plan = discover.find_plan(model, example, state=discover.given_state(state, batch_size, dtype), sequence=sequence,
-                                  batch_first=batch_first, batched=batched)  # fmt: skip
-        whole = plan.layout is not None and not plan.attributes and not stepwise
-        return _run_whole(model, plan, sequences) if whole else _run_steps(model, plan, by_time)
+        plan = discover.find_plan(
+            model,
+            example,
+            state=discover.given_state(state, batch_size, dtype),
+            sequence=sequence,
+            batch_first=batch_first,
+            batched=batched,
+        )
+        whole = plan.layout is not None and not stepwise
+        for (
+            slot
+        ) in plan.attributes:  # copies, so that putting the model back does not write to tensors that autograd needs
+            slot.put([leaf.initial.clone() for leaf in slot.leaves])
+        begin = time.perf_counter()
+        run = _run_whole(model, plan, sequences) if whole else _run_steps(model, plan, by_time)
+        run.seconds = time.perf_counter() - begin
+        return run
 
 
 def _run_steps(model: nn.Module, plan: StepPlan, by_time: list[torch.Tensor]) -> TorchRun:
@@ -80,20 +103,25 @@ def _run_steps(model: nn.Module, plan: StepPlan, by_time: list[torch.Tensor]) ->
 def _run_whole(model: nn.Module, plan: StepPlan, sequences: tuple) -> TorchRun:
     axis = 1 if plan.layout == "batch_first" else 0
     length = sequences[0].shape[axis]
+
     def call(steps: int) -> tuple[list[torch.Tensor], Any]:
-        returned = model(*[x.narrow(axis, 0, steps) for x in sequences])
+        returned = plan.call_root(model, tuple(x.narrow(axis, 0, steps) for x in sequences))
         leaves, skeleton = flatten_state(plan.output_of(model, returned))
         return [t for _, t in leaves], skeleton
 
     if None in plan.output_time_axes:  # the model gives its last step only: run every prefix
         runs = [call(steps + 1) for steps in range(length)]
         outputs = [
-            unflatten_state(skeleton, [t if a is None else t.select(a, -1) for t, a in zip(tensors, plan.output_time_axes, strict=True)])
+            unflatten_state(
+                skeleton,
+                [t if a is None else t.select(a, -1) for t, a in zip(tensors, plan.output_time_axes, strict=True)],
+            )
             for tensors, skeleton in runs
         ]
         return TorchRun(outputs, [])
     tensors, skeleton = call(length)
     outputs = [
-        unflatten_state(skeleton, [t.select(a, step) for t, a in zip(tensors, plan.output_time_axes, strict=True)]) for step in range(length)
+        unflatten_state(skeleton, [t.select(a, step) for t, a in zip(tensors, plan.output_time_axes, strict=True)])
+        for step in range(length)
     ]
     return TorchRun(outputs, [])

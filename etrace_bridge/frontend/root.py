@@ -76,7 +76,9 @@ def _per_argument(state: Any, names: tuple[str, ...]) -> tuple:
     if len(names) == 1:
         return (state,)
     if not isinstance(state, (tuple, list)) or len(state) != len(names):
-        raise InputError(f"`forward` takes {len(names)} state arguments ({', '.join(names)}); `state` must be a tuple of as many values.")
+        raise InputError(
+            f"`forward` takes {len(names)} state arguments ({', '.join(names)}); `state` must be a tuple of as many values."
+        )
     return tuple(state)
 
 
@@ -99,7 +101,9 @@ def _required(model: nn.Module, names: tuple[str, ...]) -> bool:
     return any(parameters[name].default is inspect.Parameter.empty for name in names)
 
 
-def _find_split(model: nn.Module, inputs: tuple, names: tuple[str, ...], given: tuple | None, returned: Any) -> Split | None:
+def _find_split(
+    model: nn.Module, inputs: tuple, names: tuple[str, ...], given: tuple | None, returned: Any
+) -> Split | None:
     """Find where the new state stands in what `forward` returned: try each convention by a second call."""
     count = len(names)
     candidates: list[Split] = []
@@ -148,5 +152,6 @@ def same_tensors(a: Any, b: Any) -> bool:
     """Tell whether two outputs hold the same numbers."""
     x, y = flatten_state(a)[0], flatten_state(b)[0]
     return len(x) == len(y) and all(
-        s.shape == t.shape and torch.allclose(s, t, rtol=1e-4, atol=1e-6, equal_nan=True) for (_, s), (_, t) in zip(x, y, strict=True)
+        s.shape == t.shape and torch.allclose(s, t, rtol=1e-4, atol=1e-6, equal_nan=True)
+        for (_, s), (_, t) in zip(x, y, strict=True)
     )

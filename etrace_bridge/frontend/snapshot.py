@@ -63,9 +63,10 @@ def _save(module: nn.Module, values: bool) -> Any:
             container.extend(content) if isinstance(container, (list, deque)) else container.update(content)
         with torch.no_grad():
             for tensor, value, version, requires_grad in tensors:
-                if tensor._version != version:
+                if tensor._version != version or not torch.equal(tensor, value):
                     tensor.copy_(value)
-                if tensor.requires_grad != requires_grad and tensor.is_leaf:  # some libraries set the flag on shared constants
-                    tensor.requires_grad_(requires_grad)
+                if tensor.requires_grad and not requires_grad:
+                    # an in-place write made the tensor part of a graph, or a library set the flag on a shared constant
+                    tensor.requires_grad_(False) if tensor.is_leaf else tensor.detach_()
 
     return restore

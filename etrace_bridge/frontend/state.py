@@ -122,7 +122,9 @@ def register_adapter(adapter: Adapter) -> Adapter:
         raise InputError(f"`{type(adapter).__name__}.layers` is empty. Name the torch classes that the adapter is for.")
     for layer in adapter.layers:
         if not (isinstance(layer, type) and issubclass(layer, nn.Module)):
-            raise InputError(f"`{type(adapter).__name__}.layers` holds {layer!r}, which is no subclass of `torch.nn.Module`.")
+            raise InputError(
+                f"`{type(adapter).__name__}.layers` holds {layer!r}, which is no subclass of `torch.nn.Module`."
+            )
         _ADAPTERS[layer] = adapter
     return adapter
 
@@ -199,6 +201,13 @@ def unflatten_state(skeleton: Any, tensors: Sequence[Any]) -> Any:
     return rebuild(skeleton, [unflatten_state(child, tensors) for _, child in items])
 
 
+def count_tensors(skeleton: Any) -> int:
+    """Count the holes of a skeleton."""
+    if isinstance(skeleton, _Hole):
+        return 1
+    return sum(count_tensors(child) for _, child in children(skeleton) or ())
+
+
 @dataclasses.dataclass(frozen=True)
 class _Hole:
     index: int
@@ -222,7 +231,7 @@ def children(node: Any) -> list[tuple[str, Any]] | None:
 def rebuild(node: Any, values: list[Any]) -> Any:
     """Make a container like `node` with other children, in the order of `children(node)`."""
     if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return type(node)(*values)
+        return type(node)._make(values)  # not the constructor, which may check its arguments
     if isinstance(node, (tuple, list)):
         return type(node)(values)
     if isinstance(node, dict):
@@ -266,8 +275,14 @@ def bind_state_arguments(
     return tuple(rest), kept, tuple(states[name] for name in names)
 
 
-def call_with_state(function: Callable, names: Sequence[str], rest: tuple, kept: dict, states: Sequence[Any],
-                    signature: Callable | None = None) -> Any:  # fmt: skip
+def call_with_state(
+    function: Callable,
+    names: Sequence[str],
+    rest: tuple,
+    kept: dict,
+    states: Sequence[Any],
+    signature: Callable | None = None,
+) -> Any:
     """Call a function with other arguments by position and state arguments in the places that the signature says."""
     given = dict(zip(names, states, strict=True))
     waiting = iter(rest)

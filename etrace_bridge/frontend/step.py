@@ -12,15 +12,16 @@ import torch
 from torch import nn
 
 from etrace_bridge._errors import StateError
-from etrace_bridge._jax_compat import ClosedJaxpr
+from etrace_bridge._jax_compat import ClosedJaxpr, evaluate_jaxpr, is_concrete
 from etrace_bridge.frontend.names import NamedTensor
 from etrace_bridge.frontend.ops.dtypes import to_jax_dtype
 from etrace_bridge.frontend.plan import Injector, StepPlan
 from etrace_bridge.frontend.simplify import simplify
 from etrace_bridge.frontend.snapshot import restored
 from etrace_bridge.frontend.state import flatten_state, unflatten_state
-from etrace_bridge.frontend.tensor import TracedTensor
-from etrace_bridge.frontend.trace import Tracer, tracing
+from etrace_bridge.frontend.tensor import INPUT, STATE, TracedTensor
+from etrace_bridge.frontend.trace import tracing
+from etrace_bridge.frontend.tracer import Tracer
 
 
 @dataclass
@@ -47,7 +48,9 @@ class TracedStep:
     def __post_init__(self) -> None:
         self._compiled = jax.jit(self._evaluate)
 
-    def __call__(self, tensors: Sequence[Any], states: Sequence[Any], key: Any, inputs: Sequence[Any]) -> tuple[list, list, Any]:
+    def __call__(
+        self, tensors: Sequence[Any], states: Sequence[Any], key: Any, inputs: Sequence[Any]
+    ) -> tuple[list, list, Any]:
         """Evaluate the step: inlined inside another JAX trace, compiled otherwise.
 
         Args:
@@ -60,13 +63,13 @@ class TracedStep:
             Output tensors, new states, the new key (None if none is used).
         """
         values = [*tensors, *states, *([key] if self.uses_key else []), *inputs]
-        traced = any(isinstance(value, jax.core.Tracer) for value in values)
-        results = (self._evaluate if traced else self._compiled)(*values)
+        known = all(is_concrete(value) for value in values)
+        results = (self._compiled if known else self._evaluate)(*values)
         end = self.num_outputs + len(self.used_states)
         return results[: self.num_outputs], results[self.num_outputs : end], results[end] if self.uses_key else None
 
     def _evaluate(self, *values: Any) -> list[Any]:
-        return jax.core.eval_jaxpr(self.jaxpr.jaxpr, self.jaxpr.consts, *values)
+        return evaluate_jaxpr(self.jaxpr, *values)
 
 
 def trace_step(model: nn.Module, plan: StepPlan, tensors: Sequence[NamedTensor], inputs: Sequence[Any]) -> TracedStep:
@@ -90,14 +93,16 @@ def trace_step(model: nn.Module, plan: StepPlan, tensors: Sequence[NamedTensor],
             for named, value in zip(tensors, tensor_values, strict=True):
                 traced = TracedTensor(value, differentiable=named.trained)
                 tracer.track(named.tensor, traced, read_only=named.name if named.parameter else None)
-            traced_states = [TracedTensor(v, carried=True) for v in state_values]
+            traced_states = [TracedTensor(v, origin=STATE) for v in state_values]
             _track_old_attributes(plan, traced_states, tracer)
 
             def call(injector: Injector, args: tuple) -> Any:
                 tracer.on_module_call = injector
                 return model(*args)
 
-            output, new_states = plan.run(model, tuple(TracedTensor(v) for v in input_values), traced_states, call)
+            output, new_states = plan.run(
+                model, tuple(TracedTensor(v, origin=INPUT) for v in input_values), traced_states, call
+            )
             leaves, found["output"] = flatten_state(output)
             outputs = [tracer.read(t) for _, t in leaves]
             new_values = [tracer.read(t) for t in new_states]
@@ -105,13 +110,18 @@ def trace_step(model: nn.Module, plan: StepPlan, tensors: Sequence[NamedTensor],
         found["num_outputs"], found["uses_key"] = len(outputs), keys.used
         return (*outputs, *new_values, *([keys.key] if keys.used else []))
 
-    shapes = [jax.ShapeDtypeStruct(tuple(v.shape), _jax_dtype(v.dtype)) for v in (*(n.tensor for n in tensors), *states, *inputs)]
+    shapes = [
+        jax.ShapeDtypeStruct(tuple(v.shape), _jax_dtype(v.dtype))
+        for v in (*(n.tensor for n in tensors), *states, *inputs)
+    ]
     shapes.insert(len(tensors) + len(states), jax.ShapeDtypeStruct((2,), jnp.uint32))
     closed = jax.make_jaxpr(step)(*shapes)
     optional = [True] * len(tensors) + [False] * len(states) + [not found["uses_key"]] + [False] * len(inputs)
     closed, used = simplify(closed, optional, range(found["num_outputs"], found["num_outputs"] + len(states)))
     used_tensors, used_states, _, _ = _split(used, counts)
-    return TracedStep(closed, list(used_tensors), list(used_states), found["uses_key"], found["output"], found["num_outputs"])
+    return TracedStep(
+        closed, list(used_tensors), list(used_states), found["uses_key"], found["output"], found["num_outputs"]
+    )
 
 
 def _jax_dtype(dtype: Any) -> Any:
@@ -156,8 +166,10 @@ def _track_old_attributes(plan: StepPlan, traced: list[TracedTensor], tracer: Tr
 def _check_states(plan: StepPlan, old: Sequence[Any], new: Sequence[Any]) -> None:
     leaves = plan.leaves
     if len(new) != len(old):
-        raise StateError(f"The model returned {len(new)} state tensors after a step that began with {len(old)}. "
-                         f"A state must keep its structure from step to step.")  # fmt: skip
+        raise StateError(
+            f"The model returned {len(new)} state tensors after a step that began with {len(old)}. "
+            f"A state must keep its structure from step to step."
+        )
     for leaf, a, b in zip(leaves, old, new, strict=True):
         if a.shape != b.shape or a.dtype != b.dtype:
             raise StateError(

@@ -17,36 +17,44 @@ from etrace_bridge.frontend.ops.dtypes import to_torch_dtype
 from etrace_bridge.frontend.views import read_positions, write_positions
 
 ViewFunction = Callable[[Any], Any]
+STATE, INPUT = 1, 2
 
 
 class TracedTensor(torch.Tensor, torch2jax.Torchish):
     """A torch tensor without memory whose value is a JAX array.
 
     Torch sees a tensor of the right shape and dtype, so user code and torch's own Python run on it unchanged; every operation
-    on it arrives at `trace.dispatch`, which computes on `value`.
+    on it arrives at `dispatch.dispatch`, which computes on `value`.
 
     Attributes:
         base: The tensor this one is a view of, or None.
-        carried: The value depends on a recurrent state, so it is no initial constant.
+        origin: What the value depends on: `STATE`, `INPUT`, both or neither; parameters and constants do not count.
         differentiable: Torch would say `requires_grad`: floating and not detached.
     """
 
     base: TracedTensor | None
-    carried: bool
+    origin: int
     differentiable: bool
 
     @staticmethod
     def __new__(cls, value: Any, **_: Any) -> TracedTensor:
         return torch.Tensor._make_wrapper_subclass(cls, value.shape, dtype=torch_dtype(value.dtype), device="cpu")
 
-    def __init__(self, value: Any, *, base: TracedTensor | None = None, view: ViewFunction | None = None, carried: bool = False,
-                 differentiable: bool = True) -> None:  # fmt: skip
+    def __init__(
+        self,
+        value: Any,
+        *,
+        base: TracedTensor | None = None,
+        view: ViewFunction | None = None,
+        origin: int = 0,
+        differentiable: bool = True,
+    ) -> None:
         self._value = value
         self._version_seen = 0
         self._writes = 0
         self._view = view
         self.base = base
-        self.carried = carried
+        self.origin = origin
         self.differentiable = differentiable and jnp.issubdtype(value.dtype, jnp.inexact)
         if base is not None:
             self._version_seen = base.root._writes
@@ -67,11 +75,11 @@ class TracedTensor(torch.Tensor, torch2jax.Torchish):
             tensor = tensor.base
         return tensor
 
-    def write(self, value: Any, *, carried: bool = False) -> None:
+    def write(self, value: Any, *, origin: int = 0) -> None:
         """Replace the value in place; through a view, write the positions that it shows into the owner of the memory."""
         root = self.root
-        root.carried = root.carried or carried
-        self.carried = self.carried or carried
+        root.origin |= origin
+        self.origin |= origin
         if root is self:
             self._value = value
         else:
@@ -101,13 +109,13 @@ class TracedTensor(torch.Tensor, torch2jax.Torchish):
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        from etrace_bridge.frontend.trace import dispatch  # the tracer imports this class
+        from etrace_bridge.frontend.dispatch import dispatch  # which imports this class
 
         return dispatch(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        from etrace_bridge.frontend.trace import dispatch_aten
+        from etrace_bridge.frontend.dispatch import dispatch_aten
 
         return dispatch_aten(func, args, kwargs or {})
 
@@ -117,9 +125,11 @@ class TracedTensor(torch.Tensor, torch2jax.Torchish):
 
 def strided_view(tensor: torch.Tensor, owner: TracedTensor) -> TracedTensor:
     """Make the traced view of `owner` (the whole storage, flat) that a plain torch tensor is of its storage."""
-    positions = torch.arange(owner._value.size).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).numpy()
+    positions = (
+        torch.arange(owner._value.size).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).numpy()
+    )
     view = lambda flat: read_positions(flat, positions)  # noqa: E731
-    return TracedTensor(view(owner.value), base=owner, view=view, carried=owner.carried, differentiable=False)
+    return TracedTensor(view(owner.value), base=owner, view=view, origin=owner.origin, differentiable=False)
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:

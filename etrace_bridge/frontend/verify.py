@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from etrace_bridge.frontend.borders import to_jax
+from etrace_bridge.frontend.borders import to_jax, to_torch
+from etrace_bridge.frontend.hooks import apply_parameter_hooks
 from etrace_bridge.frontend.module import BridgedModule, wrap
 from etrace_bridge.frontend.reference import TorchRun, run_torch
 from etrace_bridge.frontend.snapshot import restored
@@ -56,7 +56,9 @@ class VerifyReport:
         rows += [("state", name, value) for name, value in self.states.items()]
         rows += [("gradient", name, value) for name, value in self.gradients.items()]
         width = max(len(name) for _, name, _ in rows)
-        lines = [f"torch and bridge over {self.steps} steps: {'equal' if self.ok else 'NOT EQUAL'} (tolerance {self.tolerance:.0e})"]
+        lines = [
+            f"torch and bridge over {self.steps} steps: {'equal' if self.ok else 'NOT EQUAL'} (tolerance {self.tolerance:.0e})"
+        ]
         for kind, name, value in rows:
             mark = "" if value <= self.tolerance else "  <-- differs"
             dead = "  (zero in torch)" if kind == "gradient" and name in self.dead else ""
@@ -66,8 +68,15 @@ class VerifyReport:
     __repr__ = __str__
 
 
-def verify(module: nn.Module, example_input: Any, *, steps: int = 4, state: Any = None, tolerance: float | None = None,
-           **options: Any) -> VerifyReport:  # fmt: skip
+def verify(
+    module: nn.Module,
+    example_input: Any,
+    *,
+    steps: int = 4,
+    state: Any = None,
+    tolerance: float | None = None,
+    **options: Any,
+) -> VerifyReport:
     """Run a torch module and its bridged form side by side for a few steps, and compare outputs, states and gradients.
 
     Args:
@@ -94,7 +103,9 @@ def verify(module: nn.Module, example_input: Any, *, steps: int = 4, state: Any 
             net = _bridge(module, examples, state, options)
         inputs = [x.clone().requires_grad_(x.is_floating_point()) for x in sequences]
         layout = [x.transpose(0, 1) if net.batch_first else x for x in inputs]
-        run = run_torch(module, tuple(layout), state, sequence=options.get("sequence"), batch_first=options.get("batch_first"))
+        run = run_torch(
+            module, tuple(layout), state, sequence=options.get("sequence"), batch_first=options.get("batch_first")
+        )
         weights = _weights(run)
         names, found = _torch_gradients(module, net, run, weights, inputs)
         outputs, states, gradients = _bridge_results(net, sequences, weights)
@@ -123,7 +134,9 @@ def _weights(run: TorchRun) -> list[list[np.ndarray]]:
     return [[rng.standard_normal(tuple(t.shape)) for _, t in flatten_state(output)[0]] for output in run.outputs]
 
 
-def _torch_gradients(module: nn.Module, net: BridgedModule, run: TorchRun, weights: list, inputs: list) -> tuple[list[str], list]:
+def _torch_gradients(
+    module: nn.Module, net: BridgedModule, run: TorchRun, weights: list, inputs: list
+) -> tuple[list[str], list]:
     loss = sum(
         (torch.tensor(w).to(t.dtype) * t).sum()
         for output, ws in zip(run.outputs, weights, strict=True)
@@ -138,7 +151,9 @@ def _torch_gradients(module: nn.Module, net: BridgedModule, run: TorchRun, weigh
     return list(wanted), [torch.zeros_like(p) if g is None else g for p, g in zip(wanted.values(), grads, strict=True)]
 
 
-def _bridge_results(net: BridgedModule, sequences: list[torch.Tensor], weights: list) -> tuple[list, list, dict[str, Any]]:
+def _bridge_results(
+    net: BridgedModule, sequences: list[torch.Tensor], weights: list
+) -> tuple[list, list, dict[str, Any]]:
     """Run the bridged step over the sequence with JAX's reverse mode; give outputs and states by step, gradients by name."""
     xs = [to_jax(x) for x in sequences]
     names, step = net.functional_step(*[x[0] for x in xs])
@@ -155,23 +170,39 @@ def _bridge_results(net: BridgedModule, sequences: list[torch.Tensor], weights: 
         return total.real if jnp.iscomplexobj(total) else total, (outputs, trajectory)
 
     floats = {i: x for i, x in enumerate(xs) if jnp.issubdtype(x.dtype, jnp.inexact)}
-    (_, (outputs, trajectory)), (by_name, by_input) = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(values, floats)
+    (_, (outputs, trajectory)), (by_name, by_input) = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(
+        values, floats
+    )
     gradients = {**by_name, **{f"input {i}" if i else "input": g for i, g in by_input.items()}}
     return outputs, [dict(zip(names, s, strict=True)) for s in trajectory], gradients
 
 
-def _report(net: BridgedModule, run: TorchRun, outputs: list, states: list, gradients: dict, torch_gradients: dict, steps: int,
-            tolerance: float, notes: list[str]) -> VerifyReport:  # fmt: skip
+def _report(
+    net: BridgedModule,
+    run: TorchRun,
+    outputs: list,
+    states: list,
+    gradients: dict,
+    torch_gradients: dict,
+    steps: int,
+    tolerance: float,
+    notes: list[str],
+) -> VerifyReport:
     output = max(
-        (_difference(o, t) for found, ref in zip(outputs, run.outputs, strict=True)
-         for o, (_, t) in zip(found, flatten_state(ref)[0], strict=True)), default=0.0,
-    )  # fmt: skip
+        (
+            _difference(o, t)
+            for found, ref in zip(outputs, run.outputs, strict=True)
+            for o, (_, t) in zip(found, flatten_state(ref)[0], strict=True)
+        ),
+        default=0.0,
+    )
     by_state = {
         name: max(_difference(found[name], ref[name]) for found, ref in zip(states, run.states, strict=True))
         for name in (run.states[0] if run.states else ())
         if name in states[0]
     }
-    by_gradient = {name: _difference(gradients[name], value) for name, value in torch_gradients.items()}
+    hooked = apply_parameter_hooks(net.model, {name: to_torch(g) for name, g in gradients.items()})
+    by_gradient = {name: _difference(hooked[name], value) for name, value in torch_gradients.items()}
     dead = tuple(name for name, value in torch_gradients.items() if value.numel() and value.abs().max() == 0)
     if not run.states:
         notes.append("torch ran the whole sequence at once, so states were compared through the outputs only")

@@ -66,8 +66,13 @@ def _write_box(array: Any, starts: list[int], stops: list[int], value: Any, axis
     if axis == array.ndim:
         return value
     start, stop, size = starts[axis], stops[axis], array.shape[axis]
-    inside = _write_box(lax.slice_in_dim(array, start, stop, axis=axis), [*starts[:axis], 0, *starts[axis + 1 :]],
-                        [*stops[:axis], stop - start, *stops[axis + 1 :]], value, axis + 1)  # fmt: skip
+    inside = _write_box(
+        lax.slice_in_dim(array, start, stop, axis=axis),
+        [*starts[:axis], 0, *starts[axis + 1 :]],
+        [*stops[:axis], stop - start, *stops[axis + 1 :]],
+        value,
+        axis + 1,
+    )
     parts = [inside]
     if start > 0:
         parts.insert(0, lax.slice_in_dim(array, 0, start, axis=axis))

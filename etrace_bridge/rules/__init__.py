@@ -3,7 +3,10 @@
 from etrace_bridge.rules.base import Carry, Chunk, ChunkResult, Rule, make_rule, register_rule, rule_names
 from etrace_bridge.rules.bptt import BPTT
 from etrace_bridge.rules.d_rtrl import DRTRL
+from etrace_bridge.rules.eprop import EProp
+from etrace_bridge.rules.pp_prop import PPProp
 from etrace_bridge.rules.rtrl import RTRL
+from etrace_bridge.rules.snap1 import SnAp1
 
 __all__ = [
     "BPTT",
@@ -12,7 +15,10 @@ __all__ = [
     "Carry",
     "Chunk",
     "ChunkResult",
+    "EProp",
+    "PPProp",
     "Rule",
+    "SnAp1",
     "make_rule",
     "register_rule",
     "rule_names",

@@ -35,7 +35,7 @@ from etrace_bridge.engine.chunk_bptt import chunk_gradient
 from etrace_bridge.engine.contraction import (
     at_places,
     contact_inputs,
-    contract_trace,
+    contract_traces,
     join_pieces,
     outer_sum,
     view_gradients,
@@ -45,6 +45,7 @@ from etrace_bridge.engine.forward import Forward, run_forward
 from etrace_bridge.engine.linearise import (
     CoreLinear,
     Grouped,
+    LossGradient,
     group_states,
     linearise_core,
     loss_gradient,
@@ -100,24 +101,29 @@ class DRTRL(Rule):
         elif self.credit == "chunk":
             exact = chunk_gradient(program, theta, carry, data)
             losses, outputs = exact.losses, exact.outputs
-            by_contact = {} if fresh else self.past(program, exact.a0, carry.trace)
-            grads = _add(exact.grads, weight_gradients(program, theta, by_contact))
             _, _, M, M0 = suffix_scan(_no_credit(program, forward), core.D, not final)
+            grads = exact.grads
+            if not fresh:
+                past, M0 = self.past(program, exact.a0, carry.trace, M0)
+                grads = _add(grads, weight_gradients(program, theta, past))
         else:
-            found = loss_gradient(
-                program, theta, forward, data.args, data.loss, data.targets, data.weights, self.credit
-            )
+            found = self.differentiate(program, theta, env, forward, data)
             losses, outputs = found.losses, found.outputs
             a, a0, M, M0 = suffix_scan(found.b, core.D, not final)
             grads = self.gradient(program, theta, env, forward, data, found, core, xs, a)
             if not fresh:
-                grads = _add(grads, weight_gradients(program, theta, self.past(program, a0, carry.trace)))
+                past, M0 = self.past(program, a0, carry.trace, M0)
+                grads = _add(grads, weight_gradients(program, theta, past))
         trace = carry.trace if final else self.advance(program, carry.trace, core, xs, M, M0, fresh)
         return ChunkResult(grads, losses, outputs, Carry(forward.new_hidden, forward.new_other, trace))
 
     def linearise(self, program: StepProgram, env: dict, forward: Forward, args: Sequence[Any]) -> CoreLinear:
         """`D_t` and `df_t`; rules that keep more of the Jacobian override this."""
         return linearise_core(program, env, forward, args)
+
+    def differentiate(self, program: StepProgram, theta, env: dict, forward: Forward, data: Chunk) -> LossGradient:
+        """The one-step losses and their derivatives; rules with another `b_t` override this."""
+        return loss_gradient(program, theta, forward, data.args, data.loss, data.targets, data.weights, self.credit)
 
     def gradient(self, program, theta, env, forward, data, found, core, xs, a: Grouped) -> list[Any]:
         """Direct gradient and credit within the chunk."""
@@ -133,24 +139,24 @@ class DRTRL(Rule):
         by_contact = view_gradients(program, env, ybar, xs)
         return _add(direct, weight_gradients(program, theta, by_contact))
 
-    def past(self, program: StepProgram, a0: Grouped, traces: Traces) -> dict[int, Any]:
-        """`a_0 · eps_0`, by contact."""
+    def past(self, program: StepProgram, a0: Grouped, traces: Traces, M0: Any) -> tuple[dict[int, Any], Any]:
+        """`a_0 · eps_0`, by contact; and `M0`, to be used only after the traces were read."""
+        asked = [[at_places(leg, a) for a in a0[program.place_of(leg)]] for leg in program.legs]
+        sums, M0 = contract_traces(program.legs, asked, traces, M0)
         by_contact: dict[int, Any] = {}
         for contact in program.traced_contacts:
             taps = [t for t in program.taps if t.contact is contact]
             pieces = []
             for t in taps:
-                total = jnp.zeros(t.part.form.shape(t.part.form.view), t.part.var.aval.dtype)
-                for leg in t.legs:
-                    states = a0[program.place_of(leg)]
-                    for a, eps in zip(states, traces[program.leg_index(leg)], strict=True):
-                        total = total + contract_trace(leg, at_places(leg, a), eps)
-                pieces.append(total)
+                zero = jnp.zeros(t.part.form.shape(t.part.form.view), t.part.var.aval.dtype)
+                pieces.append(sum((sums[program.leg_index(leg)] for leg in t.legs), zero))
             by_contact[contact.index] = join_pieces(taps, pieces)
-        return by_contact
+        return by_contact, M0
 
     def advance(self, program, traces: Traces, core: CoreLinear, xs, M, M0, fresh: bool) -> Traces:
         """`eps_K = M_0 eps_0 + sum of (M_t df_t) ⊗ x_t`."""
+        if not program.legs:
+            return []
         single = jax.tree.leaves(core.df)[0].shape[0] == 1
         rows: dict[tuple[int, int], list[Any]] = {}
         new: Traces = []

@@ -67,7 +67,7 @@ CASES = (
         _ncps("CfC", INPUT, UNITS, proj_size=2, backbone_units=5, batch_first=False),
         batch_first=False,
     ),
-    _layer("cfc_pure", _ncps("CfC", INPUT, UNITS, mode="pure", backbone_units=5)),
+    _layer("cfc_pure", _ncps("CfC", INPUT, UNITS, mode="pure", backbone_units=5, activation="relu")),
     _layer(
         "cfc_no_gate_2_layers",
         _ncps(

@@ -46,9 +46,10 @@ def _net(name: str, make: Callable[[], nn.Module], run: Runner, size: int = INPU
 
 def _elementwise_container() -> nn.Module:
     container = _sj("layer").ElementWiseRecurrentContainer(
-        nn.Sequential(nn.Linear(HIDDEN, HIDDEN), _neuron("LIFNode")), lambda y, x: y + x
+        nn.Sequential(nn.Linear(HIDDEN, HIDDEN), _neuron("LIFNode", surrogate_function=("ATan", {}))),
+        lambda y, x: y + x,
     )
-    return boost(nn.Sequential(nn.Linear(INPUT, HIDDEN), container), 3.0)
+    return boost(nn.Sequential(nn.Linear(INPUT, HIDDEN), container), 2.0)
 
 
 def _linear_container() -> nn.Module:
@@ -115,7 +116,7 @@ CASES = (
     _layered("lif_piecewise_quadratic", "v", "LIFNode", surrogate_function=("PiecewiseQuadratic", {})),
     _layered("lif_leaky_relu_k", "v", "LIFNode", surrogate_function=("LeakyKReLU", {"leak": 0.1})),
     _layered("lif_soft_sign", "v", "LIFNode", surrogate_function=("SoftSign", {})),
-    _layered("lif_erf", "v", "LIFNode", surrogate_function=("Erf", {}), detach_reset=True),
+    _layered("lif_erf", "v", "LIFNode", surrogate_function=("Erf", {"alpha": 0.7}), detach_reset=True),
     _layered("simple_lif", "v", "SimpleLIFNode", 2.0, True),
     _layered("simple_if", "v", "SimpleIFNode"),
     _layered("parametric_lif", "v", "ParametricLIFNode"),

@@ -9,6 +9,7 @@ from etrace_bridge.frontend.ops import (  # noqa: F401
     creation,
     elementwise,
     indexing,
+    joining,
     linalg,
     losses,
     margins,

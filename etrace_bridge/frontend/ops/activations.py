@@ -43,7 +43,9 @@ def leaky_relu(input: Any, negative_slope: float = 0.01, inplace: bool = False) 
 def rrelu(input: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False) -> Any:
     """Leaky relu; in training the slope is random, which has no counterpart here."""
     if training:
-        raise NotSupportedError("`rrelu` draws random slopes in training mode. Call `model.eval()` or use `leaky_relu`.")
+        raise NotSupportedError(
+            "`rrelu` draws random slopes in training mode. Call `model.eval()` or use `leaky_relu`."
+        )
     return leaky_relu(input, (lower + upper) / 2)
 
 
@@ -106,7 +108,7 @@ def logsigmoid(input: Any) -> Any:
     return lax.sub(lax.min(input, scalar(0, input)), lax.log1p(lax.exp(lax.neg(absolute(input)))))
 
 
-implements("aten::log_sigmoid_forward")(lambda input: (logsigmoid(input), zeros_like(input)))
+implements("aten::log_sigmoid_forward")(lambda input: (logsigmoid(input), lax.exp(lax.neg(absolute(input)))))
 implements("softsign")(lambda input: div(input, add(absolute(input), 1)))
 implements("tanhshrink")(lambda input: sub(input, lax.tanh(cast(input, float_type(input)))))
 implements("hardsigmoid")(lambda input, inplace=False: scaled(hardtanh(shifted(input, 3), 0, 6), 1 / 6))
@@ -183,7 +185,9 @@ def log_softmax(input: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
 def _enter_softmax(name: str, rule: Callable) -> None:
     """Enter the three signatures of one member: torch's, `torch.nn.functional`'s, and the aten kernel's."""
     implements(name)(rule)
-    implements(f"F.{name}")(lambda input, dim=None, _stacklevel=3, dtype=None: rule(input, _legacy_dim(dim, input), dtype))
+    implements(f"F.{name}")(
+        lambda input, dim=None, _stacklevel=3, dtype=None: rule(input, _legacy_dim(dim, input), dtype)
+    )
     implements(f"aten::_{name}")(lambda input, dim, half_to_float=False: rule(input, dim))
 
 

@@ -44,7 +44,10 @@ def together(*operands: Any, dtype: torch.dtype | None = None) -> list[Any]:
     numbers = [isinstance(x, (bool, int, float, complex)) for x in operands]
     if all(numbers):
         return [expand_to(cast(x, dtype), shape) for x in operands]
-    return [cast(x, dtype) if number else expand_to(cast(x, dtype), shape) for x, number in zip(operands, numbers, strict=True)]
+    return [
+        cast(x, dtype) if number else expand_to(cast(x, dtype), shape)
+        for x, number in zip(operands, numbers, strict=True)
+    ]
 
 
 def same_shape(a: Any, b: Any) -> tuple[Any, Any]:
@@ -83,7 +86,7 @@ def axis(dim: int, ndim: int) -> int:
 
 
 def axes(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    """Turn a torch dim argument (None or empty: all) into sorted non-negative axes of a tensor with `ndim` dimensions."""
+    """Turn a torch dim argument (None or empty: all dimensions) into sorted non-negative axes."""
     if dim is None or (not isinstance(dim, int) and len(dim) == 0):
         return tuple(range(ndim))
     dims = (dim,) if isinstance(dim, int) else dim

@@ -23,9 +23,7 @@ def each(value: Sizes, n: int) -> tuple[int, ...]:
 def _run(x: Any, weight: Any, bias: Any, stride: Any, padding: Any, spread: Any, dilation: Any, groups: int) -> Any:
     """Convolve `(N, C, *space)`, then add the bias of each channel; `spread` puts zeros between entries of x."""
     n = np.ndim(weight) - 2
-    y = lax.conv_general_dilated(
-        x, weight, stride, padding, spread, dilation, _LAYOUT[n], feature_group_count=groups
-    )
+    y = lax.conv_general_dilated(x, weight, stride, padding, spread, dilation, _LAYOUT[n], feature_group_count=groups)
     if bias is None:
         return y
     return lax.add(y, lax.broadcast_in_dim(bias, np.shape(y), (1,)))
@@ -41,7 +39,13 @@ def _batched(x: Any, ndim: int) -> tuple[Any, bool]:
 
 
 def convolve(
-    input: Any, weight: Any, bias: Any = None, stride: Sizes = 1, padding: Sizes | str = 0, dilation: Sizes = 1, groups: int = 1
+    input: Any,
+    weight: Any,
+    bias: Any = None,
+    stride: Sizes = 1,
+    padding: Sizes | str = 0,
+    dilation: Sizes = 1,
+    groups: int = 1,
 ) -> Any:
     """Cross-correlation in 1, 2 or 3 dimensions; "same" padding puts the odd entry at the end."""
     n = np.ndim(weight) - 2
@@ -107,7 +111,9 @@ def convolution(
 
 
 implements("mkldnn_convolution")(
-    lambda input, weight, bias, padding, stride, dilation, groups: convolve(input, weight, bias, stride, padding, dilation, groups)
+    lambda input, weight, bias, padding, stride, dilation, groups: convolve(
+        input, weight, bias, stride, padding, dilation, groups
+    )
 )
 
 

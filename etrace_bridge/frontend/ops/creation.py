@@ -12,8 +12,8 @@ from jax import lax
 
 from etrace_bridge.frontend.ops.arrays import expand_to, full, ints
 from etrace_bridge.frontend.ops.dtypes import cast, dtype_of, to_jax_dtype
+from etrace_bridge.frontend.ops.joining import stack
 from etrace_bridge.frontend.ops.registry import implements
-from etrace_bridge.frontend.ops.shape import stack
 
 # ---- constants
 
@@ -45,7 +45,11 @@ implements("new_empty_strided")(lambda input, size, stride, *, dtype=None: full(
 def full_(size: Any, fill_value: Any, *, dtype: torch.dtype | None = None) -> Any:
     """A tensor of one value, whose dtype is the value's own."""
     dtype = dtype or dtype_of(fill_value)
-    return expand_to(cast(fill_value, dtype), ints((size,))) if hasattr(fill_value, "dtype") else full(ints((size,)), fill_value, dtype)
+    return (
+        expand_to(cast(fill_value, dtype), ints((size,)))
+        if hasattr(fill_value, "dtype")
+        else full(ints((size,)), fill_value, dtype)
+    )
 
 
 @implements("full_like")
@@ -89,7 +93,9 @@ def _has_arrays(data: Any) -> bool:
     return hasattr(data, "dtype")
 
 
-implements("new_tensor")(lambda input, data, *, dtype=None: tensor(data, dtype or (None if hasattr(data, "dtype") else dtype_of(input))))
+implements("new_tensor")(
+    lambda input, data, *, dtype=None: tensor(data, dtype or (None if hasattr(data, "dtype") else dtype_of(input)))
+)
 
 
 # ---- ranges and matrices
@@ -102,7 +108,9 @@ def arange(*bounds: Any, dtype: torch.dtype | None = None, **named: Any) -> Any:
     start, end, step = (0, *bounds, 1) if len(bounds) == 1 else (*bounds, 1) if len(bounds) == 2 else bounds
     if dtype is None:
         dtype = torch.int64 if all(isinstance(b, int) for b in bounds) else torch.get_default_dtype()
-    count = len(range(start, end, step)) if all(isinstance(b, int) for b in bounds) else int(np.ceil((end - start) / step))
+    count = (
+        len(range(start, end, step)) if all(isinstance(b, int) for b in bounds) else int(np.ceil((end - start) / step))
+    )
     return _ramp(start, step, count, dtype)
 
 
@@ -187,12 +195,15 @@ def copy(input: Any, src: Any, non_blocking: bool = False) -> Any:
 
 _OLD_NAMES = {
     "Float": torch.float32, "Double": torch.float64, "Half": torch.float16, "BFloat16": torch.bfloat16,
-    "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8, "Bool": torch.bool,
+    "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
+    "Bool": torch.bool,
 }  # fmt: skip
 
 
 @implements("to", "_to_copy", may_return_input=True)
-def to(input: Any, *args: Any, dtype: torch.dtype | None = None, other: Any = None, copy: bool = False, **_: Any) -> Any:
+def to(
+    input: Any, *args: Any, dtype: torch.dtype | None = None, other: Any = None, copy: bool = False, **_: Any
+) -> Any:
     """Change the dtype; devices are left to JAX."""
     for arg in (*args, other):
         if isinstance(arg, torch.dtype):
@@ -222,8 +233,9 @@ def _enter_cast(name: str, dtype: torch.dtype) -> None:
 
 
 for _name, _dtype in {
-    "float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16, "long": torch.int64,
-    "int": torch.int32, "short": torch.int16, "char": torch.int8, "byte": torch.uint8, "bool": torch.bool,
+    "float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16,
+    "long": torch.int64, "int": torch.int32, "short": torch.int16, "char": torch.int8, "byte": torch.uint8,
+    "bool": torch.bool,
 }.items():  # fmt: skip
     _enter_cast(_name, _dtype)
 implements("cpu", may_return_input=True)(lambda input: input)

@@ -29,7 +29,9 @@ _NEEDS_X64 = (torch.float64, torch.complex128)
 def to_jax_dtype(dtype: torch.dtype) -> np.dtype:
     """Give the JAX dtype of a torch dtype; 64-bit integers become 32-bit when JAX runs without x64."""
     if dtype not in TORCH_TO_JAX:
-        raise NotSupportedError(f"`{dtype}` has no JAX counterpart here. Convert the tensor to a plain numeric dtype first.")
+        raise NotSupportedError(
+            f"`{dtype}` has no JAX counterpart here. Convert the tensor to a plain numeric dtype first."
+        )
     if dtype in _NEEDS_X64 and not jax.config.jax_enable_x64:
         raise NotSupportedError(
             f"The model uses `{dtype}`, but JAX runs with 64-bit types disabled and would silently compute in 32 bits. "
@@ -74,7 +76,11 @@ def _priority(value: Any) -> int:
 def _result_type(ranked: tuple[tuple[int, torch.dtype], ...]) -> torch.dtype:
     common: torch.dtype | None = None
     for rank in (0, 1, 2):
-        own = functools.reduce(torch.promote_types, [d for r, d in ranked if r == rank]) if any(r == rank for r, _ in ranked) else None
+        own = (
+            functools.reduce(torch.promote_types, [d for r, d in ranked if r == rank])
+            if any(r == rank for r, _ in ranked)
+            else None
+        )
         common = _stronger(own, common)
     if common is None:
         raise TypeError("`result_type` needs at least one operand")
@@ -103,7 +109,7 @@ def float_type(*operands: Any) -> torch.dtype:
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Convert an array or number to a torch dtype; a number becomes a NumPy scalar, which a jaxpr shows as a literal."""
+    """Convert an array or number to a torch dtype; a number becomes a NumPy scalar, a literal in the jaxpr."""
     target = to_jax_dtype(dtype)
     if isinstance(value, (bool, int, float, complex)):
         return np.asarray(value).astype(target)
@@ -115,4 +121,6 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
         return lax.ne(value, np.zeros((), value.dtype))
     if jnp.issubdtype(value.dtype, jnp.complexfloating) and not dtype.is_complex:
         value = lax.real(value)
+    if target.kind == "u" and value.dtype.kind == "f":  # a negative number wraps in torch, and is clipped by XLA
+        value = lax.convert_element_type(value, to_jax_dtype(torch.int64))
     return lax.convert_element_type(value, target)

@@ -119,7 +119,10 @@ def power(input: Any, exponent: Any) -> Any:
     base, exponent = same_shape(*together(input, exponent, dtype=dtype))
     if not is_float(base):
         return _integer_power(base, exponent)
-    return lax.pow(base, exponent)
+    # 0 ** 0 is 1 whatever the direction: torch's derivatives there are 0, those of `lax.pow` are not.
+    zero = zeros_like(base)
+    constant = lax.bitwise_and(lax.eq(base, zero), lax.eq(exponent, zero))
+    return lax.pow(select(constant, scalar(1, base), base), exponent)
 
 
 def _negative_integer_power(base: Any, exponent: int) -> Any:
@@ -181,7 +184,8 @@ def _same_dtype(op: Callable) -> Callable:
 
 for _names, _op in {
     "eq": lax.eq, "ne not_equal": lax.ne, "lt less": lax.lt, "le less_equal": lax.le, "gt greater": lax.gt,
-    "ge greater_equal": lax.ge, "bitwise_and": lax.bitwise_and, "bitwise_or": lax.bitwise_or, "bitwise_xor": lax.bitwise_xor,
+    "ge greater_equal": lax.ge, "bitwise_and": lax.bitwise_and, "bitwise_or": lax.bitwise_or,
+    "bitwise_xor": lax.bitwise_xor,
 }.items():  # fmt: skip
     implements(*_names.split())(_same_dtype(_op))
 
@@ -235,6 +239,9 @@ implements("Tensor.where")(lambda input, condition, other: where(condition, inpu
 def where(condition: Any, input: Any = None, other: Any = None) -> Any:
     """Choose element-wise between two tensors or numbers."""
     if input is None or other is None:
-        raise TracingError("`torch.where(condition)` gives a result whose size depends on the data; use `torch.where(condition, a, b)`.")
+        raise TracingError(
+            "`torch.where(condition)` gives a result whose size depends on the values in a tensor. "
+            "A traced step has fixed shapes. Use `torch.where(condition, a, b)` instead."
+        )
     yes, no = together(input, other)
     return select(_truth(condition), yes, no)

@@ -11,11 +11,14 @@ from jax import lax
 from etrace_bridge.frontend.ops.arrays import axis, expand_to, is_float, scalar
 from etrace_bridge.frontend.ops.dtypes import cast, dtype_of, result_type
 from etrace_bridge.frontend.ops.elementwise import add, mul, sub
+from etrace_bridge.frontend.ops.joining import roll
 from etrace_bridge.frontend.ops.registry import implements
-from etrace_bridge.frontend.ops.shape import diagonal, reshape, roll, transpose_to
+from etrace_bridge.frontend.ops.shape import diagonal, reshape, transpose_to
 
 
-def contract(a: Any, b: Any, over: tuple[Sequence[int], Sequence[int]], batch: tuple[Sequence[int], Sequence[int]] = ((), ())) -> Any:
+def contract(
+    a: Any, b: Any, over: tuple[Sequence[int], Sequence[int]], batch: tuple[Sequence[int], Sequence[int]] = ((), ())
+) -> Any:
     """One `dot_general`; booleans have no product in torch, integers do."""
     return lax.dot_general(a, b, ((tuple(over[0]), tuple(over[1])), (tuple(batch[0]), tuple(batch[1]))))
 
@@ -114,7 +117,11 @@ def addr(input: Any, vec1: Any, vec2: Any, *, beta: Any = 1, alpha: Any = 1) -> 
     """`beta * input + alpha * outer(vec1, vec2)`."""
     product = outer(vec1, vec2)
     dtype = result_type(input, product)
-    if not is_float(cast(product, dtype)) and dtype_of(product).is_floating_point is False and product.dtype == np.bool_:
+    if (
+        not is_float(cast(product, dtype))
+        and dtype_of(product).is_floating_point is False
+        and product.dtype == np.bool_
+    ):
         return add(input, product) if beta else product
     return cast(_plus(input, cast(product, dtype), beta, alpha), dtype)
 
@@ -184,7 +191,9 @@ def einsum(*args: Any) -> Any:
     equation, operands = _read_einsum(args)
     left, _, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
-    rank = max((np.ndim(x) - len(t.replace("...", "")) for t, x in zip(terms, operands, strict=True) if "..." in t), default=0)
+    rank = max(
+        (np.ndim(x) - len(t.replace("...", "")) for t, x in zip(terms, operands, strict=True) if "..." in t), default=0
+    )
     spare = list(map(chr, range(0x3B1, 0x3B1 + rank)))  # letters that no equation uses, for `...`
     terms = [_fill(t, spare, np.ndim(x)) for t, x in zip(terms, operands, strict=True)]
     if "->" in equation:
@@ -203,19 +212,26 @@ def einsum(*args: Any) -> Any:
     return transpose_to(value, [term.index(c) for c in target])
 
 
+def _letters(sublist: Sequence[Any]) -> str:
+    return "".join("..." if i is Ellipsis else chr(ord("A") + i if i < 26 else ord("a") + i - 26) for i in sublist)
+
+
 def _read_einsum(args: tuple) -> tuple[str, list[Any]]:
     """Read `(equation, *operands)` or the format with index lists, `(x, [0, 1], y, [1, 2], [0, 2])`."""
     if isinstance(args[0], str):
         operands = args[1] if len(args) == 2 and isinstance(args[1], (list, tuple)) else args[1:]
         return args[0], list(operands)
-    write = lambda sublist: "".join("..." if i is Ellipsis else chr(ord("A") + i if i < 26 else ord("a") + i - 26) for i in sublist)  # noqa: E731
     pairs = len(args) // 2
-    equation = ",".join(write(args[2 * k + 1]) for k in range(pairs))
-    return equation + (f"->{write(args[-1])}" if len(args) % 2 else ""), [args[2 * k] for k in range(pairs)]
+    equation = ",".join(_letters(args[2 * k + 1]) for k in range(pairs))
+    return equation + (f"->{_letters(args[-1])}" if len(args) % 2 else ""), [args[2 * k] for k in range(pairs)]
 
 
 def _fill(term: str, spare: list[str], ndim: int) -> str:
-    return term.replace("...", "".join(spare[len(spare) - (ndim - len(term.replace("...", ""))) :])) if "..." in term else term
+    return (
+        term.replace("...", "".join(spare[len(spare) - (ndim - len(term.replace("...", ""))) :]))
+        if "..." in term
+        else term
+    )
 
 
 def _take_diagonals(term: str, x: Any) -> tuple[str, Any]:
@@ -232,8 +248,14 @@ def _contract_pair(term_a: str, a: Any, term_b: str, b: Any, needed: set[str]) -
     a, b = (_match_sizes(term, x, other, y) for term, x, other, y in ((term_a, a, term_b, b), (term_b, b, term_a, a)))
     lone_a = [d for d, c in enumerate(term_a) if c not in term_b and c not in needed]
     lone_b = [d for d, c in enumerate(term_b) if c not in term_a and c not in needed]
-    a, term_a = (lax.reduce_sum(a, tuple(lone_a)) if lone_a else a), "".join(c for d, c in enumerate(term_a) if d not in lone_a)
-    b, term_b = (lax.reduce_sum(b, tuple(lone_b)) if lone_b else b), "".join(c for d, c in enumerate(term_b) if d not in lone_b)
+    a, term_a = (
+        (lax.reduce_sum(a, tuple(lone_a)) if lone_a else a),
+        "".join(c for d, c in enumerate(term_a) if d not in lone_a),
+    )
+    b, term_b = (
+        (lax.reduce_sum(b, tuple(lone_b)) if lone_b else b),
+        "".join(c for d, c in enumerate(term_b) if d not in lone_b),
+    )
     shared = [c for c in term_a if c in term_b]
     batch, over = [c for c in shared if c in needed], [c for c in shared if c not in needed]
     places = lambda letters: ([term_a.index(c) for c in letters], [term_b.index(c) for c in letters])  # noqa: E731
@@ -242,5 +264,7 @@ def _contract_pair(term_a: str, a: Any, term_b: str, b: Any, needed: set[str]) -
 
 
 def _match_sizes(term: str, x: Any, other: str, y: Any) -> Any:
-    shape = [np.shape(y)[other.index(c)] if c in other and n == 1 else n for c, n in zip(term, np.shape(x), strict=True)]
+    shape = [
+        np.shape(y)[other.index(c)] if c in other and n == 1 else n for c, n in zip(term, np.shape(x), strict=True)
+    ]
     return expand_to(x, shape)

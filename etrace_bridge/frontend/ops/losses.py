@@ -21,31 +21,38 @@ from etrace_bridge.frontend.ops.registry import implements
 _NUMBERED = {0: "none", 1: "mean", 2: "sum"}
 
 
-def reduced(loss: Any, reduction: Any, size_average: bool | None = None, reduce: bool | None = None) -> Any:
-    """Reduce as asked, by name or number; the two deprecated flags rule over the name."""
+def reduction_name(reduction: Any, size_average: bool | None = None, reduce: bool | None = None) -> str:
+    """Name a reduction given by name or number; two deprecated flags rule over both."""
     if size_average is not None or reduce is not None:
-        reduction = "none" if reduce is False else "mean" if size_average is not False else "sum"
-    reduction = _NUMBERED.get(reduction, reduction)
-    return {"none": lambda x: x, "mean": mean, "sum": sum_}[reduction](loss)
+        return "none" if reduce is False else "mean" if size_average is not False else "sum"
+    return _NUMBERED.get(reduction, reduction)
+
+
+def reduced(loss: Any, reduction: Any, size_average: bool | None = None, reduce: bool | None = None) -> Any:
+    """Reduce as asked."""
+    return {"none": lambda x: x, "mean": mean, "sum": sum_}[reduction_name(reduction, size_average, reduce)](loss)
+
+
+def _times(loss: Any, weight: Any) -> Any:
+    return loss if weight is None else mul(loss, weight)
 
 
 # ---- distances
 
 
-def _weighted(loss: Any, weight: Any, reduction: Any, size_average: Any, reduce: Any) -> Any:
-    if weight is None:
-        return reduced(loss, reduction, size_average, reduce)
-    weighted = mul(loss, weight)
-    if reduction != "mean":
-        return reduced(weighted, reduction)
-    return lax.div(sum_(weighted), sum_(expand_to(weight, np.shape(weighted))))
-
-
 def _enter_distance(name: str, distance: Callable) -> None:
     def functional(
-        input: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: str = "mean", weight: Any = None
+        input: Any,
+        target: Any,
+        size_average: Any = None,
+        reduce: Any = None,
+        reduction: str = "mean",
+        weight: Any = None,
     ) -> Any:
-        return _weighted(distance(sub(input, target)), weight, reduction, size_average, reduce)
+        loss, reduction = distance(sub(input, target)), reduction_name(reduction, size_average, reduce)
+        if weight is None or reduction != "mean":
+            return reduced(_times(loss, weight), reduction)
+        return lax.div(sum_(mul(loss, weight)), sum_(weight))
 
     implements(f"F.{name}")(functional)
     implements(name)(lambda input, target, reduction=1: reduced(distance(sub(input, target)), reduction))
@@ -71,7 +78,9 @@ def smooth_l1_loss(
     return reduced(_smooth(sub(input, target), beta), reduction, size_average, reduce)
 
 
-implements("smooth_l1_loss")(lambda input, target, reduction=1, beta=1.0: smooth_l1_loss(input, target, None, None, reduction, beta))
+implements("smooth_l1_loss")(
+    lambda input, target, reduction=1, beta=1.0: smooth_l1_loss(input, target, None, None, reduction, beta)
+)
 
 
 @implements("huber_loss")
@@ -81,7 +90,7 @@ def huber_loss(input: Any, target: Any, reduction: Any = "mean", delta: float = 
     size = absolute(d)
     far = scaled(shifted(size, -0.5 * delta), delta)
     loss = select(lax.le(size, scalar(delta, d)), scaled(lax.square(d), 0.5), far)
-    return _weighted(loss, weight, _NUMBERED.get(reduction, reduction), None, None)
+    return reduced(_times(loss, weight), reduction)
 
 
 # ---- classification
@@ -93,7 +102,11 @@ def _picked_class(scores: Any, target: Any, weight: Any, ignore_index: int) -> t
     ignored = lax.eq(target, scalar(ignore_index, target))
     classes = select(ignored, zeros_like(target), target)
     score = lax.squeeze(take_along(scores, lax.expand_dims(classes, (d,)), d), (d,))
-    weights = lax.full(np.shape(target), scalar(1, scores), scores.dtype) if weight is None else weight.at[classes].get(mode="clip")
+    weights = (
+        lax.full(np.shape(target), scalar(1, scores), scores.dtype)
+        if weight is None
+        else weight.at[classes].get(mode="clip")
+    )
     weights = select(ignored, zeros_like(weights), weights)
     return lax.neg(lax.mul(select(ignored, zeros_like(score), score), weights)), weights
 
@@ -114,18 +127,18 @@ def nll_loss(
     reduction: Any = "mean",
 ) -> Any:
     """Minus the log-probability of the target class."""
-    if size_average is not None or reduce is not None:
-        reduction = "none" if reduce is False else "mean" if size_average is not False else "sum"
-    return _nll(input, target, weight, ignore_index, reduction)
+    return _nll(input, target, weight, ignore_index, reduction_name(reduction, size_average, reduce))
 
 
 implements("nll_loss", "nll_loss_nd", "nll_loss2d")(
-    lambda input, target, weight=None, reduction=1, ignore_index=-100: _nll(input, target, weight, ignore_index, reduction)
+    lambda input, target, weight=None, reduction=1, ignore_index=-100: _nll(
+        input, target, weight, ignore_index, reduction
+    )
 )
 implements("nll_loss_forward", "nll_loss2d_forward")(
     lambda input, target, weight, reduction, ignore_index: (
         _nll(input, target, weight, ignore_index, reduction),
-        sum_(_picked_class(input, target, weight, ignore_index)[1]),
+        scaled(sum_(_picked_class(input, target, weight, ignore_index)[1]), float(reduction != 0)),
     )
 )
 
@@ -134,12 +147,20 @@ def _cross_entropy(input: Any, target: Any, weight: Any, reduction: str, ignore_
     d = 0 if np.ndim(input) == 1 else 1
     classes = np.shape(input)[d]
     log_probability = log_softmax(input, d)
-    wide = None if weight is None else expand_to(lax.reshape(weight, (classes,) + (1,) * (np.ndim(input) - d - 1)), np.shape(input))
+    wide = (
+        None
+        if weight is None
+        else expand_to(lax.reshape(weight, (classes,) + (1,) * (np.ndim(input) - d - 1)), np.shape(input))
+    )
     if is_float(target):  # class probabilities
         target = target if smoothing == 0 else shifted(scaled(target, 1 - smoothing), smoothing / classes)
         product = lax.mul(log_probability, cast(target, dtype_of(input)))
         loss = lax.neg(lax.reduce_sum(product if wide is None else lax.mul(product, wide), (d,)))
-        return lax.div(sum_(loss), scalar(max(np.size(loss), 1), loss)) if reduction == "mean" else reduced(loss, reduction)
+        return (
+            lax.div(sum_(loss), scalar(max(np.size(loss), 1), loss))
+            if reduction == "mean"
+            else reduced(loss, reduction)
+        )
     loss, weights = _picked_class(log_probability, target, weight, ignore_index)
     if smoothing > 0:
         ignored = lax.eq(target, scalar(ignore_index, target))
@@ -161,8 +182,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     """Softmax and negative log-likelihood, for class indices or class probabilities."""
-    if size_average is not None or reduce is not None:
-        reduction = "none" if reduce is False else "mean" if size_average is not False else "sum"
+    reduction = reduction_name(reduction, size_average, reduce)
     return _cross_entropy(input, target, weight, reduction, ignore_index, label_smoothing)
 
 
@@ -189,12 +209,8 @@ def _binary_entropy_jvp(primals: Any, tangents: Any) -> Any:
     # torch keeps p (1 - p) above 1e-12, so that the gradient stays finite where p is 0 or 1.
     p, target = primals
     slope = lax.div(lax.sub(p, target), clamp(lax.mul(p, lax.sub(scalar(1, p), p)), 1e-12))
-    by_target = lax.sub(clamp(lax.log1p(lax.neg(p)), -100.0), clamp(lax.log(p), -100.0))
+    by_target = lax.sub(lax.log1p(lax.neg(p)), lax.log(p))
     return _binary_entropy(p, target), lax.add(lax.mul(slope, tangents[0]), lax.mul(by_target, tangents[1]))
-
-
-def _times(loss: Any, weight: Any) -> Any:
-    return loss if weight is None else mul(loss, weight)
 
 
 @implements("F.binary_cross_entropy")
@@ -251,7 +267,12 @@ def _divergence(input: Any, target: Any, log_target: bool) -> Any:
 
 @implements("F.kl_div")
 def kl_div(
-    input: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: Any = "mean", log_target: bool = False
+    input: Any,
+    target: Any,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: Any = "mean",
+    log_target: bool = False,
 ) -> Any:
     """Kullback-Leibler divergence of log-probabilities from probabilities."""
     loss = _divergence(input, target, log_target)
@@ -260,4 +281,6 @@ def kl_div(
     return reduced(loss, reduction, size_average, reduce)
 
 
-implements("kl_div")(lambda input, target, reduction=1, *, log_target=False: kl_div(input, target, None, None, reduction, log_target))
+implements("kl_div")(
+    lambda input, target, reduction=1, *, log_target=False: kl_div(input, target, None, None, reduction, log_target)
+)

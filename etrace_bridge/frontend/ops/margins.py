@@ -21,7 +21,7 @@ from etrace_bridge.frontend.ops.registry import implements
 
 @implements("cosine_similarity")
 def cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
-    """Cosine of the angle along a dimension; a norm counts as at least `eps`, its gradient being that of the norm all the same."""
+    """Cosine of the angle along a dimension; a norm counts as at least `eps`, but keeps its own gradient."""
     a, b = together(x1, x2)
     over = axes((dim,), np.ndim(a))
 
@@ -59,7 +59,13 @@ def hinge_embedding_loss(
 
 @implements("F.margin_ranking_loss")
 def margin_ranking_loss(
-    input1: Any, input2: Any, target: Any, margin: float = 0, size_average: Any = None, reduce: Any = None, reduction: Any = "mean"
+    input1: Any,
+    input2: Any,
+    target: Any,
+    margin: float = 0,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: Any = "mean",
 ) -> Any:
     """How far the first fails to exceed the second (target 1) or the second the first (-1) by the margin."""
     loss = _hinge(add(mul(lax.neg(target), sub(input1, input2)), margin))
@@ -67,7 +73,9 @@ def margin_ranking_loss(
 
 
 @implements("F.soft_margin_loss")
-def soft_margin_loss(input: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: Any = "mean") -> Any:
+def soft_margin_loss(
+    input: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: Any = "mean"
+) -> Any:
     """`log(1 + exp(-target * input))`."""
     return reduced(lax.log1p(lax.exp(mul(lax.neg(target), input))), reduction, size_average, reduce)
 
@@ -77,7 +85,13 @@ implements("soft_margin_loss")(lambda input, target, reduction=1: soft_margin_lo
 
 @implements("F.cosine_embedding_loss")
 def cosine_embedding_loss(
-    input1: Any, input2: Any, target: Any, margin: float = 0, size_average: Any = None, reduce: Any = None, reduction: Any = "mean"
+    input1: Any,
+    input2: Any,
+    target: Any,
+    margin: float = 0,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: Any = "mean",
 ) -> Any:
     """One minus the cosine for target 1, the cosine beyond the margin for target -1."""
     dim = np.ndim(target)
@@ -108,8 +122,8 @@ def triplet_margin_loss(
 
 @implements("F.multi_margin_loss")
 def multi_margin_loss(
-    input: Any, target: Any, p: int = 1, margin: float = 1.0, weight: Any = None, size_average: Any = None, reduce: Any = None,
-    reduction: Any = "mean",
+    input: Any, target: Any, p: int = 1, margin: float = 1.0, weight: Any = None, size_average: Any = None,
+    reduce: Any = None, reduction: Any = "mean",
 ) -> Any:  # fmt: skip
     """How far the other classes come within the margin of the target class."""
     x = input if np.ndim(input) == 2 else lax.reshape(input, (1, np.size(input)))
@@ -120,7 +134,9 @@ def multi_margin_loss(
     open_gap = lax.bitwise_and(others, lax.gt(gap, scalar(0, gap)))
     loss = gap if p == 1 else lax.square(gap)
     if weight is not None:
-        loss = lax.mul(loss, expand_to(lax.expand_dims(weight.at[lax.squeeze(t, (1,))].get(mode="clip"), (1,)), np.shape(x)))
+        loss = lax.mul(
+            loss, expand_to(lax.expand_dims(weight.at[lax.squeeze(t, (1,))].get(mode="clip"), (1,)), np.shape(x))
+        )
     loss = mean(select(open_gap, loss, zeros_like(loss)), 1)
     return reduced(loss if np.ndim(input) == 2 else lax.squeeze(loss, (0,)), reduction, size_average, reduce)
 
@@ -159,7 +175,9 @@ def poisson_nll_loss(
 
 
 @implements("F.gaussian_nll_loss")
-def gaussian_nll_loss(input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6, reduction: Any = "mean") -> Any:
+def gaussian_nll_loss(
+    input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6, reduction: Any = "mean"
+) -> Any:
     """Minus the log-likelihood of Gaussians with given variances."""
     variance = cast(var, dtype_of(input)) if isinstance(var, (int, float)) else var
     if np.ndim(variance) and np.ndim(variance) == np.ndim(input) - 1:

@@ -114,7 +114,6 @@ implements("isneginf")(lambda input: _is_infinite(input, -1))
 implements("isfinite")(lambda input: lax.is_finite(input) if is_float(input) else lax.full(np.shape(input), True))
 implements("isreal")(lambda input: lax.full(np.shape(input), True))
 implements("real", view=True)(lambda input: lax.real(input) if dtype_of(input).is_complex else input)
-implements("imag", view=True)(lambda input: lax.imag(input))
 
 
 @implements("signbit")

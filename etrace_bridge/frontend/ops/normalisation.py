@@ -17,7 +17,7 @@ from etrace_bridge.frontend.ops.shape import reshape
 
 
 def _standardise(x: Any, over: Sequence[int], eps: float) -> tuple[Any, Any, Any, Any]:
-    """Subtract the mean and divide by the deviation; also give mean, variance and inverse deviation, dimensions kept."""
+    """Subtract the mean and divide by the deviation; also give mean, variance and inverse deviation, same rank."""
     over = tuple(over)
     count = math.prod(np.shape(x)[d] for d in over)
     average = lambda v: lax.expand_dims(lax.div(lax.reduce_sum(v, over), scalar(count, v)), over)  # noqa: E731
@@ -39,7 +39,9 @@ def _affine(x: Any, weight: Any, bias: Any) -> Any:
 
 
 @implements("aten::native_layer_norm", "native_layer_norm")
-def native_layer_norm(input: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float) -> tuple[Any, Any, Any]:
+def native_layer_norm(
+    input: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float
+) -> tuple[Any, Any, Any]:
     """Layer norm with the mean and the inverse deviation."""
     over = range(np.ndim(input) - len(normalized_shape), np.ndim(input))
     x, mean, _, inverse = _standardise(input, over, eps)
@@ -48,7 +50,12 @@ def native_layer_norm(input: Any, normalized_shape: Sequence[int], weight: Any, 
 
 @implements("layer_norm")
 def layer_norm(
-    input: Any, normalized_shape: Sequence[int], weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enable: bool = True
+    input: Any,
+    normalized_shape: Sequence[int],
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
 ) -> Any:
     """Standardise over the last dimensions, then scale and shift."""
     return native_layer_norm(input, normalized_shape, weight, bias, eps)[0]
@@ -137,8 +144,8 @@ def functional_batch_norm(
 
 @implements("batch_norm", writes=_RUNNING)
 def batch_norm(
-    input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float, eps: float,
-    cudnn_enabled: bool = True,
+    input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float,
+    eps: float, cudnn_enabled: bool = True,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """`batch_norm` with the arguments of `torch.batch_norm`."""
     return functional_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
@@ -193,8 +200,8 @@ def functional_instance_norm(
 
 @implements("instance_norm", writes=_RUNNING)
 def instance_norm(
-    input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, use_input_stats: bool, momentum: float, eps: float,
-    cudnn_enabled: bool = True,
+    input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, use_input_stats: bool,
+    momentum: float, eps: float, cudnn_enabled: bool = True,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """`instance_norm` with the arguments of `torch.instance_norm`."""
     return functional_instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)

@@ -29,7 +29,9 @@ def _outputs(n: int, k: int, s: int, p: int, d: int, ceil: bool) -> tuple[int, i
     return count, (count - 1) * s + reach - n - p
 
 
-def _windows(shape: Sequence[int], kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool) -> tuple[list[int], list]:
+def _windows(
+    shape: Sequence[int], kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool
+) -> tuple[list[int], list]:
     """Give the number of windows in each spatial dimension and the (before, after) padding; after may be negative."""
     sized = [_outputs(*v, ceil) for v in zip(shape, kernel, stride, padding, dilation, strict=True)]
     return [count for count, _ in sized], [(p, after) for p, (_, after) in zip(padding, sized, strict=True)]
@@ -97,7 +99,9 @@ def _max_with_indices(x: Any, kernel: Any, stride: Any, dilation: Any, counts: A
     copies, places = [], []
     for offset in itertools.product(*map(range, kernel)):
         copy, place = padded, np.zeros((), np.int64)
-        for d, (o, s, dil, count, (before, _), n) in enumerate(zip(offset, stride, dilation, counts, space, size, strict=True)):
+        for d, (o, s, dil, count, (before, _), n) in enumerate(
+            zip(offset, stride, dilation, counts, space, size, strict=True)
+        ):
             begin = o * dil
             copy = slice_dim(copy, outer + d, begin, begin + (count - 1) * s + 1, s)
             place = place[..., None] * n + begin + np.arange(count) * s - before
@@ -106,7 +110,9 @@ def _max_with_indices(x: Any, kernel: Any, stride: Any, dilation: Any, counts: A
     stacked = lax.concatenate(copies, np.ndim(x))
     best = lax.expand_dims(lax.argmax(lax.stop_gradient(stacked), np.ndim(x), np.int32), (np.ndim(x),))
     where = np.stack(places, -1).astype(to_jax_dtype(torch.int64))
-    index = take_along(lax.broadcast_in_dim(where, np.shape(stacked), tuple(range(outer, np.ndim(x) + 1))), best, np.ndim(x))
+    index = take_along(
+        lax.broadcast_in_dim(where, np.shape(stacked), tuple(range(outer, np.ndim(x) + 1))), best, np.ndim(x)
+    )
     return tuple(lax.squeeze(v, (np.ndim(x),)) for v in (take_along(stacked, best, np.ndim(x)), index))
 
 
@@ -130,8 +136,8 @@ def _enter_maximum(n: int) -> None:
         return _reduce_windows(input, _lowest(input.dtype), lax.max, kernel, step, space)
 
     def with_indices(
-        input: Any, kernel_size: Sizes, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False,
-        return_indices: bool = True,
+        input: Any, kernel_size: Sizes, stride: Any = None, padding: Any = 0, dilation: Any = 1,
+        ceil_mode: bool = False, return_indices: bool = True,
     ) -> Any:  # fmt: skip
         return pool(input, kernel_size, stride, padding, dilation, ceil_mode, True)
 
@@ -154,7 +160,7 @@ def _target(size: Sequence[int], output_size: Any, n: int) -> list[int]:
 
 
 def average_axis(x: Any, d: int, count: int) -> Any:
-    """Average one axis into `count` bins: a reshape and a sum where they are equal, else a product with a fixed matrix."""
+    """Average one axis into `count` bins: a reshape and a sum if they are equal, else a product with a fixed matrix."""
     n = np.shape(x)[d]
     if n % count == 0:
         width = n // count
@@ -200,7 +206,7 @@ def _enter_adaptive(n: int) -> None:
         return pooled if return_indices else pooled[0]
 
     implements(f"adaptive_avg_pool{n}d", f"_adaptive_avg_pool{n}d")(average)
-    # `torch._C._nn.adaptive_max_pool2d` and aten's give indices always; the functions in `torch.nn.functional` on demand.
+    # `torch._C._nn` and aten give indices always, the functions in `torch.nn.functional` on demand.
     implements(f"adaptive_max_pool{n}d", f"F.adaptive_max_pool{n}d_with_indices")(with_indices)
     implements(f"F.adaptive_max_pool{n}d", f"F._adaptive_max_pool{n}d")(maximum)
 

@@ -54,7 +54,7 @@ def sum_(input: Any, dim: Dim = None, keepdim: bool = False, *, dtype: torch.dty
     return _keep(reduce(cast(input, _sum_type(input, dtype)), over), over, keepdim)
 
 
-@implements("sum_to_size")
+@implements("sum_to_size", may_return_input=True)
 def sum_to_size(input: Any, *size: Any) -> Any:
     """Sum over the dimensions along which a tensor of the given size would be broadcast."""
     target = ints(size)
@@ -222,6 +222,7 @@ def _extremum_along(x: Any, dim: int, keepdim: bool, find: Callable) -> Values:
 
 def _enter_extremum(name: str, pairwise: Callable, overall: Callable, find: Callable) -> None:
     """Enter `max` or `min`, each three functions in one: of all entries, along a dimension, of two tensors."""
+
     def rule(input: Any, dim: Any = None, keepdim: bool = False, *, other: Any = None) -> Any:
         second = other if other is not None else dim if np.ndim(dim) or hasattr(dim, "dtype") else None
         if second is not None:
@@ -281,7 +282,9 @@ def norm(input: Any, p: Any = "fro", dim: Dim = None, keepdim: bool = False, dty
 
 
 @implements("linalg_norm")
-def linalg_norm(input: Any, ord: Any = None, dim: Dim = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+def linalg_norm(
+    input: Any, ord: Any = None, dim: Dim = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
     """Vector norm, or a matrix norm where two dimensions and an order are given."""
     dims = axes(dim, np.ndim(input))
     if ord is None or len(dims) == 1:
@@ -291,7 +294,12 @@ def linalg_norm(input: Any, ord: Any = None, dim: Dim = None, keepdim: bool = Fa
 
 @implements("linalg_matrix_norm")
 def linalg_matrix_norm(
-    input: Any, ord: Any = "fro", dim: Sequence[int] = (-2, -1), keepdim: bool = False, *, dtype: torch.dtype | None = None
+    input: Any,
+    ord: Any = "fro",
+    dim: Sequence[int] = (-2, -1),
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> Any:
     """Frobenius norm, or the largest or smallest absolute row or column sum."""
     x = cast(input, float_type(input) if dtype is None else dtype)
@@ -302,7 +310,9 @@ def linalg_matrix_norm(
         summed, rest = (rows, columns) if abs(ord) == 1 else (columns, rows)
         sums = lax.expand_dims(lax.reduce_sum(absolute(x), (summed,)), (summed,))
         value = (lax.reduce_max if ord > 0 else lax.reduce_min)(sums, (rest,))
-        return _keep(lax.squeeze(lax.expand_dims(value, (rest,)), (rows, columns)), tuple(sorted((rows, columns))), keepdim)
+        return _keep(
+            lax.squeeze(lax.expand_dims(value, (rest,)), (rows, columns)), tuple(sorted((rows, columns))), keepdim
+        )
     raise NotSupportedError(
         f"`torch.linalg.matrix_norm(ord={ord!r})` needs singular values, which this bridge does not compute. "
         "Use the Frobenius norm, or register a rule with `etrace_bridge.register_op`."

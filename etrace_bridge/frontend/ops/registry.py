@@ -1,8 +1,8 @@
 """The op table: one dict from torch op names to JAX rules, and the ways into it.
 
-A rule is a pure function on JAX arrays and Python numbers with torch's signature and torch's result dtype. Keys are names:
+A rule is a pure function on JAX arrays and Python numbers, with torch's signature and torch's result dtypes. Keys:
 
-* ``"add"`` serves `torch.add`, `Tensor.add`, `Tensor.__add__`, `Tensor.add_` and ``aten::add.*``, whose signatures agree;
+* ``"add"`` serves `torch.add`, `Tensor.add`, `Tensor.__add__`, `Tensor.add_` and ``aten::add.*``, all of one signature;
 * ``"F.embedding"`` serves `torch.nn.functional.embedding`, where its signature differs from `torch.embedding`, and
   ``"Tensor.where"`` the method, where it differs from the function;
 * ``"aten::native_dropout"`` serves an aten overload whose signature differs from the torch-level function of that name;
@@ -52,7 +52,7 @@ class OpRule:
         return [args[positions[n]] if positions[n] < len(args) else kwargs.get(n) for n in self.writes]
 
     def writes_input(self, args: tuple, kwargs: dict) -> bool:
-        """Tell whether this call writes to its first argument, by name (`relu_`) or by flag (``relu(x, inplace=True)``)."""
+        """Tell whether this call writes to its first argument, by name (`relu_`) or by flag (`inplace=True`)."""
         if self.inplace:
             return True
         position = _inplace_position(self.rule)
@@ -100,7 +100,9 @@ def implements(
 
     def enter(rule: Callable) -> Callable:
         for name in names:
-            _RULES[name] = OpRule(name, _normalise_arguments(rule), _is_inplace_name(name), view, may_return_input, writes)
+            _RULES[name] = OpRule(
+                name, _normalise_arguments(rule), _is_inplace_name(name), view, may_return_input, writes
+            )
         _LOOKUP_CACHE.clear()
         return rule
 
@@ -119,8 +121,8 @@ def register_op(op: Callable | str, rule: Callable | None = None, *, view: bool 
             eb.register_op("mylib::decay", lambda v, tau: v * jax.numpy.exp(-1 / tau))   # torch.ops.mylib.decay
 
     Args:
-        op: The torch function (`torch.special.i0`, `torch.ops.mylib.decay`), or its name in the table. Methods, in-place
-            variants and aten overloads of the same name follow.
+        op: The torch function (`torch.special.i0`, `torch.ops.mylib.decay`), or its name in the table. Methods,
+            in-place variants and aten overloads of the same name follow.
         rule: The JAX function. Left out, `register_op(op)` is a decorator.
         view: The result aliases the first argument.
 
@@ -130,14 +132,18 @@ def register_op(op: Callable | str, rule: Callable | None = None, *, view: bool 
     if rule is None:
         return functools.partial(register_op, op, view=view)
     if not callable(rule):
-        raise InputError(f"`register_op` got a rule of type `{type(rule).__name__}` for {op!r}. It must be a function on JAX arrays.")
+        raise InputError(
+            f"`register_op` got a rule of type `{type(rule).__name__}` for {op!r}. It must be a function on JAX arrays."
+        )
     if isinstance(op, str):
         return implements(op, view=view)(rule)
     if not callable(op):
         raise InputError(f"`register_op` got {op!r}. The op must be a torch function, a `torch.ops` entry or a name.")
-    names = _candidate_keys(op)
-    _BY_FUNCTION[op] = OpRule(getattr(op, "__name__", str(op)), _normalise_arguments(rule), view=view)
-    return implements(*names[-1:], view=view)(rule)
+    name = getattr(op, "__name__", str(op))
+    _BY_FUNCTION[op] = OpRule(name, _normalise_arguments(rule), _is_inplace_name(name), view)
+    keys = _candidate_keys(op)
+    # A rule for a function of `torch.nn.functional` may have that function's own signature: it serves no other.
+    return implements(*(keys[:1] if keys and keys[0].startswith("F.") else keys[-1:]), view=view)(rule)
 
 
 def _is_inplace_name(name: str) -> bool:
@@ -268,8 +274,8 @@ def next_key() -> Any:
     make_key = _KEY_SOURCE.get()
     if make_key is None:
         raise TracingError(
-            "A random torch op (dropout, bernoulli, rand_like, ...) ran where no random key is available. Random ops need a key "
-            "per step, so that a trace can be replayed. Call the model through `eb.wrap`, or run the rule inside "
-            "`with key_source(make_key):`."
+            "A random torch op (dropout, bernoulli, rand_like, ...) ran where no random key is available. Random ops "
+            "need a key per step, so that a trace can be replayed. Call the model through `eb.wrap`, or run the "
+            "rule inside `with key_source(make_key):`."
         )
     return make_key()

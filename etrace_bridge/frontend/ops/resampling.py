@@ -14,9 +14,10 @@ from etrace_bridge._errors import NotSupportedError
 from etrace_bridge.frontend.ops.arrays import is_float, scalar
 from etrace_bridge.frontend.ops.convolution import Sizes, each
 from etrace_bridge.frontend.ops.indexing import index_select
+from etrace_bridge.frontend.ops.joining import flip
 from etrace_bridge.frontend.ops.pooling import average_axis, weigh_axis
 from etrace_bridge.frontend.ops.registry import implements
-from etrace_bridge.frontend.ops.shape import flip, reshape, slice_dim
+from etrace_bridge.frontend.ops.shape import reshape, slice_dim
 
 # ---- padding
 
@@ -114,7 +115,9 @@ def _resize_axis(x: Any, d: int, count: int, scale: float | None, mode: str, ali
     if mode in ("nearest", "nearest-exact"):
         return index_select(x, d, _nearest(n, count, scale, mode == "nearest-exact"))
     weights = _cubic_weights if mode == "bicubic" else _linear_weights
-    return x if n == count and scale is None else weigh_axis(x, d, weights(n, count, scale, align_corners).astype(x.dtype))
+    return (
+        x if n == count and scale is None else weigh_axis(x, d, weights(n, count, scale, align_corners).astype(x.dtype))
+    )
 
 
 @implements("interpolate", "upsample")
@@ -130,8 +133,8 @@ def interpolate(
     """Resize space by the nearest entry, linearly, or by area."""
     if antialias or (not is_float(input) and not mode.startswith("nearest")):
         raise NotSupportedError(
-            f"`interpolate(mode={mode!r}, antialias={antialias})` on `{input.dtype}` has no rule. Use a floating tensor without "
-            "antialiasing, or register a rule for `torch.nn.functional.interpolate` with `etrace_bridge.register_op`."
+            f"`interpolate(mode={mode!r}, antialias={antialias})` on `{input.dtype}` has no rule. Use a floating "
+            "tensor without antialiasing, or give `torch.nn.functional.interpolate` a rule with `eb.register_op`."
         )
     n = np.ndim(input) - 2
     space = np.shape(input)[2:]

@@ -1,4 +1,4 @@
-"""Shape ops: views, concatenation, repetition. Purely structural, so they also run on integer index arrays."""
+"""Views: other shapes of the same entries. Purely structural, so they also run on integer index arrays."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import torch
 from jax import lax
 
 from etrace_bridge.frontend.ops.arrays import axes, axis, expand_to, ints
-from etrace_bridge.frontend.ops.dtypes import cast, result_type, to_jax_dtype
+from etrace_bridge.frontend.ops.dtypes import to_jax_dtype
 from etrace_bridge.frontend.ops.registry import implements
-
-# ---- views
 
 
 def _resolve(shape: Sequence[int], size: int) -> tuple[int, ...]:
@@ -29,12 +27,15 @@ def reshape(x: Any, shape: Sequence[int]) -> Any:
     return x if np.shape(x) == shape else lax.reshape(x, shape)
 
 
-@implements("view", "reshape", "_unsafe_view", "_reshape_alias", view=True)
+@implements("view", "reshape", "_unsafe_view", view=True)
 def view(input: Any, *shape: Any) -> Any:
     """Reinterpret the shape, or (with a dtype) the bits."""
     if shape and isinstance(shape[0], torch.dtype):
         return _bitcast(input, shape[0])
     return reshape(input, _resolve(ints(shape), np.size(input)))
+
+
+implements("_reshape_alias", view=True)(lambda input, size, stride: view(input, size))
 
 
 def _bitcast(x: Any, dtype: torch.dtype) -> Any:
@@ -188,7 +189,11 @@ def slice_dim(input: Any, dim: int = 0, start: int | None = None, end: int | Non
     """`input[start:end:step]` along one dimension, with Python's clipping."""
     d = axis(dim, np.ndim(input))
     begin, stop, _ = slice(start, end).indices(np.shape(input)[d])
-    return input if (begin, stop, step) == (0, np.shape(input)[d], 1) else lax.slice_in_dim(input, begin, max(begin, stop), step, d)
+    return (
+        input
+        if (begin, stop, step) == (0, np.shape(input)[d], 1)
+        else lax.slice_in_dim(input, begin, max(begin, stop), step, d)
+    )
 
 
 @implements("narrow", view=True)
@@ -206,7 +211,9 @@ def select_dim(input: Any, dim: int, index: int) -> Any:
     d = axis(dim, np.ndim(input))
     size = np.shape(input)[d]
     if not -size <= index < size:
-        raise IndexError(f"select(): index {index} out of range for tensor of size {list(np.shape(input))} at dimension {dim}")
+        raise IndexError(
+            f"select(): index {index} out of range for tensor of size {list(np.shape(input))} at dimension {dim}"
+        )
     return lax.index_in_dim(input, int(index) % size, d, keepdims=False)
 
 
@@ -267,7 +274,9 @@ def diagonal(input: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
     return slice_dim(flat, -1, 0, n * n, n + 1)
 
 
-implements("linalg_diagonal", view=True)(lambda input, *, offset=0, dim1=-2, dim2=-1: diagonal(input, offset, dim1, dim2))
+implements("linalg_diagonal", view=True)(
+    lambda input, *, offset=0, dim1=-2, dim2=-1: diagonal(input, offset, dim1, dim2)
+)
 
 
 @implements("unfold", view=True)
@@ -282,106 +291,7 @@ def unfold(input: Any, dimension: int, size: int, step: int) -> Any:
     return transpose_to(stacked, [i for i in range(stacked.ndim) if i != d + 1] + [d + 1])
 
 
-implements("detach", "alias", view=True)(lambda input: lax.stop_gradient(input))
+implements("detach", view=True)(lambda input: lax.stop_gradient(input))
+implements("alias", view=True)(lambda input: input)
 implements("contiguous", may_return_input=True)(lambda input: input)
 implements("clone", "lift_fresh_copy", "lift_fresh", "positive")(lambda input: input)
-
-
-# ---- joining and repeating
-
-
-@implements("cat", "concat", "concatenate")
-def cat(tensors: Sequence[Any], dim: int = 0) -> Any:
-    """Concatenate; vectors of length 0 are skipped whatever the other shapes, as torch does."""
-    dtype = result_type(*tensors)
-    kept = [cast(x, dtype) for x in tensors if np.shape(x) != (0,)] or [cast(tensors[0], dtype)]
-    return kept[0] if len(kept) == 1 else lax.concatenate(kept, axis(dim, np.ndim(kept[0])))
-
-
-@implements("stack")
-def stack(tensors: Sequence[Any], dim: int = 0) -> Any:
-    """Concatenate along a new dimension."""
-    d = axis(dim, np.ndim(tensors[0]) + 1)
-    return cat([lax.expand_dims(x, (d,)) for x in tensors], d)
-
-
-@implements("vstack", "row_stack")
-def vstack(tensors: Sequence[Any]) -> Any:
-    """Stack rows."""
-    return cat([atleast_2d(x) for x in tensors], 0)
-
-
-@implements("column_stack")
-def column_stack(tensors: Sequence[Any]) -> Any:
-    """Put vectors side by side as columns."""
-    return cat([reshape(x, (np.size(x), 1)) if np.ndim(x) < 2 else x for x in tensors], 1)
-
-
-@implements("hstack")
-def hstack(tensors: Sequence[Any]) -> Any:
-    """Stack columns."""
-    tensors = [atleast_1d(x) for x in tensors]
-    return cat(tensors, 0 if np.ndim(tensors[0]) == 1 else 1)
-
-
-@implements("repeat", "tile")
-def repeat(input: Any, *repeats: Any) -> Any:
-    """Repeat the whole tensor along each dimension."""
-    times = ints(repeats)
-    ndim = max(len(times), np.ndim(input))
-    times = (1,) * (ndim - len(times)) + times
-    shape = (1,) * (ndim - np.ndim(input)) + np.shape(input)
-    if all(n == 1 for n in times):
-        return reshape(input, shape)
-    # (a, b) repeated (m, n) times is a broadcast to (m, a, n, b) that is then merged.
-    wide = [s for pair in zip(times, shape, strict=True) for s in pair]
-    places = [2 * d + 1 for d in range(ndim)]
-    return reshape(lax.broadcast_in_dim(reshape(input, shape), wide, places), [n * s for n, s in zip(times, shape, strict=True)])
-
-
-@implements("repeat_interleave")
-def repeat_interleave(input: Any, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> Any:
-    """Repeat each entry along one dimension."""
-    if not isinstance(repeats, int):
-        repeats = np.asarray(repeats)
-        repeats = int(repeats) if repeats.size == 1 else repeats
-    x = ravel(input) if dim is None else input
-    d = axis(dim or 0, np.ndim(x))
-    if isinstance(repeats, int):
-        wide = lax.broadcast_in_dim(x, (*x.shape[: d + 1], repeats, *x.shape[d + 1 :]), [i + (i > d) for i in range(x.ndim)])
-        return reshape(wide, (*x.shape[:d], x.shape[d] * repeats, *x.shape[d + 1 :]))
-    parts = [slice_dim(x, d, i, i + 1) for i in np.repeat(np.arange(x.shape[d]), repeats)]
-    return lax.concatenate(parts, d)
-
-
-@implements("flip")
-def flip(input: Any, *dims: Any) -> Any:
-    """Reverse along dimensions."""
-    return lax.rev(input, [axis(d, np.ndim(input)) for d in ints(dims)]) if np.ndim(input) else input
-
-
-implements("fliplr")(lambda input: flip(input, 1))
-implements("flipud")(lambda input: flip(input, 0))
-
-
-@implements("roll")
-def roll(input: Any, shifts: Any, dims: Any = ()) -> Any:
-    """Shift entries along dimensions, the end coming back at the start."""
-    shifts = (shifts,) if isinstance(shifts, int) else tuple(shifts)
-    dims = (dims,) if isinstance(dims, int) else tuple(dims)
-    if not dims:
-        return reshape(roll(ravel(input), shifts, 0), np.shape(input))
-    for shift, dim in zip(shifts, dims, strict=True):
-        d = axis(dim, np.ndim(input))
-        cut = -shift % max(np.shape(input)[d], 1) if np.ndim(input) else 0
-        if cut:
-            input = lax.concatenate([slice_dim(input, d, cut), slice_dim(input, d, 0, cut)], d)
-    return input
-
-
-@implements("rot90")
-def rot90(input: Any, k: int = 1, dims: Sequence[int] = (0, 1)) -> Any:
-    """Rotate by 90 degrees in the plane of two dimensions."""
-    a, b = dims
-    turns = {0: lambda x: x, 1: lambda x: transpose(flip(x, b), a, b), 2: lambda x: flip(x, a, b), 3: lambda x: flip(transpose(x, a, b), b)}
-    return turns[k % 4](input)

@@ -12,8 +12,9 @@ from jax import lax
 from etrace_bridge.frontend.ops.arrays import Values, axis, expand_to, full, is_float, scalar, select, zeros_like
 from etrace_bridge.frontend.ops.dtypes import cast, dtype_of, float_type
 from etrace_bridge.frontend.ops.indexing import take_along
+from etrace_bridge.frontend.ops.joining import cat
 from etrace_bridge.frontend.ops.registry import implements
-from etrace_bridge.frontend.ops.shape import cat, slice_dim
+from etrace_bridge.frontend.ops.shape import slice_dim
 
 # ---- running totals
 

@@ -1,0 +1,60 @@
+"""Run the benchmarks: `python -m benchmarks [--quick] [--only NAME ...] [--no-sweep]`.
+
+On a machine that others use, `OMP_NUM_THREADS=1 taskset -c 0 python -m benchmarks --clock cpu` still gives fair ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from benchmarks.baselines import Program
+from benchmarks.harness import CLOCKS, MAKERS, environment, measure, save, table
+from benchmarks.ours import make_ours
+from benchmarks.workloads import WORKLOADS, Workload
+
+
+def _ours_read(workload: Workload) -> Program | None:
+    return make_ours(workload, read_loss=True)
+
+
+def main() -> None:
+    """Measure and print the table; a full run also writes `results.json` and `results.png` beside this file."""
+    names = [workload.name for workload in WORKLOADS]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Ratios to torch BPTT within one run.")
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=names, help=f"some rows of: {', '.join(names)}")
+    parser.add_argument("--quick", action="store_true", help="fewer repeats and a small sweep, nothing is written")
+    parser.add_argument("--no-sweep", action="store_true", help="leave out the plot against T and H")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=0,
+        metavar="SECONDS",
+        help="wait up to this long before each run for a quiet machine",
+    )
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: processor time; bind to one core for it")
+    options = parser.parse_args()
+
+    repeats, budget = (3, 10.0) if options.quick else (7, 60.0)
+    rows = []
+    for workload in WORKLOADS:
+        if options.only and workload.name not in options.only:
+            continue
+        makers = MAKERS | {"ours, loss read": _ours_read} if workload.mode == "step" else MAKERS
+        rows.append(measure(workload, makers, repeats, budget, options.patience, options.clock))
+        print(table(rows[-1:]), flush=True)
+    print("\nRatios to torch BPTT, least time of each program in one interleaved run:\n" + table(rows))
+    if options.only:
+        return
+    report = {"environment": environment(), "rows": rows}
+    if not options.no_sweep:
+        from benchmarks.sweep import plot, sweep
+
+        report["sweep"] = sweep(options.quick, options.patience, options.clock)
+        if not options.quick:
+            plot(report["sweep"])
+    if not options.quick:
+        save(report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,348 @@
+"""`check_gradients`: every online gradient next to torch BPTT, parameter by parameter, on the user's own model."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, overload
+
+import jax
+import numpy as np
+import torch
+from torch import nn
+
+from etrace_bridge._errors import BridgeError, InputError, NotSupportedError
+from etrace_bridge.check_comparison import RuleComparison
+from etrace_bridge.check_expectation import expect
+from etrace_bridge.check_reference import CheckData, Reference, map_tensors, torch_reference
+from etrace_bridge.check_report import GradientReport, compare
+from etrace_bridge.compiler.diagnostics import show_path
+from etrace_bridge.footprint import compile_gradients
+from etrace_bridge.frontend import BridgedModule, to_jax, wrap
+from etrace_bridge.learner import OnlineLearner
+from etrace_bridge.precision import float_dtype, in_precision, torch_dtype
+from etrace_bridge.results import GradientResult
+from etrace_bridge.rules import BPTT, Rule, make_rule
+from etrace_bridge.session import evaluation_mode
+
+_TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 1e-1, "float16": 1e-2}
+_REPEATS = 3  # timed runs of a compiled program, of which the fastest counts
+
+
+@dataclass(frozen=True)
+class _Check:
+    """What all rules of one check share."""
+
+    model: nn.Module
+    net: BridgedModule
+    data: CheckData
+    loss: Callable
+    reduction: str
+    mask: Any
+    dtype: str
+    tolerance: float
+    allow_zero: frozenset[str]
+    notes: tuple[str, ...]
+
+    @property
+    def length(self) -> int:
+        return len(self.data.weights)
+
+    def learner(self, rule: Rule, chunk: int) -> OnlineLearner:
+        return OnlineLearner(self.net, rule=rule, loss=self.loss, chunk=chunk, reduction=self.reduction, guard=False)
+
+    def gradients(self, learner: OnlineLearner) -> GradientResult:
+        xs = self.data.xs if len(self.data.xs) > 1 else self.data.xs[0]
+        return learner.gradients(xs, self.data.targets, self.mask)
+
+
+@overload
+def check_gradients(model: nn.Module, xs: Any, targets: Any, loss: Callable, rule: str | Rule = ..., **options: Any) -> GradientReport: ...
+@overload
+def check_gradients(model: nn.Module, xs: Any, targets: Any, loss: Callable, rule: Sequence[str | Rule], **options: Any) -> RuleComparison: ...
+
+
+def check_gradients(
+    model: nn.Module,
+    xs: Any,
+    targets: Any,
+    loss: Callable[[Any, Any], Any],
+    rule: str | Rule | Sequence[str | Rule] = "d_rtrl",
+    chunk: int | str = "auto",
+    *,
+    dtype: Any = "float64",
+    reduction: str = "mean",
+    mask: Any = None,
+    tolerance: float | None = None,
+    allow_zero: Sequence[str] = (),
+    state: Any = None,
+    sequence: bool | None = None,
+    batch_first: bool | None = None,
+) -> GradientReport | RuleComparison:
+    """Compares a rule's gradients of a sequence with torch's own, by autograd on the torch model itself.
+
+    A parameter that is certified exact must agree with torch; one that is certified approximate is reported with its cosine and
+    what is dropped. A comparison that shows nothing (a silent network, a loss that does not depend on the model, gradients that
+    are all zero, a trace that is never used) is not ok, and says so.
+
+    Args:
+        model: the torch model; it is left as it was.
+        xs: inputs `(T, B, …)`, or `(B, T, …)` for a batch-first model; a tuple for several inputs.
+        targets: targets, time where the inputs have it.
+        loss: torch or JAX callable `(output_t, target_t) -> scalar`.
+        rule: a rule's name or object; several of them give a `RuleComparison`, with time and memory.
+        chunk: steps in a chunk. `"auto"` divides the sequence into three, so that the trace is written and read.
+        dtype: precision in which both sides run: `"float64"`, `"float32"`, or None for the model's own.
+        reduction: `"mean"` or `"sum"` over the steps' losses.
+        mask: (T,) weights of the steps' losses.
+        tolerance: relative error that counts as equal; by default 1e-9 in float64, 1e-5 in float32.
+        allow_zero: names of parameters whose gradient is rightly zero in torch.
+        state: as for `wrap`.
+        sequence: as for `wrap`.
+        batch_first: as for `wrap`.
+    """
+    if not isinstance(model, nn.Module):
+        hint = " Pass `net.model`, after `learner.sync_to_torch()` if it was trained." if isinstance(model, BridgedModule) else ""
+        raise InputError(f"`check_gradients` takes a torch module, not a `{type(model).__name__}`.{hint}")
+    several = isinstance(rule, (list, tuple))
+    rules = [make_rule(r) for r in rule] if several else [make_rule(rule)]  # pyright: ignore[reportGeneralTypeIssues, reportArgumentType]
+    if not rules:
+        raise InputError("`rule` is an empty list; name at least one rule.")
+    precision = torch_dtype(dtype) or float_dtype(model)
+    options = {"state": state, "sequence": sequence, "batch_first": batch_first}
+    with in_precision(model, precision), _explained(model, dtype), contextlib.ExitStack() as stack:
+        check = _prepare(model, xs, targets, loss, precision, options, stack, reduction, mask, tolerance, allow_zero)
+        reference = torch_reference(model, check.net.parameter_names, check.data, loss, options)
+        if several:  # the first run pays for warming up
+            again = [torch_reference(model, check.net.parameter_names, check.data, loss, options) for _ in range(_REPEATS - 1)]
+            reference = replace(reference, seconds=min(r.seconds for r in (reference, *again)))
+        size = _chunk_size(chunk, check.length)
+        truncated = None if size >= check.length else _numpy_grads(check.gradients(check.learner(BPTT(), size)))
+        reports = []
+        for r in rules:
+            own = check.length if isinstance(r, BPTT) and chunk == "auto" else size
+            reports.append(_check_rule(check, r, own, reference, truncated, measured=several))
+    return RuleComparison(tuple(reports)) if several else reports[0]
+
+
+def assert_gradients_close(
+    model: nn.Module, xs: Any, targets: Any, loss: Callable, rule: str | Rule = "rtrl", *, min_cosine: float | None = None, **options: Any
+) -> GradientReport:
+    """Raises an `AssertionError` that reads like `torch.testing.assert_close` unless `check_gradients` is ok; for tests.
+
+    Args:
+        model: the torch model.
+        xs: inputs, as for `check_gradients`.
+        targets: targets.
+        loss: the loss.
+        rule: one rule.
+        min_cosine: least cosine that every parameter must have, for rules that are approximate.
+        **options: further arguments of `check_gradients`.
+
+    Returns:
+        The report.
+    """
+    report = check_gradients(model, xs, targets, loss, rule, **options)
+    texts = report.mismatches()
+    if min_cosine is not None:
+        texts += [
+            f"The gradient of `{p.name}` has cosine {p.cosine:.6f} to torch's; at least {min_cosine} was asked for."
+            for p in report
+            if p.expectation.kind != "none" and p.name not in options.get("allow_zero", ()) and not p.cosine >= min_cosine
+        ]
+    if texts:
+        raise AssertionError("\n\n".join([f"Gradients of `{report.rule}` are not close to torch BPTT.", *texts]))
+    return report
+
+
+@contextlib.contextmanager
+def _explained(model: nn.Module, dtype: Any) -> Iterator[None]:
+    """Turns a failure of a model that has a precision written into it into advice."""
+    try:
+        yield
+    except BridgeError:
+        raise
+    except (RuntimeError, TypeError) as error:
+        if dtype is None or "dtype" not in str(error):
+            raise
+        raise InputError(
+            f"`{type(model).__name__}` cannot run in {dtype}: {error}. A tensor of another precision is made inside the model or its loss. "
+            "Pass `dtype=None` to compare in the model's own precision."
+        ) from error
+
+
+def _prepare(model, xs, targets, loss, precision, options, stack, reduction, mask, tolerance, allow_zero) -> _Check:
+    if not callable(loss):
+        raise InputError(f"`loss` is a {type(loss).__name__}; it must be a callable `(output, target) -> scalar`.")
+    if reduction not in ("mean", "sum"):
+        raise InputError(f"`reduction` is {reduction!r}; it must be 'mean' or 'sum'.")
+    inputs = tuple(_as_tensor(x, precision) for x in (xs if isinstance(xs, (tuple, list)) else (xs,)))
+    if any(x.dim() < 2 for x in inputs):
+        raise InputError("`xs` needs a time axis and a batch axis: (T, B, …), or (B, T, …) for a batch-first model.")
+    wanted = map_tensors(_tensors(targets), lambda t: _as_tensor(t, precision))
+    name = str(precision).removeprefix("torch.")
+    notes: list[str] = []
+
+    def bridge() -> BridgedModule:
+        axis = 1 if _guess_batch_first(model, options) else 0
+        example = tuple(x.select(axis, 0) for x in inputs)
+        net = wrap(model, example_input=example, **options)
+        net.init_state(batch_size=example[0].shape[0])
+        random = net.traced_step(*[to_jax(x) for x in example]).uses_key
+        return net, random
+
+    net, random = bridge()
+    if random:
+        stack.enter_context(evaluation_mode(net))
+        notes.append("the model is random, so both sides were compared in evaluation mode")
+        net, random = bridge()
+        if random:
+            raise NotSupportedError("The model draws random numbers in evaluation mode too, so torch and JAX cannot be compared on it.")
+    length = inputs[0].shape[1 if net.batch_first else 0]
+    weights = np.ones(length) if mask is None else np.asarray(_as_tensor(mask, torch.float64), dtype=np.float64)
+    if weights.shape != (length,):
+        raise InputError(f"`mask` has shape {weights.shape}; it must be ({length},), one weight a step.")
+    if reduction == "mean":
+        if not weights.sum() > 0:
+            raise InputError("`mask` has no step with a positive weight, so there is no mean loss.")
+        weights = weights / weights.sum()
+    unknown = sorted(set(allow_zero) - set(net.parameter_names))
+    if unknown:
+        raise InputError(f"`allow_zero` names parameters that the model does not train: {', '.join(unknown)}.")
+    data = CheckData(inputs, wanted, weights, net.batch_first)
+    allowed = _TOLERANCE.get(name, 1e-5) if tolerance is None else tolerance
+    return _Check(model, net, data, loss, reduction, mask, name, allowed, frozenset(allow_zero), tuple(notes))
+
+
+def _guess_batch_first(model: nn.Module, options: dict) -> bool:
+    return wrap(model, **options).batch_first
+
+
+def _as_tensor(x: Any, precision: torch.dtype) -> torch.Tensor:
+    tensor = x.detach().cpu() if isinstance(x, torch.Tensor) else torch.tensor(np.asarray(x))
+    return tensor.to(precision) if tensor.is_floating_point() else tensor.clone()
+
+
+def _tensors(tree: Any) -> Any:
+    """NumPy and JAX arrays in a tree of targets as tensors."""
+    is_leaf = lambda x: isinstance(x, (torch.Tensor, np.ndarray, jax.Array))  # noqa: E731
+    return jax.tree.map(lambda x: x if isinstance(x, torch.Tensor) else torch.tensor(np.asarray(x)), tree, is_leaf=is_leaf)
+
+
+def _chunk_size(chunk: int | str, length: int) -> int:
+    if chunk == "auto":
+        return max(1, math.ceil(length / 3))
+    if isinstance(chunk, bool) or not isinstance(chunk, (int, np.integer)) or chunk < 1:
+        raise InputError(f"`chunk` is {chunk!r}; it must be 'auto' or a positive number of steps.")
+    return min(int(chunk), length)
+
+
+def _numpy_grads(result: GradientResult) -> dict[str, np.ndarray]:
+    return {name: g.numpy(force=True) for name, g in result.grads.items()}
+
+
+def _check_rule(
+    check: _Check, rule: Rule, chunk: int, reference: Reference, truncated: dict[str, np.ndarray] | None, measured: bool
+) -> GradientReport:
+    learner = check.learner(rule, chunk)
+    result = check.gradients(learner)
+    online = _numpy_grads(result)
+    certificates = {show_path(path): c for path, c in learner.graph.certificate().items()}
+    scale = max((float(np.linalg.norm(g.reshape(-1))) for g in reference.grads.values()), default=0.0)
+    floor = 16 * float(torch.finfo(getattr(torch, check.dtype)).eps) * scale
+    parameters = {}
+    for name, wanted in reference.grads.items():
+        found = online.get(name, np.zeros_like(wanted))
+        past = None if truncated is None else _share(wanted - truncated.get(name, np.zeros_like(wanted)), wanted)
+        promise = expect(rule, certificates.get(name), check.length, chunk)
+        parameters[name] = compare(name, found, wanted, promise, check.tolerance, floor, past, name in check.allow_zero)
+    problems = [*_forward_problems(check, result, reference), *_empty_problems(check, reference, scale)]
+    if not problems and not isinstance(rule, BPTT):
+        problems += _trace_problems(check, chunk, certificates, parameters)
+    seconds = memory = None
+    if measured:
+        seconds = min(_timed(lambda: jax.block_until_ready(check.gradients(learner).raw_grads)) for _ in range(_REPEATS))
+        memory = _memory(check, learner, rule, chunk)
+    return GradientReport(
+        rule=rule.name or type(rule).__name__, parameters=parameters, problems=tuple(problems), notes=check.notes, steps=check.length,
+        chunk=chunk, dtype=check.dtype, tolerance=check.tolerance, loss=result.loss, torch_loss=reference.loss, seconds=seconds,
+        torch_seconds=reference.seconds, memory=memory,
+    )  # fmt: skip
+
+
+def _share(part: np.ndarray, whole: np.ndarray) -> float:
+    norm = float(np.linalg.norm(whole.reshape(-1)))
+    return float(np.linalg.norm(part.reshape(-1))) / norm if norm else 0.0
+
+
+def _timed(call: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def _memory(check: _Check, learner: OnlineLearner, rule: Rule, chunk: int) -> int:
+    session = learner._runtime.session
+    time_major = lambda t: t.transpose(0, 1) if check.data.batch_first and t.dim() > 1 else t  # noqa: E731
+    args = [to_jax(time_major(x)) for x in check.data.xs]
+    targets = map_tensors(check.data.targets, lambda t: to_jax(time_major(t)))
+    loss = learner._runtime.loss_for(check.data.target(0))
+    return compile_gradients(session, rule, loss, args, targets, chunk, check.reduction).memory
+
+
+def _forward_problems(check: _Check, result: GradientResult, reference: Reference) -> list[str]:
+    """Differences in what both sides computed before any gradient."""
+    arrays = [np.asarray(x) for x in jax.tree.leaves(result.raw_outputs)]
+    for step, wanted in enumerate(reference.outputs):
+        if len(wanted) != len(arrays):
+            return [f"The model gives {len(wanted)} output tensors in torch and {len(arrays)} when bridged."]
+        for n, (array, expected) in enumerate(zip(arrays, wanted, strict=True)):
+            found = array[step]
+            if found.shape != expected.shape:
+                return [f"Output {n} has shape {found.shape} when bridged and {expected.shape} in torch."]
+            size = max(1.0, float(np.abs(expected).max(initial=0)))
+            difference = np.abs(found.astype(complex) - expected)
+            if not bool(np.all(difference <= 10 * check.tolerance * size)):
+                where = tuple(int(i) for i in np.unravel_index(int(np.argmax(difference)), difference.shape))
+                return [
+                    f"The outputs differ at step {step}, so the gradients are those of different functions: output {n} at index {where} is "
+                    f"{found[where].item()!r} when bridged and {expected[where].item()!r} in torch (up to {10 * check.tolerance * size:g} allowed)."
+                ]
+    if not math.isfinite(reference.loss):
+        return [f"The loss is {reference.loss} in torch."]
+    return []
+
+
+def _empty_problems(check: _Check, reference: Reference, scale: float) -> list[str]:
+    """Why the comparison shows nothing, if it does not."""
+    if not reference.reaches_output:
+        return ["The loss does not depend on the model: its derivative by every output is zero or missing, so every gradient is zero."]
+    if not reference.reaches_parameter or scale == 0:
+        return ["All gradients are zero in torch, so there is nothing to compare. (Frozen parameters? A detached state? Saturated units?)"]
+    if not reference.hears_input:
+        zero = all(not bool(x.any()) for x in check.data.xs)
+        if zero:
+            return ["The input is zero at every step, so most of the model is not exercised. Compare on real data."]
+        return [
+            "The network is silent: its outputs are the same as for an input of zeros. Scale up the input or the weights until its units "
+            "respond, or compare on real data."
+        ]
+    return []
+
+
+def _trace_problems(check: _Check, chunk: int, certificates: dict, parameters: dict) -> list[str]:
+    """Why the rule's memory of the past is not tested, if it is not."""
+    if chunk >= check.length:
+        steps = "one step" if check.length == 1 else f"{check.length} steps"
+        return [f"The trace is never used: the sequence of {steps} is one chunk. Give a longer sequence or a smaller `chunk`."]
+    if not np.any(check.data.weights[chunk:]):
+        return [f"The trace is never used: only the first chunk of {chunk} steps has a loss."]
+    carried = [name for name, c in certificates.items() if c.kind in ("traced", "upstream")]
+    if not carried:
+        return ["The trace is never used: no parameter reaches the loss through a hidden state, so this model has no recurrence to learn."]
+    if all((parameters[name].past or 0.0) <= check.tolerance for name in carried if name in parameters):
+        return ["The trace is never used: no gradient comes from before the chunk of the loss. The states may be detached or reset at every step."]
+    return []

@@ -1,0 +1,98 @@
+"""Several rules on one model: fidelity, time and memory side by side, and which to take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from etrace_bridge._errors import InputError
+from etrace_bridge.check_html import render_page
+from etrace_bridge.check_report import GradientReport, write_json, write_text
+from etrace_bridge.check_text import render_comparison, size
+from etrace_bridge.footprint import parse_bytes
+
+
+@dataclass(frozen=True)
+class RuleComparison:
+    """The reports of several rules on one model and one sequence.
+
+    Attributes:
+        reports: one a rule, in the order asked for.
+    """
+
+    reports: tuple[GradientReport, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every report is."""
+        return all(r.ok for r in self.reports)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __getitem__(self, rule: str) -> GradientReport:
+        for report in self.reports:
+            if report.rule == rule:
+                return report
+        raise InputError(f"There is no rule `{rule}` in this comparison. It has: {', '.join(r.rule for r in self.reports)}.")
+
+    def __iter__(self) -> Iterator[GradientReport]:
+        return iter(self.reports)
+
+    def __len__(self) -> int:
+        return len(self.reports)
+
+    @property
+    def steps(self) -> int:
+        """Steps in the sequence."""
+        return self.reports[0].steps
+
+    @property
+    def dtype(self) -> str:
+        """The precision of the comparison."""
+        return self.reports[0].dtype
+
+    @property
+    def torch_seconds(self) -> float | None:
+        """Time of torch's forward and backward pass."""
+        return self.reports[0].torch_seconds
+
+    def recommend(self, budget: int | float | str) -> GradientReport:
+        """The most faithful rule, as measured, whose program fits into a memory budget; of equals, the smaller one.
+
+        Args:
+            budget: bytes, or text such as `"500MB"`.
+        """
+        limit = parse_bytes(budget)
+        fitting = [r for r in self.reports if r.ok and r.memory is not None and r.memory <= limit]
+        if not fitting:
+            sizes = ", ".join(f"{r.rule} {size(r.memory)}{'' if r.ok else ' (not ok)'}" for r in self.reports)
+            raise InputError(f"No rule of this comparison is ok and fits into {size(limit)}: {sizes}. Raise the budget, or use a smaller batch.")
+        return min(fitting, key=lambda r: (round(_distance(r), 6), r.memory))
+
+    def __str__(self) -> str:
+        return render_comparison(self)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings."""
+        return {"ok": self.ok, "rules": [r.to_dict() for r in self.reports]}
+
+    def to_json(self, path: str | PathLike | None = None) -> str:
+        """The comparison as JSON; written to `path` if there is one."""
+        return write_json(self.to_dict(), path)
+
+    def to_html(self, path: str | PathLike) -> Path:
+        """Writes the comparison as one HTML file that needs nothing else; returns its path."""
+        return write_text(render_page(self.reports), path)
+
+
+def _distance(report: GradientReport) -> float:
+    """How far all gradients together are from torch's direction."""
+    return 1 - report.cosine if math.isfinite(report.cosine) else math.inf

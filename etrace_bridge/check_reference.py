@@ -1,0 +1,185 @@
+"""The torch side of a gradient check: the model stepped over the sequence, differentiated by torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import torch
+from torch import nn
+
+from etrace_bridge._errors import InputError
+from etrace_bridge.frontend import run_torch, to_jax, to_torch
+from etrace_bridge.frontend.reference import TorchRun
+from etrace_bridge.frontend.snapshot import restored
+from etrace_bridge.frontend.state import flatten_state, unflatten_state
+
+
+@dataclass(frozen=True)
+class CheckData:
+    """The data of a check, cast to its precision.
+
+    Attributes:
+        xs: inputs as the model takes them, `(T, B, …)` or `(B, T, …)`.
+        targets: targets, time where the inputs have it; a tensor or a tree of them.
+        weights: (T,) factors of the steps' losses.
+        batch_first: the second axis is time.
+    """
+
+    xs: tuple[torch.Tensor, ...]
+    targets: Any
+    weights: np.ndarray
+    batch_first: bool
+
+    def target(self, step: int) -> Any:
+        """The target of one step."""
+        return map_tensors(self.targets, lambda t: t.select(1 if self.batch_first and t.dim() > 1 else 0, step))
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What torch computed.
+
+    Attributes:
+        grads: gradient by parameter name; zeros where torch finds no path.
+        outputs: the output of each step, as lists of arrays.
+        loss: the loss of the sequence.
+        reaches_output: the loss has a derivative by the model's outputs.
+        reaches_parameter: some parameter has a path to the loss.
+        hears_input: the outputs differ from those for an input of zeros.
+        seconds: time of forward and backward, the loss aside.
+    """
+
+    grads: dict[str, np.ndarray]
+    outputs: list[list[np.ndarray]]
+    loss: float
+    reaches_output: bool
+    reaches_parameter: bool
+    hears_input: bool
+    seconds: float
+
+
+def map_tensors(tree: Any, fun: Callable[[torch.Tensor], Any]) -> Any:
+    """Applies a function to every tensor of a tree of tuples, lists and dicts."""
+    if isinstance(tree, torch.Tensor):
+        return fun(tree)
+    if isinstance(tree, Mapping):
+        return {key: map_tensors(value, fun) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tensors(value, fun) for value in tree))
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(map_tensors(value, fun) for value in tree)
+    return tree
+
+
+def torch_reference(
+    model: nn.Module, names: Sequence[str], data: CheckData, loss: Callable, options: Mapping[str, Any]
+) -> Reference:
+    """Runs torch BPTT.
+
+    Args:
+        model: the torch model, left as it was.
+        names: the parameters to differentiate by.
+        data: the sequence.
+        loss: torch or JAX callable.
+        options: arguments of `run_torch`.
+    """
+    named = dict(model.named_parameters())
+    parameters = [named[name] for name in names]
+    run = _run(model, data, options)
+    value, total = _losses(run, data, loss)
+    begin = time.perf_counter()
+    found = [None] * len(parameters)
+    if total.requires_grad and parameters:
+        found = torch.autograd.grad(total, parameters, allow_unused=True, retain_graph=True)
+    seconds = run.seconds + time.perf_counter() - begin
+    tensors = [t for output in run.outputs for _, t in flatten_state(output)[0] if t.requires_grad]
+    by_output = ()
+    if total.requires_grad and tensors:
+        by_output = torch.autograd.grad(total, tensors, allow_unused=True)
+    reaches_output = any(g is not None and g.numel() > 0 and bool(g.abs().max() > 0) for g in by_output)
+    grads = {
+        name: np.zeros(tuple(p.shape), np.dtype(str(p.dtype).removeprefix("torch."))) if g is None else g.detach().numpy(force=True)
+        for name, p, g in zip(names, parameters, found, strict=True)
+    }
+    outputs = [[t.detach().numpy(force=True) for _, t in flatten_state(o)[0]] for o in run.outputs]
+    return Reference(
+        grads, outputs, value, reaches_output, any(g is not None for g in found),
+        _hears_input(model, data, options, outputs), seconds,
+    )  # fmt: skip
+
+
+def _run(model: nn.Module, data: CheckData, options: Mapping[str, Any]) -> TorchRun:
+    xs = data.xs if len(data.xs) > 1 else data.xs[0]
+    with torch.enable_grad():
+        return run_torch(model, xs, **options)
+
+
+def _losses(run: TorchRun, data: CheckData, loss: Callable) -> tuple[float, torch.Tensor]:
+    """The loss of the sequence as a number, and a tensor with its gradient."""
+    if len(run.outputs) != len(data.weights):
+        raise InputError(f"The model made {len(run.outputs)} outputs from {len(data.weights)} steps.")
+    is_torch = _is_torch_loss(loss, run.outputs[0], data.target(0))
+    value, total = 0.0, torch.zeros((), dtype=torch.float64)
+    for step, (output, weight) in enumerate(zip(run.outputs, data.weights.tolist(), strict=True)):
+        if weight == 0:
+            continue
+        number, tensor = (_torch_loss if is_torch else _jax_loss)(loss, output, data.target(step))
+        value += weight * number
+        total = total + weight * tensor
+    return value, total
+
+
+def _torch_loss(loss: Callable, output: Any, target: Any) -> tuple[float, torch.Tensor]:
+    value = loss(output, target)
+    if value.dim() != 0:
+        raise InputError(f"The loss must return a scalar for one step; it returned shape {tuple(value.shape)}.")
+    return float(value.detach()), value
+
+
+def _jax_loss(loss: Callable, output: Any, target: Any) -> tuple[float, torch.Tensor]:
+    """A loss written in JAX: its derivative by the outputs is JAX's, and torch takes it from there."""
+    leaves, skeleton = flatten_state(output)
+    tensors = [t for _, t in leaves]
+    arrays = [to_jax(t.detach()) for t in tensors]
+    floats = [n for n, t in enumerate(tensors) if t.is_floating_point()]
+    wanted = map_tensors(target, lambda t: to_jax(t))
+
+    def of_floats(some: list[Any]) -> Any:
+        full = list(arrays)
+        for n, x in zip(floats, some, strict=True):
+            full[n] = x
+        return loss(unflatten_state(skeleton, full), wanted)
+
+    value, grads = jax.value_and_grad(of_floats)([arrays[n] for n in floats])
+    terms = [(to_torch(g) * tensors[n]).sum() for n, g in zip(floats, grads, strict=True)]
+    return float(value), torch.stack([t.double() for t in terms]).sum()
+
+
+def _is_torch_loss(loss: Callable, output: Any, target: Any) -> bool:
+    """Whether a loss works on torch tensors; one of torch's own must, so its error is the user's answer."""
+    if isinstance(loss, nn.Module) or (getattr(loss, "__module__", None) or "").startswith("torch"):
+        return True
+    try:
+        return isinstance(loss(map_tensors(output, torch.Tensor.detach), target), torch.Tensor)
+    except Exception:  # user code may fail in any way on arrays of the other library
+        return False
+
+
+def _hears_input(model: nn.Module, data: CheckData, options: Mapping[str, Any], outputs: list[list[np.ndarray]]) -> bool:
+    """Whether the outputs are any different from those for an input of zeros."""
+    zeros = tuple(torch.zeros_like(x) for x in data.xs)
+    if all(torch.equal(x, z) for x, z in zip(data.xs, zeros, strict=True)):
+        return False
+    with torch.no_grad(), restored(model):
+        run = run_torch(model, zeros if len(zeros) > 1 else zeros[0], **options)
+    silent = [[t.detach().numpy(force=True) for _, t in flatten_state(o)[0]] for o in run.outputs]
+    return any(
+        not np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
+        for here, there in zip(outputs, silent, strict=True)
+        for a, b in zip(here, there, strict=True)
+    )

@@ -1,0 +1,123 @@
+"""A gradient check as text for a terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from etrace_bridge.check import RuleComparison
+    from etrace_bridge.check_report import GradientReport, ParameterReport
+
+_HEADER = ("parameter", "cosine", "rel. error", "norm ratio", "signs", "largest difference", "past", "expected", "verdict")
+
+
+def render_report(report: GradientReport) -> str:
+    """A headline, what is wrong, a row a parameter, and the reasons of what is not exact."""
+    lines = [
+        f"{report.rule} against torch BPTT: {'ok' if report.ok else 'NOT OK'}",
+        f"{report.steps} steps in chunks of {report.chunk}, {report.dtype}, equal means within {report.tolerance:g}; "
+        f"loss {report.loss:.6g} (torch {report.torch_loss:.6g}); all gradients together: cosine {number(report.cosine, 5)}, "
+        f"relative error {small(report.relative_error)}",
+        *(f"PROBLEM: {text}" for text in report.problems),
+        "",
+        *table(_HEADER, [row(p) for p in report]),
+    ]
+    reasons: dict[str, list[str]] = {}
+    for p in report:
+        if p.expectation.kind != "exact" or not p.ok:
+            reasons.setdefault(f"{p.expectation.kind}: {p.expectation.reason}", []).append(p.name)
+    if reasons:
+        lines += ["", "Why"]
+        for reason, names in reasons.items():
+            lines += [f"  {', '.join(names)}", f"    {reason}"]
+    for text in report.mismatches()[len(report.problems) :]:
+        lines += ["", text]
+    lines += [f"note: {note}" for note in report.notes]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def row(p: ParameterReport) -> tuple[str, ...]:
+    """The cells of one parameter."""
+    where = f"{small(p.max_difference)} at {p.max_index}" if p.max_index else small(p.max_difference)
+    return (
+        p.name, number(p.cosine, 5), small(p.relative_error), number(p.norm_ratio, 4), percent(p.sign_agreement), where,
+        "-" if p.past is None else percent(p.past), p.expectation.kind, p.verdict,
+    )  # fmt: skip
+
+
+_RULES = ("rule", "ok", "cosine", "rel. error", "worst parameter", "exact", "time", "of torch BPTT", "memory")
+
+
+def render_comparison(comparison: RuleComparison) -> str:
+    """A row a rule: fidelity, time, memory."""
+    lines = [
+        f"{len(comparison.reports)} rules on {comparison.steps} steps, {comparison.dtype}; "
+        f"torch BPTT takes {seconds(comparison.torch_seconds)}",
+        "",
+        *table(_RULES, [rule_row(r) for r in comparison]),
+    ]
+    for report in comparison:
+        lines += [f"PROBLEM ({report.rule}): {text}" for text in report.problems]
+        if not report.ok and not report.problems:
+            lines += ["", f"{report.rule}:", *report.mismatches()]
+    lines += [f"note: {note}" for note in dict.fromkeys(n for r in comparison for n in r.notes)]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def rule_row(report: GradientReport) -> tuple[str, ...]:
+    """The cells of one rule."""
+    worst = report.worst() if len(report) else None
+    exact = sum(p.verdict == "exact" for p in report)
+    ratio = "-"
+    if report.seconds is not None and report.torch_seconds:
+        ratio = f"{report.seconds / report.torch_seconds:.2f} x"
+    return (
+        report.rule, "ok" if report.ok else "NOT OK", number(report.cosine, 5), small(report.relative_error),
+        f"{worst.name} ({number(worst.cosine, 3)})" if worst else "-", f"{exact}/{len(report)}", seconds(report.seconds), ratio,
+        size(report.memory),
+    )  # fmt: skip
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns as wide as their longest entry."""
+    widths = [max(len(r[n]) for r in (header, *rows)) for n in range(len(header))]
+    lines = ["  ".join(cell.ljust(w) for cell, w in zip(r, widths, strict=True)) for r in (header, *rows)]
+    return [lines[0], "  ".join("-" * w for w in widths), *lines[1:]]
+
+
+def number(value: float, digits: int) -> str:
+    """A number near one; the digits after the point do not round a difference away."""
+    if not math.isfinite(value):
+        return "-" if math.isnan(value) else "inf"
+    return f"{value:.{digits}f}"
+
+
+def small(value: float) -> str:
+    """A number of any size."""
+    if value == 0:
+        return "0"
+    return f"{value:.1e}" if math.isfinite(value) else ("-" if math.isnan(value) else "inf")
+
+
+def percent(value: float) -> str:
+    """A share."""
+    return "-" if not math.isfinite(value) else f"{100 * value:.1f}%"
+
+
+def seconds(value: float | None) -> str:
+    """A time."""
+    if value is None:
+        return "-"
+    return f"{1000 * value:.1f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def size(value: Any) -> str:
+    """A number of bytes."""
+    if value is None:
+        return "-"
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= scale:
+            return f"{value / scale:.1f} {unit}"
+    return f"{value} B"

@@ -1,0 +1,136 @@
+"""What the command line takes: a model from a Python file, and sequences made for it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from etrace_bridge._errors import InputError
+from etrace_bridge.frontend import run_torch
+from etrace_bridge.frontend.state import flatten_state
+
+LOSSES: dict[str, Callable] = {
+    "mse": nn.functional.mse_loss,
+    "l1": nn.functional.l1_loss,
+    "huber": nn.functional.huber_loss,
+    "cross_entropy": nn.functional.cross_entropy,
+    "nll": nn.functional.nll_loss,
+    "bce_with_logits": nn.functional.binary_cross_entropy_with_logits,
+}
+
+
+def load_object(reference: str) -> Any:
+    """The object that `path/to/file.py:name` names."""
+    file, colon, name = reference.rpartition(":")
+    if not colon or not file or not name:
+        raise InputError(f"`{reference}` is not of the form `path/to/file.py:name`.")
+    path = Path(file)
+    if not path.is_file():
+        raise InputError(f"There is no file `{file}`.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise InputError(f"`{file}` is not a Python file.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    sys.path.insert(0, str(path.resolve().parent))  # so that the file can import its neighbours
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise InputError(f"`{file}` cannot be imported: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.pop(0)
+    if not hasattr(module, name):
+        known = sorted(n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__)
+        raise InputError(f"`{file}` has no `{name}`. It defines: {', '.join(known) or 'nothing'}.")
+    return getattr(module, name)
+
+
+def load_model(reference: str, seed: int = 0) -> nn.Module:
+    """The torch module that `path/to/file.py:name` names: a module, or a function or class that makes one."""
+    found = load_object(reference)
+    torch.manual_seed(seed)
+    if not isinstance(found, nn.Module):
+        if not callable(found):
+            raise InputError(f"`{reference}` is a {type(found).__name__}; it must be a torch module or a function that makes one.")
+        try:
+            found = found()
+        except Exception as error:
+            raise InputError(f"`{reference}()` failed: {type(error).__name__}: {error}. It is called without arguments.") from error
+    if not isinstance(found, nn.Module):
+        raise InputError(f"`{reference}()` returned a {type(found).__name__}, not a torch module.")
+    return found
+
+
+def load_state(reference: str | None) -> Any:
+    """The `state=` of `wrap`, from `path/to/file.py:name`."""
+    return None if reference is None else load_object(reference)
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """Sizes from text such as `8,32`."""
+    try:
+        sizes = tuple(int(part) for part in text.replace("x", ",").split(","))
+    except ValueError:
+        sizes = ()
+    if not sizes or min(sizes) < 1:
+        raise InputError(f"`--input {text}` is no shape; write the sizes of one time step, batch first, such as `8,32`.")
+    return sizes
+
+
+def make_inputs(model: nn.Module, shape: tuple[int, ...], steps: int, classes: int | None, seed: int) -> torch.Tensor:
+    """A random sequence `(T, *shape)`: normal numbers, or whole numbers below `classes`, which an embedding's size gives."""
+    generator = torch.Generator().manual_seed(seed)
+    if classes is None:
+        first = next((m for m in model.modules() if not list(m.children())), None)
+        classes = first.num_embeddings if isinstance(first, nn.Embedding) else None
+    if classes is not None:
+        return torch.randint(0, classes, (steps, *shape), generator=generator)
+    return torch.randn(steps, *shape, generator=generator)
+
+
+def in_layout(sequence: torch.Tensor, batch_first: bool) -> torch.Tensor:
+    """A time-major sequence as the model takes it."""
+    return sequence.transpose(0, 1).contiguous() if batch_first and sequence.dim() > 1 else sequence
+
+
+def make_loss_and_targets(model: nn.Module, xs: torch.Tensor, loss: str, batch_first: bool, seed: int, options: dict) -> tuple[Callable, Any]:
+    """A loss by name, and random targets of the kind that it takes, for the model's output."""
+    with torch.no_grad():
+        run = run_torch(model, xs, **options)
+    leaves = [t for _, t in flatten_state(run.outputs[0])[0]]
+    floats = [t for t in leaves if t.is_floating_point()]
+    if not floats:
+        raise InputError("The model's output has no floating tensor, so no loss can be made for it.")
+    generator = torch.Generator().manual_seed(seed + 1)
+    length = len(run.outputs)
+    if ":" in loss:
+        call = load_object(loss)
+        return call, in_layout(torch.randn(length, *floats[0].shape, generator=generator), batch_first)
+    if loss not in LOSSES:
+        raise InputError(f"There is no loss `{loss}`. Known: {', '.join(LOSSES)}; or name one of your own: path/to/file.py:name.")
+    call = LOSSES[loss]
+    if loss in ("cross_entropy", "nll"):
+        shape = (length, floats[0].shape[0], *floats[0].shape[2:])
+        targets = torch.randint(0, floats[0].shape[1], shape, generator=generator)
+    elif loss == "bce_with_logits":
+        targets = torch.randint(0, 2, (length, *floats[0].shape), generator=generator).to(floats[0].dtype)
+    else:
+        targets = torch.randn(length, *floats[0].shape, generator=generator).to(floats[0].dtype)
+    if len(leaves) == 1:
+        return call, in_layout(targets, batch_first)
+    return _on_first_float(call), in_layout(targets, batch_first)
+
+
+def _on_first_float(loss: Callable) -> Callable:
+    """The loss of the first floating tensor of an output that has several tensors."""
+
+    def first(output: Any, target: Any) -> Any:
+        return loss(next(t for _, t in flatten_state(output)[0] if t.is_floating_point()), target)
+
+    return first

@@ -1,0 +1,174 @@
+"""Exits: the values by which the rest of a step reads a hidden group.
+
+An exit is a value that depends on the group's old states and contacts position by position (a new state, a spike, an
+activation of it) and is read by something that does not: a product with a readout or the next layer's weight, a loss.
+The step's loss depends on the group through its exits alone, apart from paths that lead back into the group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from etrace_bridge._jax_compat import JaxprEqn, Literal, Var, bind_equation
+from etrace_bridge.compiler.jaxpr import evaluate, needed_equations, read, variables
+from etrace_bridge.compiler.positions import Edge
+from etrace_bridge.compiler.primitives import is_float, passes_derivative
+from etrace_bridge.engine.aligned import follow_places, sheets
+from etrace_bridge.engine.forward import Forward
+from etrace_bridge.engine.linearise import group_states, step_env
+from etrace_bridge.engine.program import StepProgram, tap, with_value
+
+
+@dataclass(frozen=True)
+class Exit:
+    """One exit of a group.
+
+    Attributes:
+        var: the value.
+        edges: where it is read, (equation, operand).
+        outputs: which outputs of the step it is.
+        sheet: for each place of the group, the element of the value (-1: none).
+    """
+
+    var: Var
+    edges: tuple[Edge, ...]
+    outputs: tuple[int, ...]
+    sheet: np.ndarray
+
+
+@dataclass(frozen=True)
+class GroupExits:
+    """The exits of one group, and the operands that keep them a position by position function of it."""
+
+    exits: tuple[Exit, ...]
+    held: dict[int, tuple[int, ...]]
+
+
+def find_exits(program: StepProgram) -> list[GroupExits]:
+    """The exits of every group."""
+    pre_cuts = program.graph.structure.facts.pre_cuts
+    to_output = _reaching(program.eqns, program.out_vars)
+    result = []
+    for group in program.groups:
+        aligned = follow_places(program, group, with_contacts=True, stops=pre_cuts)
+        back = _reaching(program.eqns, group.hidden_outvars)
+        edges: dict[Var, list[Edge]] = {}
+        for i, k in aligned.ends:
+            outs = program.eqns[i].outvars
+            if (i, k) not in pre_cuts and any(v in to_output for v in outs) and not any(v in back for v in outs):
+                edges.setdefault(program.eqns[i].invars[k], []).append((i, k))
+        outputs: dict[Var, list[int]] = {}
+        for n, v in enumerate(program.out_vars):
+            if not isinstance(v, Literal) and v in aligned.places:
+                outputs.setdefault(v, []).append(n)
+        exits = [
+            Exit(v, tuple(edges.get(v, ())), tuple(outputs.get(v, ())), sheet)
+            for v in dict.fromkeys([*edges, *outputs])
+            for sheet in sheets(aligned.places[v], group.leaves[0].num_places)
+        ]
+        result.append(GroupExits(tuple(exits), aligned.held))
+    return result
+
+
+def _reaching(eqns: Sequence[JaxprEqn], targets: Sequence[Any]) -> set[Var]:
+    """Variables that a derivative can come back to from `targets`."""
+    reach = {v for v in variables(targets) if is_float(v)}
+    for eqn in reversed(eqns):
+        if passes_derivative(eqn) and any(v in reach for v in eqn.outvars):
+            reach.update(v for v in variables(eqn.invars) if is_float(v))
+    return reach
+
+
+def at_exit(program: StepProgram, g: int, exit_: Exit, value: Any) -> Any:
+    """The exit's elements at the places of its group; leading axes are kept."""
+    lead = value.ndim - len(exit_.var.aval.shape)
+    front, flat = value.shape[:lead], value.reshape(*value.shape[:lead], -1)
+    if not np.array_equal(exit_.sheet, np.arange(flat.shape[-1])):
+        flat = jnp.where(exit_.sheet >= 0, jnp.take(flat, np.maximum(exit_.sheet, 0), axis=lead), 0)
+    return flat.reshape(*front, *program.groups[g].varshape)
+
+
+def linearise_exits(
+    program: StepProgram, env: dict[Var, Any], forward: Forward, args: Sequence[Any], g: int, own: GroupExits
+):
+    """The pull-back of a group's exits for all steps of a chunk: cotangents of the exits -> (states, taps).
+
+    States are the group's own; taps that do not feed it get None.
+    """
+    feeding = [t for t in program.taps if any(leg.group == program.groups[g].index for leg in t.legs)]
+    tap_vars = [t.part.var for t in feeding]
+    exit_vars = [e.var for e in own.exits]
+
+    def values(hidden: Sequence[Any], deltas: Sequence[Any]) -> list[Any]:
+        def one(args_t, hidden_t, other_t, saved_t, deltas_t):
+            start = step_env(program, env, args_t, hidden_t, other_t)
+            done = program.run_step(start, saved_t, dict(zip(tap_vars, deltas_t, strict=True)), exit_vars, own.held)
+            return [at_exit(program, g, e, done[e.var]) for e in own.exits]
+
+        return jax.vmap(one)(list(args), hidden, forward.other, forward.saved, deltas)
+
+    zeros = program.zero_taps((args[0].shape[0],))
+    _, pull = jax.vjp(values, forward.hidden, [zeros[v] for v in tap_vars])
+
+    def run(cotangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        hidden, found = pull(list(cotangents))
+        taps: list[Any] = [None] * len(program.taps)
+        for t, x in zip(feeding, found, strict=True):
+            taps[t.index] = x
+        return group_states(program, hidden)[g], taps
+
+    return run
+
+
+def exit_cotangents(
+    program: StepProgram, env: dict[Var, Any], forward: Forward, data: Any, exits: Sequence[GroupExits]
+) -> list[list[Any]]:
+    """Derivative of each step's loss by the exits, [group][exit], each at its group's places."""
+    edges = sorted({edge for own in exits for e in own.exits for edge in e.edges})
+    shapes = [program.eqns[i].invars[k].aval for i, k in edges]
+    length = data.args[0].shape[0]
+
+    def total(deltas: Sequence[Any], shifts: Sequence[Any]) -> Any:
+        def one(args_t, hidden_t, other_t, saved_t, deltas_t, shifts_t, target_t):
+            start = step_env(program, env, args_t, hidden_t, other_t)
+            flat = _run_tapped(program, start, saved_t, dict(zip(edges, deltas_t, strict=True)))
+            flat = [o if s is None else o + s for o, s in zip(flat, shifts_t, strict=True)]
+            return data.loss(program.output_tree(flat), target_t)
+
+        losses = jax.vmap(one)(
+            list(data.args), forward.hidden, forward.other, forward.saved, deltas, shifts, data.targets
+        )
+        return jnp.sum(losses * data.weights)
+
+    deltas = [jnp.zeros((length, *a.shape), a.dtype) for a in shapes]
+    shifts = [jnp.zeros((length, *v.aval.shape), v.aval.dtype) if is_float(v) else None for v in program.out_vars]
+    by_edge, by_output = jax.grad(total, argnums=(0, 1))(deltas, shifts)
+    found = dict(zip(edges, by_edge, strict=True))
+    return [
+        [
+            at_exit(program, g, e, sum([found[edge] for edge in e.edges] + [by_output[n] for n in e.outputs]))
+            for e in own.exits
+        ]
+        for g, own in enumerate(exits)
+    ]
+
+
+def _run_tapped(program: StepProgram, env: dict[Var, Any], saved: Sequence[Any], deltas: dict[Edge, Any]) -> list[Any]:
+    """The step's outputs, with taps on edges."""
+    number = {id(eqn): i for i, eqn in enumerate(program.eqns)}
+    known = dict(zip(program.saved_vars, saved, strict=True))
+
+    def on_equation(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        i = number[id(eqn)]
+        operands = [tap(v, deltas[i, k]) if (i, k) in deltas else v for k, v in enumerate(operands)]
+        results = bind_equation(eqn, operands)
+        return [with_value(r, known[v]) if v in known else r for v, r in zip(eqn.outvars, results, strict=True)]
+
+    done = evaluate(needed_equations(program.step_eqns, program.out_vars), dict(env), on_equation)
+    return [read(done, v) for v in program.out_vars]

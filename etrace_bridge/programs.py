@@ -1,0 +1,217 @@
+"""The learner's programs as pure functions: a step, the gradients of a sequence, an update from a sequence, a prediction.
+
+Each takes and gives `Values`. The learner jits them on the flat list of arrays, which it donates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from etrace_bridge.engine.chunk_bptt import scan_steps
+from etrace_bridge.engine.plan import ChunkPlan
+from etrace_bridge.engine.program import StepProgram
+from etrace_bridge.engine.sequence import run_sequence, step_weights
+from etrace_bridge.optimizers import Updater
+from etrace_bridge.rules import Carry, Chunk, Rule
+
+
+class Values(NamedTuple):
+    """Everything that changes while a learner learns.
+
+    Attributes:
+        theta: weights.
+        opt: the update's state.
+        hidden: hidden states.
+        other: other arrays that a step carries: running statistics, random keys.
+        trace: the rule's memory; None until a step needs it.
+        alarm: (2,) number of good updates, and what was first found not finite (-1: nothing).
+    """
+
+    theta: list[Any]
+    opt: Any
+    hidden: list[Any]
+    other: list[Any]
+    trace: Any
+    alarm: Any
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the programs of a learner have in common.
+
+    Attributes:
+        program: the compiled step.
+        rule: the learning rule.
+        loss: `(output, target) -> scalar` on JAX arrays; None where no loss is needed.
+        updater: gradients to new weights; None if they leave the program.
+        names: names of the weights.
+        resets: for each of the other arrays, whether it starts anew with a sequence.
+        reduction: `"mean"` or `"sum"` over steps.
+        guard: keep the old values when the new ones are not finite.
+    """
+
+    program: StepProgram
+    rule: Rule
+    loss: Callable[[Any, Any], Any] | None
+    updater: Updater | None
+    names: tuple[str, ...]
+    resets: tuple[bool, ...]
+    reduction: str
+    guard: bool
+
+    def chunk(self, theta: Sequence[Any], state: Any, data: Any, fresh: bool, final: bool):
+        """Runs one chunk: gradients, losses, outputs, new (hidden, other, trace)."""
+        args, targets, weights = data
+        result = self.rule.chunk(self.program, theta, Carry(*state), Chunk(args, targets, weights, self.loss), fresh, final)
+        new = result.carry
+        return result.grads, result.losses, result.outputs, (new.hidden, new.other, new.trace)
+
+    def apply(self, grads: Sequence[Any], opt: Any, theta: Sequence[Any]) -> tuple[list[Any], Any]:
+        """New weights and optimizer state."""
+        if self.updater is None:
+            return list(theta), opt
+        named, opt = self.updater.update(self.named(grads), opt, self.named(theta))
+        return [named[name] for name in self.names], opt
+
+    def named(self, arrays: Sequence[Any]) -> dict[str, Any]:
+        """Arrays by weight name."""
+        return dict(zip(self.names, arrays, strict=True))
+
+    def checked(self, old: Values, new: Values, losses: Any, grads: Sequence[Any] | None) -> Values:
+        """`new`, or `old` for good once a loss, gradient or hidden state was not finite."""
+        if not self.guard:
+            return new
+        watched = self.watched(losses, grads, new.hidden)
+        count, found = old.alarm
+        fine = (jnp.sum(watched * 0) == 0) & (found < 0)  # 0 · inf and 0 · NaN are NaN
+        kept = jax.tree.map(lambda n, o: jnp.where(fine, n, o), new._replace(alarm=None), old._replace(alarm=None))
+        first = lax.cond(
+            fine, lambda w: jnp.int32(-1), lambda w: jnp.where(found < 0, jnp.argmax(~jnp.isfinite(w)).astype(jnp.int32), found), watched
+        )
+        return kept._replace(alarm=jnp.stack([count + fine, first]))
+
+    def watched(self, losses: Any, grads: Sequence[Any] | None, hidden: Sequence[Any]) -> Any:
+        """Losses, hidden states and gradients as one vector: one array costs the guard one pass, many small ones many."""
+        arrays = [losses, *hidden, *(grads if grads is not None else ())]
+        widest = jnp.result_type(*arrays)
+        return jnp.concatenate([x.astype(widest).reshape(-1) for x in arrays])
+
+    def after_sequence(self, before: Values, after: Values) -> Values:
+        """What a sequence of its own leaves: weights and running statistics; hidden states and trace as before."""
+        other = [b if r else a for b, a, r in zip(before.other, after.other, self.resets, strict=True)]
+        return after._replace(hidden=before.hidden, other=other, trace=before.trace)
+
+    def alarm_source(self, found: int, num_losses: int, hidden: dict[str, Any], theta: Sequence[Any]) -> str:
+        """What the second number of an alarm stands for."""
+        sizes = {"the loss": num_losses} | {f"the hidden state `{n}`": h.size for n, h in hidden.items()}
+        sizes |= {f"the gradient of `{n}`": w.size for n, w in zip(self.names, theta, strict=True)}
+        for name, size in sizes.items():
+            if found < size:
+                return name
+            found -= size
+        return "a value"
+
+
+def make_step(recipe: Recipe, with_loss: bool, own_update: bool) -> Callable:
+    """`(values, args, target) -> (values, loss, output, gradients)`, one time step.
+
+    Args:
+        recipe: what to run.
+        with_loss: there is a target.
+        own_update: the update is part of the program; otherwise the gradients leave it.
+    """
+
+    def step(values: Values, args: Sequence[Any], target: Any):
+        theta = values.theta
+        data = ([a[None] for a in args], jax.tree.map(lambda t: t[None], target), jnp.ones(1, theta[0].dtype))
+        state = (values.hidden, values.other, values.trace)
+        grads, losses, outputs, (hidden, other, trace) = recipe.chunk(theta, state, data, False, False)
+        opt = values.opt
+        if with_loss and own_update:
+            theta, opt = recipe.apply(grads, opt, theta)
+        loss = losses[0] if with_loss else None
+        new = Values(theta, opt, hidden, other, trace, values.alarm)
+        new = recipe.checked(values, new, jnp.zeros(()) if loss is None else loss, grads)
+        return new, loss, jax.tree.map(lambda o: o[0], outputs), None if own_update else grads
+
+    return step
+
+
+def make_gradients(recipe: Recipe, plan: ChunkPlan, carry: bool) -> Callable:
+    """`(theta, (hidden, other, trace), args, targets, mask) -> (gradients, losses, outputs, weights, state)`."""
+
+    def run(theta: Sequence[Any], state: Any, args: Sequence[Any], targets: Any, mask: Any):
+        weights = step_weights(args[0].shape[0], mask, recipe.reduction).astype(theta[0].dtype)
+        if not carry:
+            state = (*state[:2], recipe.rule.init(recipe.program))
+        grads, losses, outputs, new = run_sequence(
+            lambda *chunk: recipe.chunk(theta, *chunk), state, (list(args), targets, weights), plan, not carry, not carry
+        )
+        return grads, losses, outputs, weights, new if carry else (new[0], new[1], None)
+
+    return run
+
+
+def make_update(recipe: Recipe, plan: ChunkPlan, carry: bool, by_chunk: bool) -> Callable:
+    """`(values, start, args, targets, mask) -> (values, losses, outputs, weights)`: gradients and updates of a sequence.
+
+    Args:
+        recipe: what to run.
+        plan: how the sequence is divided.
+        carry: start from the values' own states and trace, and keep those at the end; `start` is then None. Otherwise start from
+            `start` (hidden, other); the values' own hidden states and trace stay as they are.
+        by_chunk: one update a chunk, from the mean or sum over its steps; otherwise one for the whole sequence.
+    """
+
+    def run(values: Values, start: Any, args: Sequence[Any], targets: Any, mask: Any):
+        if carry:
+            state = (values.hidden, values.other, values.trace)
+        else:
+            state = (*start, recipe.rule.init(recipe.program))
+        ones = jnp.ones(args[0].shape[0], values.theta[0].dtype)
+        steps = ones if mask is None else mask.astype(ones.dtype)
+        weights = step_weights(len(ones), mask, recipe.reduction).astype(ones.dtype)
+        if by_chunk:
+            new, losses, outputs = _update_by_chunk(recipe, values, state, (list(args), targets, steps), plan, carry)
+        else:
+            grads, losses, outputs, state = run_sequence(
+                lambda *chunk: recipe.chunk(values.theta, *chunk), state, (list(args), targets, weights), plan, not carry, not carry
+            )
+            theta, opt = recipe.apply(grads, values.opt, values.theta)
+            new = Values(theta, opt, *state, values.alarm)
+            new = recipe.checked(values, new if carry else recipe.after_sequence(values, new), losses, grads)
+        return new, losses, outputs, weights
+
+    return run
+
+
+def _update_by_chunk(recipe: Recipe, values: Values, state: Any, data: Any, plan: ChunkPlan, carry: bool):
+    def chunk(now: Values, part: Any, fresh: bool, final: bool):
+        args, targets, steps = part
+        weights = steps
+        if recipe.reduction == "mean":  # a chunk that is masked altogether has no mean
+            weights = steps / jnp.maximum(jnp.sum(steps), jnp.finfo(steps.dtype).tiny)
+        state = (now.hidden, now.other, now.trace)
+        grads, losses, outputs, (hidden, other, trace) = recipe.chunk(now.theta, state, (args, targets, weights), fresh, final)
+        theta, opt = recipe.apply(grads, now.opt, now.theta)
+        new = recipe.checked(now, Values(theta, opt, hidden, other, trace, now.alarm), losses, grads)
+        return None, losses, outputs, new
+
+    begun = values._replace(hidden=state[0], other=state[1], trace=state[2])
+    _, losses, outputs, done = run_sequence(chunk, begun, data, plan, not carry, not carry)
+    return done if carry else recipe.after_sequence(values, done), losses, outputs
+
+
+def make_prediction(program: StepProgram) -> Callable:
+    """`(theta, hidden, other, args) -> outputs` of a sequence."""
+
+    def run(theta: Sequence[Any], hidden: Sequence[Any], other: Sequence[Any], args: Sequence[Any]) -> Any:
+        return scan_steps(program, theta, hidden, other, list(args))[0]
+
+    return run

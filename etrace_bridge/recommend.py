@@ -1,0 +1,224 @@
+"""`recommend`: the most faithful rule whose program fits into a memory budget."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch import nn
+
+from etrace_bridge._errors import InputError
+from etrace_bridge.check_report import write_json
+from etrace_bridge.check_text import number, size, table
+from etrace_bridge.engine.plan import bytes_per_step, choose_chunk
+from etrace_bridge.footprint import GradientProgram, compile_gradients, parse_bytes, rule_bytes, tree_bytes
+from etrace_bridge.frontend import BridgedModule, to_jax, wrap
+from etrace_bridge.precision import float_dtype, in_precision
+from etrace_bridge.rules import BPTT, Rule, make_rule, rule_names
+from etrace_bridge.session import Session
+
+_TRIES = 4  # programs compiled in search of a chunk that fits
+_REFERENCE_LIMIT = 4 * 10**9  # bytes that the reference, BPTT over the whole sequence, may take
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One rule that was looked at.
+
+    Attributes:
+        rule: its name.
+        memory: bytes of its compiled program, inputs aside; for a rule that was not compiled, of its trace alone.
+        chunk: steps in a chunk.
+        fits: whether that is within the budget.
+        cosine: cosine of its gradient to BPTT's on a random sequence; None if it was not run.
+        compiled: whether `memory` is XLA's count of a compiled program.
+    """
+
+    rule: str
+    memory: int
+    chunk: int
+    fits: bool
+    cosine: float | None
+    compiled: bool
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What to use, and what else there was.
+
+    Attributes:
+        rule: name of the recommended rule; None if none fits.
+        chunk: its chunk, for `OnlineLearner(..., chunk=...)`.
+        memory: bytes of its program, as XLA counts them.
+        budget: bytes allowed.
+        steps: length of the sequence that the programs were compiled for.
+        candidates: every rule that was looked at, most faithful first.
+    """
+
+    rule: str | None
+    chunk: int | None
+    memory: int | None
+    budget: int
+    steps: int
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether some rule fits."""
+        return self.rule is not None
+
+    def __str__(self) -> str:
+        if self.rule is None:
+            head = f"No rule fits into {size(self.budget)}. Raise the budget, or use a smaller batch."
+        else:
+            head = (
+                f'Use rule="{self.rule}", chunk={self.chunk}: {size(self.memory)} of {size(self.budget)} for a sequence of {self.steps} '
+                "steps, inputs aside."
+            )
+        rows = []
+        for c in self.candidates:
+            memory = size(c.memory) if c.compiled else f"at least {size(c.memory)}"
+            cosine = "-" if c.cosine is None else number(c.cosine, 5)
+            rows.append((c.rule, cosine, memory, str(c.chunk), "yes" if c.fits else "no"))
+        return "\n".join([head, "", *table(("rule", "cosine to BPTT", "memory", "chunk", "fits"), rows)])
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings."""
+        own = {key: getattr(self, key) for key in ("rule", "chunk", "memory", "budget", "steps")}
+        return {**own, "candidates": [vars(c) for c in self.candidates]}
+
+    def to_json(self, path: Any = None) -> str:
+        """The recommendation as JSON; written to `path` if there is one."""
+        return write_json(self.to_dict(), path)
+
+
+def recommend(
+    model: nn.Module,
+    x: Any,
+    budget: int | float | str = "500MB",
+    *,
+    rules: Sequence[str | Rule] | None = None,
+    steps: int = 50,
+    state: Any = None,
+    sequence: bool | None = None,
+    batch_first: bool | None = None,
+) -> Recommendation:
+    """Picks the most faithful online rule for a model whose memory stays within a budget.
+
+    Each rule's program for a sequence, its trace included, is compiled, not guessed at: the bytes are XLA's own count. Rules that fit are run once on random
+    inputs, and the one whose gradient is closest in direction to BPTT's wins; of equals, the one that needs less memory.
+
+    Args:
+        model: the torch model; it is left as it was.
+        x: one time step of input, `(batch, …)`, or a tuple of inputs.
+        budget: bytes, or text such as `"500MB"`.
+        rules: the rules to look at; by default every registered rule but `bptt`, which does not learn online.
+        steps: length of the sequences to learn from.
+        state: as for `wrap`.
+        sequence: as for `wrap`.
+        batch_first: as for `wrap`.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"`recommend` takes a torch module, not a `{type(model).__name__}`.")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 2:
+        raise InputError(f"`steps` is {steps!r}; it must be a number of time steps, at least 2.")
+    limit = parse_bytes(budget)
+    chosen = [make_rule(r) for r in (rules if rules is not None else [n for n in rule_names() if n != BPTT.name])]
+    precision = float_dtype(model)
+    with in_precision(model, precision) if precision == torch.float64 else contextlib.nullcontext():
+        inputs = tuple(to_jax(_in_model_dtype(a, precision)) for a in (x if isinstance(x, (tuple, list)) else (x,)))
+        net = wrap(model, state, example_input=tuple(torch.tensor(np.asarray(a)) for a in inputs), sequence=sequence, batch_first=batch_first)
+        trial = _Trial(net, inputs, steps)
+        reference = trial.reference()
+        candidates = [_look_at(trial, rule, limit, reference) for rule in chosen]
+    order = sorted(candidates, key=lambda c: (not c.fits, -round(c.cosine, 6) if c.cosine is not None else math.inf, c.memory))
+    best = order[0] if order and order[0].fits else None
+    return Recommendation(
+        best and best.rule, best and best.chunk, best and best.memory, limit, steps, tuple(order)
+    )  # fmt: skip
+
+
+def _in_model_dtype(x: Any, precision: torch.dtype) -> torch.Tensor:
+    tensor = x.detach() if isinstance(x, torch.Tensor) else torch.tensor(np.asarray(x))
+    return tensor.to(precision) if tensor.is_floating_point() else tensor
+
+
+class _Trial:
+    """A random sequence for a model, and its step compiled."""
+
+    def __init__(self, net: BridgedModule, inputs: Sequence[Any], steps: int) -> None:
+        net.init_state(batch_size=inputs[0].shape[0] if inputs[0].ndim else None)
+        self.steps = steps
+        self.session = Session(net, inputs)
+        rng = np.random.default_rng(0)
+        self.args = [jnp.asarray(_vary(np.asarray(x), steps, rng)) for x in inputs]
+        self.targets = [
+            jnp.asarray(rng.standard_normal((steps, *v.aval.shape)).astype(v.aval.dtype))
+            for v in self.session.program.out_vars
+            if jnp.issubdtype(v.aval.dtype, jnp.floating)
+        ]
+
+    def compile(self, rule: Rule, chunk: int) -> GradientProgram:
+        """The program of the sequence's gradients."""
+        return compile_gradients(self.session, rule, squared_error, self.args, self.targets, chunk)
+
+    def run(self, program: GradientProgram) -> np.ndarray:
+        """All gradients as one vector."""
+        grads = program.call(self.session.read()[0], self.session.initial, self.args, self.targets)[0]
+        return np.concatenate([np.asarray(g, np.float64).reshape(-1) for g in grads])
+
+    def reference(self) -> np.ndarray | None:
+        """BPTT's gradient; None if its activations do not fit anywhere."""
+        program = self.compile(BPTT(), self.steps)
+        return self.run(program) if program.memory <= _REFERENCE_LIMIT else None
+
+
+def squared_error(output: Any, targets: Any) -> Any:
+    """Squared error of all floating outputs, each against its own target."""
+    floats = [o for o in jax.tree.leaves(output) if jnp.issubdtype(o.dtype, jnp.floating)]
+    return sum(jnp.mean((o - t) ** 2) for o, t in zip(floats, targets, strict=True))
+
+
+def _vary(x: np.ndarray, steps: int, rng: np.random.Generator) -> np.ndarray:
+    """A sequence of different steps like the example."""
+    if x.dtype.kind != "f":
+        return np.stack([np.roll(x, k, 0) if x.ndim else x for k in range(steps)])
+    noise = rng.standard_normal((steps, *x.shape))
+    spread = float(x.std()) or 1.0
+    return (x + 0.5 * spread * noise).astype(x.dtype)
+
+
+def _look_at(trial: _Trial, rule: Rule, limit: int, reference: np.ndarray | None) -> Candidate:
+    name, steps, session = rule.name or type(rule).__name__, trial.steps, trial.session
+    alone = rule_bytes(session, rule) + tree_bytes(session.read()[0])
+    chunk = steps
+    if not isinstance(rule, BPTT):  # at least two chunks: a stream needs the trace, which a single chunk does without
+        memory = jax.eval_shape(lambda: rule.init(session.program))
+        chunk = min(choose_chunk(session.program, memory, steps, "auto", None), math.ceil(steps / 2))
+    if alone > limit:
+        return Candidate(name, alone, chunk, False, None, False)
+    program = trial.compile(rule, chunk)
+    for _ in range(_TRIES):
+        if program.memory <= limit or chunk == 1:
+            break
+        spare = program.memory - limit
+        chunk = max(1, min(chunk // 2, chunk - math.ceil(spare / max(bytes_per_step(session.program), 1))))
+        program = trial.compile(rule, chunk)
+    fits = program.memory <= limit
+    cosine = _cosine(trial.run(program), reference) if fits and reference is not None else None
+    return Candidate(name, program.memory, chunk, fits, cosine, True)
+
+
+def _cosine(a: np.ndarray, b: np.ndarray) -> float | None:
+    scale = float(np.linalg.norm(a) * np.linalg.norm(b))
+    return float(a @ b) / scale if scale and math.isfinite(scale) else None

@@ -1,0 +1,88 @@
+"""The part of an update that must happen in torch: parameter hooks, and optimizers without a translation."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from etrace_bridge._errors import NotSupportedError
+from etrace_bridge.frontend import to_torch
+from etrace_bridge.inputs import as_array
+from etrace_bridge.optimizers import group_places
+
+
+def has_hooks(parameters: Any) -> bool:
+    """Whether any parameter has a hook on its gradient."""
+    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
+
+
+def run_hooks(grads: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The gradients as the parameters' hooks leave them."""
+    done = {}
+    for name, grad in grads.items():
+        parameter = parameters.get(name)
+        if parameter is not None and parameter._post_accumulate_grad_hooks:
+            raise NotSupportedError(
+                f"The parameter `{name}` has a hook from `register_post_accumulate_grad_hook`, which runs inside torch's backward pass; "
+                "there is none here. Use `register_hook`, or change `.grad` after `fill_grad`."
+            )
+        for hook in list((parameter._backward_hooks or {}).values()) if parameter is not None else ():
+            changed = hook(grad)
+            grad = grad if changed is None else changed
+        done[name] = grad
+    return done
+
+
+class TorchUpdate:
+    """Runs a torch optimizer on the model's own parameters, through `.grad`.
+
+    Args:
+        optimizer: any torch optimizer whose `step` needs no closure.
+        parameters: the model's parameters by torch name.
+        clip_norm: most that the norm of all gradients may be.
+        clip_value: most that the size of an element may be.
+        accumulate: gradients averaged for one update.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Mapping[str, torch.Tensor],
+        clip_norm: float | None,
+        clip_value: float | None,
+        accumulate: int,
+    ) -> None:
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise NotSupportedError(
+                f"`{type(optimizer).__name__}.step` evaluates the loss itself, through a closure. Online learning gives one gradient a "
+                "step. Use another optimizer."
+            )
+        self.optimizer, self.parameters = optimizer, parameters
+        self.names = list(group_places(optimizer, parameters))
+        self.clip_norm, self.clip_value, self.accumulate = clip_norm, clip_value, accumulate
+        self.waiting = 0
+
+    def apply(self, grads: Mapping[str, torch.Tensor], theta: Mapping[str, Any]) -> dict[str, Any]:
+        """New weights; the model's parameters hold them too."""
+        mine = [name for name in self.names if name in grads]
+        with torch.no_grad():
+            for name in mine:
+                self.parameters[name].copy_(to_torch(theta[name]))
+        for name in mine:
+            p, share = self.parameters[name], grads[name] / self.accumulate
+            p.grad = share.clone() if self.waiting == 0 or p.grad is None else p.grad + share
+        self.waiting += 1
+        if self.waiting < self.accumulate:
+            return dict(theta)
+        self.waiting = 0
+        changed = [self.parameters[name] for name in mine]
+        if self.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(changed, self.clip_norm)
+        if self.clip_value is not None:
+            torch.nn.utils.clip_grad_value_(changed, self.clip_value)
+        self.optimizer.step()
+        return dict(theta) | {name: as_array(self.parameters[name]) for name in mine}

@@ -1,0 +1,414 @@
+"""The rules on the zoo of plain models: definitions by brute force, K-invariance, exactness and the certificate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import models
+from etrace_bridge._errors import InputError
+from etrace_bridge.compiler.graph import ETraceGraph, compile_etrace_graph
+from etrace_bridge.engine.program import StepProgram
+from etrace_bridge.rules import BPTT, DRTRL, RTRL, Carry, Chunk, EProp, PPProp, Rule, SnAp1, make_rule, rule_names
+from models import B, H, I
+from oracle import Dense, Values, assert_close, assert_live, fast_jit, loss_of, unrolled_bptt
+
+T, K = 6, 3
+
+# One model for each thing that the compiler treats in a way of its own.
+DEFINED = (
+    *("rnn", "torch_gru", "torch_lstm", "GRUCell", "spiking_jvp", "layer_norm", "conv_recurrent", "embedding"),
+    *("tied_layers", "tied_twice", "sliced", "low_rank", "scalar_gate", "packed_concat", "group_state", "stacked"),
+    *("two_groups_one_weight", "encoder_readout", "reads_old_state", "carried_elsewhere", "feeds_two_ways"),
+    "leading_axis",
+)
+
+
+# -- models of this file: recurrences without mixing -----------------------------------------------------------------
+
+
+def min_gru(p, s, x):
+    z = jax.nn.sigmoid(x @ p["w_z"] + p["b_z"])
+    h = (1 - z) * s["h"] + z * (x @ p["w_h"])
+    return {"h": h}, jnp.tanh(h) @ p["w_out"]
+
+
+def rotation(p, s, x):
+    """A linear recurrent unit: complex eigenvalues, real and imaginary parts as two states."""
+    size, angle = jnp.exp(-jnp.exp(p["nu"])), p["theta"]
+    re = size * (jnp.cos(angle) * s["re"] - jnp.sin(angle) * s["im"]) + x @ p["b_re"]
+    im = size * (jnp.sin(angle) * s["re"] + jnp.cos(angle) * s["im"]) + x @ p["b_im"]
+    return {"re": re, "im": im}, re @ p["c_re"] - im @ p["c_im"]
+
+
+def leaky(p, s, x):
+    h = 0.8 * s["h"] + 0.2 * jnp.tanh(x @ p["w"] + p["b"])
+    return {"h": h}, h @ p["w_out"]
+
+
+DIAGONAL = {
+    "min_gru": (min_gru, ("h",), {"w_z": (I, H), "b_z": (H,), "w_h": (I, H), "w_out": (H, 2)}),
+    "rotation": (
+        rotation,
+        ("re", "im"),
+        {"nu": (H,), "theta": (H,), "b_re": (I, H), "b_im": (I, H), "c_re": (H, 2), "c_im": (H, 2)},
+    ),
+    "leaky": (leaky, ("h",), {"w": (I, H), "b": (H,), "w_out": (H, 2)}),
+}
+
+
+def graph_of(name: str) -> ETraceGraph:
+    if name not in DIAGONAL:
+        return models.graph_of(name)
+    step, states, shapes = DIAGONAL[name]
+    rng = np.random.default_rng(2)
+    model = models.Plain(
+        {n: brainstate.ParamState(jnp.asarray(0.5 * rng.standard_normal(s))) for n, s in shapes.items()},
+        {n: brainstate.HiddenState(jnp.asarray(rng.standard_normal((B, H)))) for n in states},
+        step,
+    )
+    return compile_etrace_graph(model, jnp.ones((B, I)))
+
+
+# -- running ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of the zoo with random values, a sequence and targets."""
+
+    graph: ETraceGraph
+    program: StepProgram
+    values: Values
+    xs: list[Any]
+    targets: Any
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a rule gives for a whole sequence, chunk by chunk."""
+
+    grads: list[Any]
+    losses: Any
+    outputs: list[Any]
+    carry: Carry
+
+
+@cache
+def case(name: str) -> Case:
+    graph = graph_of(name)
+    info, rng = graph.module_info, np.random.default_rng(1)
+    states = info.retrieved_model_states
+    program = StepProgram(graph)
+    own = (brainstate.ParamState, brainstate.HiddenState)
+    others = [s for s in info.compiled_model_states if not isinstance(s, own)]
+    values = Values(
+        [leaf for path in info.weight_path_to_invars for leaf in jax.tree.leaves(states[path].value)],
+        [leaf for hidden in program.leaves for leaf in jax.tree.leaves(states[hidden.path].value)],
+        [leaf for s in others for leaf in jax.tree.leaves(s.value)],
+    )
+    xs = [_sequence(rng, v.aval) for v in program.arg_vars]
+    return Case(graph, program, values, xs, jnp.linspace(-1.0, 1.0, T))
+
+
+def _sequence(rng: np.random.Generator, aval: Any) -> Any:
+    if jnp.issubdtype(aval.dtype, jnp.integer):
+        return jnp.asarray(rng.integers(0, 5, (T, *aval.shape)))
+    return jnp.asarray(rng.standard_normal((T, *aval.shape)))
+
+
+@cache
+def compiled(name: str, rule: Rule, fresh: bool = False, final: bool = False, loss: Callable | None = loss_of):
+    """One chunk of any length as a compiled function of arrays."""
+    program = case(name).program
+
+    def chunk(theta, hidden, other, trace, args, targets, weights):
+        data = Chunk(args, targets, weights, loss)
+        found = rule.chunk(program, theta, Carry(hidden, other, trace), data, fresh, final)
+        return found.grads, found.losses, found.outputs, (found.carry.hidden, found.carry.other, found.carry.trace)
+
+    return fast_jit(chunk)
+
+
+def start(name: str, rule: Rule) -> tuple[Any, Any, Any]:
+    """Hidden states, other states and the rule's memory before the first step."""
+    c = case(name)
+    return c.values.hidden, c.values.other, rule.init(c.program)
+
+
+@cache
+def run(name: str, rule: Rule, K: int = K, steps: int = T, flags: bool = False) -> Run:
+    """The whole sequence in chunks of K; `flags` says whether the first and the last chunk are marked as such."""
+    c = case(name)
+    carry = start(name, rule)
+    grads, losses, outputs = [jnp.zeros_like(w) for w in c.values.weights], [], []
+    for i in range(0, steps, K):
+        at = slice(i, min(i + K, steps))
+        chunk = compiled(name, rule, flags and i == 0, flags and i + K >= steps)
+        weights = jnp.ones(len(c.targets[at]))
+        found, loss, output, carry = chunk(c.values.weights, *carry, [x[at] for x in c.xs], c.targets[at], weights)
+        grads = [a + b for a, b in zip(grads, found, strict=True)]
+        losses.append(loss)
+        outputs += [jax.tree.map(lambda x, n=n: x[n], output) for n in range(len(loss))]
+    return Run(grads, jnp.concatenate(losses), outputs, Carry(*carry))
+
+
+@cache
+def dense(name: str) -> Dense:
+    c = case(name)
+    return Dense(c.graph, c.values, c.xs, c.targets)
+
+
+def certificates(name: str) -> list[Any]:
+    """What the certificate says of each weight leaf."""
+    info, found = case(name).graph.module_info, case(name).graph.certificate()
+    return [found[info.invar_to_weight_path[v]] for v in info.weight_invars]
+
+
+def relative(a: Any, b: Any) -> float:
+    a, b = np.asarray(a), np.asarray(b)
+    return float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-12))
+
+
+# -- definitions -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("credit", ["core", "step"])
+@pytest.mark.parametrize("name", DEFINED)
+def test_d_rtrl_is_its_definition(name, credit):
+    found, expected = run(name, DRTRL(credit=credit, upstream="step")), dense(name)
+    assert_live(expected.bptt()[0])
+    assert_close(found.grads, expected.d_rtrl(credit))
+    assert_close(found.outputs, expected.outputs)
+    assert_close([found.carry.hidden, found.carry.other], [expected.hidden_after, expected.other_after])
+
+
+@pytest.mark.parametrize("name", ["torch_gru", "stacked", "layer_norm", "carried_elsewhere", "feeds_two_ways"])
+def test_credit_inside_the_chunk(name):
+    found = run(name, DRTRL(credit="chunk"))
+    assert_close(found.grads, dense(name).d_rtrl("chunk", K))
+    whole = run(name, DRTRL(credit="chunk"), T)
+    assert_close(whole.grads, dense(name).bptt()[0])
+
+
+@pytest.mark.parametrize("credit", ["core", "step"])
+@pytest.mark.parametrize("name", ["encoder_readout", "GRUCell", "feeds_two_ways"])
+def test_upstream_weights_get_credit_within_the_chunk(name, credit):
+    upstream = [n for n, c in enumerate(certificates(name)) if c.kind == "upstream"]
+    assert upstream
+    found, expected = run(name, DRTRL(credit=credit)).grads, dense(name).upstream(credit, K)
+    direct_only = dense(name).d_rtrl(credit)
+    for n in upstream:
+        assert_close(found[n], expected[n])
+        assert relative(found[n], direct_only[n]) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["rnn", "torch_gru", "spiking_jvp", "conv_recurrent", "stacked"])
+def test_snap1_keeps_the_diagonal_of_products(name):
+    assert_close(run(name, SnAp1(upstream="step")).grads, dense(name).snap1())
+
+
+@pytest.mark.parametrize(
+    "name", ["torch_lstm", "layer_norm", "stacked", "low_rank", "carried_elsewhere", "encoder_readout", "GRUCell"]
+)
+def test_rtrl_is_bptt(name):
+    hidden_only = not case(name).values.other  # gradients that other states carry end at a chunk's boundary
+    expected = dense(name)
+    if hidden_only:
+        assert_close(run(name, RTRL()).grads, expected.bptt()[0])
+    assert_close(run(name, RTRL(), T).grads, expected.bptt()[0])
+
+
+def test_bptt_is_the_gradient_of_the_unrolled_loop():
+    c = case("torch_gru")
+    names = [path[-1] for path in c.graph.module_info.weight_path_to_invars]
+    weights = dict(zip(names, c.values.weights, strict=True))
+    step = models.build("torch_gru")[0].step
+    expected = unrolled_bptt(step, weights, {"h": c.values.hidden[0]}, c.xs[0], c.targets)
+    assert_close(run("torch_gru", BPTT(), T).grads, [expected[n] for n in names])
+    assert_close(dense("torch_gru").bptt()[0], [expected[n] for n in names])
+
+
+# -- what must not matter ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("torch_gru", DRTRL(credit="core")),
+        ("torch_gru", DRTRL(credit="step")),
+        ("group_state", DRTRL()),
+        ("linear_gru_linear", DRTRL(upstream="step")),
+        ("rnn", SnAp1(credit="core")),
+        ("rnn", PPProp(decay=0.8)),
+        ("spiking_jvp", EProp(kappa=0.6)),
+        ("rnn", EProp(kappa=0.6, feedback="random")),
+    ],
+    ids=str,
+)
+def test_the_chunk_does_not_matter(name, rule):
+    one = run(name, rule, 1)
+    assert_live(one.grads)
+    for K in (2, 5, T):
+        other = run(name, rule, K)
+        for a, b in ((other.grads, one.grads), (other.outputs, one.outputs), (other.losses, one.losses)):
+            assert_close(a, b, 1e-10)
+        assert_close([other.carry.hidden, other.carry.trace], [one.carry.hidden, one.carry.trace], 1e-10)
+
+
+@pytest.mark.parametrize("rule", [DRTRL(), PPProp(), EProp(kappa=0.6), RTRL()], ids=str)
+def test_first_and_last_chunk_may_skip_the_trace(rule):
+    marked, plain = run("rnn", rule, flags=True), run("rnn", rule)
+    assert_close(marked.grads, plain.grads, 1e-12)
+
+
+@pytest.mark.parametrize("name", DEFINED)
+def test_one_step_is_bptt(name):
+    expected, _ = dense(name).bptt(0, 1)
+    assert_close(run(name, DRTRL(credit="core"), 1, steps=1).grads, expected)
+
+
+@pytest.mark.parametrize("rule", [DRTRL(credit="chunk"), SnAp1(), PPProp(), EProp(kappa=0.5)], ids=str)
+def test_one_step_is_bptt_for_every_rule(rule):
+    expected, _ = dense("layer_norm").bptt(0, 1)
+    assert_close(run("layer_norm", rule, 1, steps=1).grads, expected)
+
+
+@pytest.mark.parametrize("name", ["rnn", "scalar_gate", "embedding"])
+def test_pp_prop_starts_without_bias(name):
+    """After one step the factored trace is D-RTRL's, whatever the decay."""
+    expected = run(name, DRTRL(upstream="step"), 1, steps=2).grads
+    assert_close(run(name, PPProp(decay=0.97), 2, steps=2).grads, expected)
+
+
+def test_masked_losses_add_up():
+    rule, c = DRTRL(), case("torch_gru")
+    parts = []
+    for weights in ([1.0, 0.0, 2.0], [0.0, 1.0, 0.0], [1.0, 1.0, 2.0]):
+        inputs = ([x[:K] for x in c.xs], c.targets[:K], jnp.asarray(weights))
+        parts.append(compiled("torch_gru", rule)(c.values.weights, *start("torch_gru", rule), *inputs)[0])
+    assert_live(parts[1])
+    assert_close([a + b for a, b in zip(parts[0], parts[1], strict=True)], parts[2])
+
+
+@pytest.mark.parametrize("rule", [DRTRL(), PPProp(), EProp(kappa=0.6), RTRL(), BPTT()], ids=str)
+def test_steps_without_a_loss_keep_the_memory_going(rule):
+    c = case("rnn")
+    silent = compiled("rnn", rule, loss=None)
+    grads, losses, _, carry = silent(c.values.weights, *start("rnn", rule), [c.xs[0][:K]], None, jnp.ones(K))
+    assert grads is None and losses is None
+    after = compiled("rnn", rule)(c.values.weights, *carry, [c.xs[0][K:]], c.targets[K:], jnp.ones(K))
+    weights = jnp.zeros(K)
+    muted = compiled("rnn", rule)(c.values.weights, *start("rnn", rule), [c.xs[0][:K]], c.targets[:K], weights)
+    expected = compiled("rnn", rule)(c.values.weights, *muted[3], [c.xs[0][K:]], c.targets[K:], jnp.ones(K))
+    assert_live(expected[0])
+    assert_close([after[0], after[3]], [expected[0], expected[3]], 1e-12)
+
+
+def row_loss(output: Any, target: Any) -> Any:
+    """A loss whose target weighs the batch elements."""
+    return jnp.sum(target[:, None] * jnp.sin(output + jnp.linspace(0.0, 1.0, output.shape[1])))
+
+
+@pytest.mark.parametrize("rule", [DRTRL(), SnAp1(), PPProp(), EProp(kappa=0.6), RTRL()], ids=str)
+@pytest.mark.parametrize("name", ["rnn"])
+def test_reset_of_single_batch_elements(name, rule):
+    """After a reset of element 0, the gradient is that of a fresh element 0 and a continued element 1."""
+    c = case(name)
+    chunk = compiled(name, rule, loss=row_loss)
+
+    def advance(carry, at, rows):
+        targets = jnp.tile(jnp.asarray(rows), (K, 1))
+        found = chunk(c.values.weights, *carry, [c.xs[0][at]], targets, jnp.ones(K))
+        return found[0], found[3]
+
+    first, second = slice(0, K), slice(K, T)
+    _, (hidden, other, trace) = advance(start(name, rule), first, [1.0, 1.0])
+    keep = jnp.asarray([0.0, 1.0])
+    cleared = [h * keep[:, None] for h in hidden]
+    together, _ = advance((cleared, other, rule.reset(c.program, trace, keep)), second, [1.0, 1.0])
+    fresh, _ = advance((cleared, other, rule.init(c.program)), second, [1.0, 0.0])
+    continued, _ = advance((hidden, other, trace), second, [0.0, 1.0])
+    assert_live(fresh)
+    assert_close(together, [a + b for a, b in zip(fresh, continued, strict=True)])
+
+
+def test_traces_in_half_precision():
+    rule = DRTRL(trace_dtype="bfloat16")
+    found, expected = run("torch_gru", rule, 2), run("torch_gru", DRTRL(), 2)
+    assert {x.dtype for x in jax.tree.leaves(found.carry.trace)} == {jnp.dtype("bfloat16")}
+    errors = [relative(a, b) for a, b in zip(found.grads, expected.grads, strict=True)]
+    assert 0 < max(errors) < 2e-2
+
+
+# -- exactness and the certificate -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*DIAGONAL, "decay_vector", "decay_scalar"])
+def test_recurrences_without_mixing_are_exact(name):
+    assert all(c.exact for c in certificates(name)), "the certificate says so beforehand"
+    expected = dense(name).bptt()[0]
+    assert_live(expected)
+    assert_close(run(name, DRTRL(credit="core")).grads, expected)
+
+
+@pytest.mark.parametrize("name", DEFINED)
+def test_exact_certificates_hold(name):
+    expected = dense(name).bptt()[0]
+    for credit in ("core", "step"):
+        found = run(name, DRTRL(credit=credit, upstream="step")).grads
+        for certificate, a, b in zip(certificates(name), found, expected, strict=True):
+            if certificate.exact:
+                assert relative(a, b) <= 1e-9, certificate.path
+
+
+# Parameters that are certified inexact although their gradient is exact here, and why.
+EXACT_ANYWAY: dict[tuple[str, tuple], str] = {}
+
+
+def test_inexact_certificates_that_measure_exact_are_known():
+    measured = set()
+    for name in DEFINED:
+        found, expected = run(name, DRTRL(upstream="step")).grads, dense(name).bptt()[0]
+        for certificate, a, b in zip(certificates(name), found, expected, strict=True):
+            if not certificate.exact and relative(a, b) <= 1e-9:
+                measured.add((name, certificate.path))
+    assert measured == set(EXACT_ANYWAY)
+
+
+# -- options ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: DRTRL(credit="all"),
+        lambda: DRTRL(upstream="none"),
+        lambda: SnAp1(credit="all"),
+        lambda: PPProp(decay=1.0),
+        lambda: PPProp(time_constant=0.0),
+        lambda: PPProp(credit="chunk"),
+        lambda: EProp(kappa=1.0),
+        lambda: EProp(feedback="none"),
+        lambda: EProp(credit="step"),
+        lambda: make_rule("no_such_rule"),
+    ],
+)
+def test_wrong_options_are_named(make):
+    with pytest.raises(InputError, match="`|no_such_rule"):
+        make()
+
+
+def test_rules_by_name():
+    assert {"bptt", "rtrl", "d_rtrl", "snap1", "pp_prop", "eprop"} <= set(rule_names())
+    assert make_rule("pp_prop") == PPProp(decay=0.9)
+    assert make_rule(SnAp1) == SnAp1()
+    assert PPProp(time_constant=10.0).alpha == pytest.approx(np.exp(-0.1))

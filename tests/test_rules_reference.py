@@ -1,0 +1,389 @@
+"""Rules against their own equations: cells written out by hand, cells in torch, and braintrace's D-RTRL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import models
+from etrace_bridge.compiler.graph import compile_etrace_graph
+from etrace_bridge.engine.program import StepProgram
+from etrace_bridge.rules import DRTRL, Carry, Chunk, EProp, PPProp, Rule, SnAp1
+from models import B, H, I
+from oracle import Cell, CellRules, assert_close, assert_live, fast_jit
+
+T, OUT = 6, 2
+
+
+@dataclass(frozen=True)
+class Written:
+    """A model written twice: as a step on a batch, and as a cell for one batch element."""
+
+    step: Callable
+    cell: Cell
+    weights: dict[str, tuple[int, ...]]
+    states: tuple[str, ...]
+    shape: tuple[int, ...] = (H,)
+    x_shape: tuple[int, ...] = (I,)
+
+
+MODELS: dict[str, Written] = {}
+
+
+def _readout(weights, exits):
+    return weights["w_out"] @ exits[0]
+
+
+# -- RNN -------------------------------------------------------------------------------------------------------------
+
+
+def _rnn_step(p, s, x):
+    h = jnp.tanh(x @ p["w"] + s["h"] @ p["u"] + p["b"])
+    return {"h": h}, h @ p["w_out"].T
+
+
+def _rnn_core(y, x, h):
+    new = [jnp.tanh(y["w"] + y["u"] + y["b"])]
+    return new, new
+
+
+MODELS["rnn"] = Written(
+    _rnn_step,
+    Cell(lambda p: {"w": p["w"].T, "u": p["u"].T, "b": p["b"]}, lambda x, h: {"w": x, "u": h[0]}, _rnn_core, _readout),
+    {"w": (I, H), "u": (H, H), "b": (H,), "w_out": (OUT, H)},
+    ("h",),
+)
+
+
+# -- GRU and LSTM in torch's layout ----------------------------------------------------------------------------------
+
+
+def _gru_core(y, x, h):
+    i_r, i_z, i_n = jnp.split(y["w_ih"] + y["b_ih"], 3, axis=-1)
+    h_r, h_z, h_n = jnp.split(y["w_hh"] + y["b_hh"], 3, axis=-1)
+    z = jax.nn.sigmoid(i_z + h_z)
+    new = [(1 - z) * jnp.tanh(i_n + jax.nn.sigmoid(i_r + h_r) * h_n) + z * h[0]]
+    return new, new
+
+
+def _lstm_core(y, x, h):
+    i, f, g, o = jnp.split(y["w_ih"] + y["w_hh"] + y["b"], 4, axis=-1)
+    c = jax.nn.sigmoid(f) * h[1] + jax.nn.sigmoid(i) * jnp.tanh(g)
+    new = [jax.nn.sigmoid(o) * jnp.tanh(c), c]
+    return new, new[:1]
+
+
+def _torch_layout(core: Callable, names: tuple[str, ...]) -> tuple[Callable, Cell]:
+    """A step and a cell that share their element-wise part; products and biases are written apart."""
+
+    def step(p, s, x):
+        y = {"w_ih": x @ p["w_ih"].T, "w_hh": s["h"] @ p["w_hh"].T}
+        y |= {n: p[n] for n in p if n.startswith("b")}
+        new, exits = core(y, x, [s[n] for n in names])
+        return dict(zip(names, new, strict=True)), exits[0] @ p["w_out"].T
+
+    def views(p):
+        return {n: v for n, v in p.items() if n != "w_out"}
+
+    return step, Cell(views, lambda x, h: {"w_ih": x, "w_hh": h[0]}, core, _readout)
+
+
+MODELS["gru"] = Written(
+    *_torch_layout(_gru_core, ("h",)),
+    {"w_ih": (3 * H, I), "w_hh": (3 * H, H), "b_ih": (3 * H,), "b_hh": (3 * H,), "w_out": (OUT, H)},
+    ("h",),
+)
+MODELS["lstm"] = Written(
+    *_torch_layout(_lstm_core, ("h", "c")),
+    {"w_ih": (4 * H, I), "w_hh": (4 * H, H), "b": (4 * H,), "w_out": (OUT, H)},
+    ("h", "c"),
+)
+
+
+# -- Adaptive spiking neurons; the readout reads spikes, which are no state ------------------------------------------
+
+
+def _alif_core(y, x, h):
+    v = 0.9 * h[0] + y["w"] + y["u"] - y["beta"] * h[1]
+    z = models.spike_jvp(v - 0.2)
+    return [v - z, 0.8 * h[1] + z], [z]
+
+
+def _alif_step(p, s, x):
+    y = {"w": x @ p["w"].T, "u": models.spike_jvp(s["v"]) @ p["u"].T, "beta": p["beta"]}
+    (v, a), (z,) = _alif_core(y, x, [s["v"], s["a"]])
+    return {"v": v, "a": a}, z @ p["w_out"].T
+
+
+MODELS["alif"] = Written(
+    _alif_step,
+    Cell(
+        lambda p: {n: p[n] for n in ("w", "u", "beta")},
+        lambda x, h: {"w": x, "u": models.spike_jvp(h[0])},
+        _alif_core,
+        _readout,
+    ),
+    {"w": (H, I), "u": (H, H), "beta": (H,), "w_out": (OUT, H)},
+    ("v", "a"),
+)
+
+
+# -- A recurrent convolution; by hand its kernels are banded matrices ------------------------------------------------
+
+LENGTH = 4
+
+
+def _conv_step(p, s, x):
+    def conv(x, w):
+        return jax.lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+
+    h = jnp.tanh(conv(x, p["w"]) + conv(s["h"], p["u"]))
+    return {"h": h}, h.reshape(B, -1) @ p["w_out"].T
+
+
+def _banded(kernel: Any) -> Any:
+    """(place, out) by (place, in): the matrix of a convolution with a kernel of three places."""
+    _, ins, outs = kernel.shape
+    places, none = range(LENGTH), jnp.zeros((outs, ins))
+    return jnp.block([[kernel[j - i + 1].T if abs(j - i) <= 1 else none for j in places] for i in places])
+
+
+MODELS["conv"] = Written(
+    _conv_step,
+    Cell(
+        lambda p: {"w": _banded(p["w"]), "u": _banded(p["u"])},
+        lambda x, h: {"w": x, "u": h[0]},
+        lambda y, x, h: ([jnp.tanh(y["w"] + y["u"])],) * 2,
+        _readout,
+    ),
+    {"w": (3, I, 2), "u": (3, 2, 2), "w_out": (OUT, LENGTH * 2)},
+    ("h",),
+    (LENGTH, 2),
+    (LENGTH, I),
+)
+
+
+# -- running ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Built:
+    """A written model with values, its program, and its oracle."""
+
+    program: StepProgram
+    weights: dict[str, Any]
+    states: dict[str, Any]
+    xs: Any
+    targets: Any
+    rules: CellRules
+
+    def in_order(self) -> tuple[list[Any], list[Any]]:
+        """Weights and hidden states in the order that the program takes them."""
+        info = self.program.graph.module_info
+        weights = [self.weights[path[-1]] for path in info.weight_path_to_invars]
+        return weights, [self.states[leaf.path[-1]] for leaf in self.program.leaves]
+
+
+@cache
+def built(name: str) -> Built:
+    model, rng = MODELS[name], np.random.default_rng(5)
+    weights = {n: jnp.asarray(0.6 * rng.standard_normal(s)) for n, s in model.weights.items()}
+    states = {n: jnp.asarray(0.5 * rng.standard_normal((B, *model.shape))) for n in model.states}
+    xs = jnp.asarray(rng.standard_normal((T, B, *model.x_shape)))
+    module = models.Plain(
+        {n: models.ParamState(w) for n, w in weights.items()},
+        {n: models.HiddenState(s) for n, s in states.items()},
+        model.step,
+    )
+    program = StepProgram(compile_etrace_graph(module, xs[0]))
+    targets = jnp.linspace(-1.0, 1.0, T)
+    # One batch element's loss; the batch's loss is their sum.
+    flat = [states[n].reshape(B, -1) for n in model.states]
+    rules = CellRules(model.cell, weights, flat, xs.reshape(T, B, -1), targets, row_loss)
+    return Built(program, weights, states, xs, targets, rules)
+
+
+def row_loss(output: Any, target: Any) -> Any:
+    ramp = jnp.linspace(0.5, 1.5, output.size).reshape(output.shape)
+    return jnp.sum(jnp.sin(ramp * output + target))
+
+
+def batch_loss(output: Any, target: Any) -> Any:
+    return sum(row_loss(row, target) for row in output)
+
+
+@cache
+def gradient(name: str, rule: Rule, K: int) -> dict[str, np.ndarray]:
+    """The rule's gradient over the sequence, in chunks of K."""
+    b = built(name)
+    weights, hidden = b.in_order()
+
+    @fast_jit
+    def chunk(hidden, trace, x, target):
+        data = Chunk([x], target, jnp.ones(len(target)), batch_loss)
+        found = rule.chunk(b.program, weights, Carry(hidden, [], trace), data, False, False)
+        return found.grads, found.carry.hidden, found.carry.trace
+
+    trace, total = rule.init(b.program), [0.0] * len(weights)
+    for i in range(0, T, K):
+        grads, hidden, trace = chunk(hidden, trace, b.xs[i : i + K], b.targets[i : i + K])
+        total = [x + y for x, y in zip(total, grads, strict=True)]
+    names = [path[-1] for path in b.program.graph.module_info.weight_path_to_invars]
+    return {n: np.asarray(g) for n, g in zip(names, total, strict=True)}
+
+
+def check(name: str, rule: Rule, K: int, expected: dict[str, np.ndarray]) -> None:
+    found = gradient(name, rule, K)
+    assert_live(list(expected.values()))
+    for n, g in expected.items():
+        assert_close(found[n], g)
+
+
+@pytest.mark.parametrize(("name", "K"), [("rnn", 1), ("gru", 3), ("lstm", 3), ("conv", 2), ("alif", 3)])
+def test_pp_prop(name, K):
+    check(name, PPProp(decay=0.8), K, built(name).rules.pp_prop(0.8))
+
+
+@pytest.mark.parametrize(("name", "K"), [("rnn", 1), ("gru", 3), ("lstm", 3), ("conv", 2), ("alif", 3)])
+def test_snap1(name, K):
+    expected = built(name).rules.snap1()
+    check(name, SnAp1(credit="core"), K, expected)
+    plain = built(name).rules.eprop(0.0)
+    assert max(np.abs(plain[n] - expected[n]).max() for n in plain) > 1e-3, "the diagonal makes no difference here"
+
+
+@pytest.mark.parametrize(("name", "K"), [("rnn", 1), ("gru", 3), ("lstm", 3), ("alif", 2)])
+def test_eprop_with_a_filter(name, K):
+    check(name, EProp(kappa=0.7), K, built(name).rules.eprop(0.7))
+
+
+@pytest.mark.parametrize(("name", "kappa", "K"), [("gru", 0.0, 3), ("alif", 0.6, 2)])
+def test_eprop_with_random_feedback(name, kappa, K):
+    rule = EProp(kappa=kappa, feedback="random", seed=3)
+    (matrix,) = rule.feedback_matrices(built(name).program).values()
+    check(name, rule, K, built(name).rules.eprop(kappa, np.asarray(matrix)))
+
+
+@pytest.mark.parametrize("name", ["gru", "alif"])
+def test_eprop_without_a_filter_is_d_rtrl(name):
+    check(name, EProp(), 3, built(name).rules.eprop(0.0))
+    check(name, DRTRL(credit="core"), 3, built(name).rules.eprop(0.0))
+
+
+# -- in torch: a history whose recurrent product is detached ----------------------------------------------------------
+
+
+def _torch_rnn(p, states, x, seen):
+    return (torch.tanh(x @ p["w"] + seen @ p["u"] + p["b"]),)
+
+
+def _torch_gru(p, states, x, seen):
+    i_r, i_z, i_n = (x @ p["w_ih"].T + p["b_ih"]).chunk(3, 1)
+    h_r, h_z, h_n = (seen @ p["w_hh"].T + p["b_hh"]).chunk(3, 1)
+    z = torch.sigmoid(i_z + h_z)
+    return ((1 - z) * torch.tanh(i_n + torch.sigmoid(i_r + h_r) * h_n) + z * states[0],)
+
+
+def _torch_lstm(p, states, x, seen):
+    i, f, g, o = (x @ p["w_ih"].T + seen @ p["w_hh"].T + p["b"]).chunk(4, 1)
+    c = torch.sigmoid(f) * states[1] + torch.sigmoid(i) * torch.tanh(g)
+    return torch.sigmoid(o) * torch.tanh(c), c
+
+
+TORCH = {"rnn": _torch_rnn, "gru": _torch_gru, "lstm": _torch_lstm}
+
+
+def torch_online(name: str, credit: str) -> dict[str, np.ndarray]:
+    """The gradients of the steps' losses, one by one; what the recurrent product reads is detached.
+
+    With `credit="step"` it is not detached in the last step, the one whose loss is taken; with `"bptt"` it never is.
+    """
+    b, cell = built(name), TORCH[name]
+    weights = {n: torch.tensor(np.asarray(w), requires_grad=True) for n, w in b.weights.items()}
+    xs, ramp = torch.tensor(np.asarray(b.xs)), torch.linspace(0.5, 1.5, OUT, dtype=torch.float64)
+    for t in range(T):
+        states = tuple(torch.tensor(np.asarray(b.states[n])) for n in MODELS[name].states)
+        for s in range(t + 1):
+            whole = credit == "bptt" or (credit == "step" and s == t)
+            states = cell(weights, states, xs[s], states[0] if whole else states[0].detach())
+        output = states[0] @ weights["w_out"].T
+        torch.sin(ramp * output + float(b.targets[t])).sum().backward()
+    return {n: w.grad.numpy() for n, w in weights.items()}
+
+
+@pytest.mark.parametrize("credit", ["core", "step"])
+@pytest.mark.parametrize("name", list(TORCH))
+def test_d_rtrl_in_torch(name, credit):
+    expected = torch_online(name, credit)
+    check(name, DRTRL(credit=credit), 3, expected)
+    exact = torch_online(name, "bptt")
+    assert max(np.abs(exact[n] - expected[n]).max() for n in exact) > 1e-3, "nothing was detached"
+
+
+# -- braintrace: the same cells, one layer a gate ----------------------------------------------------------------------
+
+
+def _layer(p: dict, x: Any) -> Any:
+    return x @ p["weight"] + p["bias"]
+
+
+def _plain_rnn(p, s, x):
+    h = jnp.tanh(_layer(p["W"], jnp.concatenate([x, s["h"]])))
+    return {"h": h}, h
+
+
+def _plain_gru(p, s, x):
+    both = jnp.concatenate([x, s["h"]])
+    z, r = jax.nn.sigmoid(_layer(p["Wz"], both)), jax.nn.sigmoid(_layer(p["Wr"], both))
+    h = (1 - z) * s["h"] + z * jnp.tanh(_layer(p["Wh"], jnp.concatenate([x, r * s["h"]])))
+    return {"h": h}, h
+
+
+def _plain_cfn(p, s, x):
+    both = jnp.concatenate([x, s["h"]])
+    f, i = jax.nn.sigmoid(_layer(p["Wf"], both)), jax.nn.sigmoid(_layer(p["Wi"], both))
+    h = f * jnp.tanh(s["h"]) + i * jnp.tanh(_layer(p["Wh"], x))
+    return {"h": h}, h
+
+
+@pytest.mark.filterwarnings("ignore:ETP primitive:UserWarning")  # braintrace says which weight it leaves out
+@pytest.mark.parametrize(
+    ("cell", "step", "left_out"),
+    [("ValinaRNNCell", _plain_rnn, set()), ("GRUCell", _plain_gru, {"Wr"}), ("CFNCell", _plain_cfn, set())],
+)
+def test_braintrace_gives_the_same_where_it_gives_anything(cell, step, left_out):
+    import braintrace
+
+    xs = jnp.asarray(np.random.default_rng(4).standard_normal((T, I)))
+    targets = jnp.linspace(-1.0, 1.0, T)
+    theirs = getattr(braintrace.nn, cell)(I, H, activation="tanh")
+    learner = braintrace.compile(theirs, braintrace.D_RTRL, xs[0])
+    expected = learner.etrace_grad(xs, targets, step_fn=lambda x, target: row_loss(learner(x), target))
+
+    layers = {path[0]: jax.tree.map(jnp.array, w.value) for path, w in theirs.states(models.ParamState).items()}
+    params = {n: models.ParamState(w) for n, w in layers.items()}
+    model = models.Plain(params, {"h": models.HiddenState(jnp.zeros(H))}, step)
+    program = StepProgram(compile_etrace_graph(model, xs[0]))
+    paths = list(program.graph.module_info.weight_path_to_invars)
+    theta = [leaf for path in paths for leaf in jax.tree.leaves(layers[path[0]])]
+    rule = DRTRL(credit="core", upstream="step")
+    data = Chunk([xs], targets, jnp.full(T, 1 / T), row_loss)  # theirs is the mean over time
+    found = fast_jit(lambda: rule.chunk(program, theta, Carry([jnp.zeros(H)], [], None), data, True, True).grads)()
+    leaves = iter(found)
+    for path in paths:
+        ours = {name: next(leaves) for name in sorted(layers[path[0]])}
+        assert_live(list(ours.values()))
+        for name, g in ours.items():
+            other = expected[path[0], "weight"][name]
+            if path[0] in left_out:
+                assert not np.asarray(other).any()
+            else:
+                assert_close(g, other)
