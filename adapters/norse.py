@@ -72,9 +72,7 @@ def _initial_state(module: Any, x: torch.Tensor) -> Any:
         v_leak = getattr(module.p, "v_leak", torch.zeros(()))
         start = [v_leak if path == ("v",) else torch.zeros(()) for path, _ in leaves]
     # Norse starts some tensors as scalars or in float32 and lets the first step broadcast and promote them.
-    settled = [
-        first.detach().to(leaf.dtype).expand(leaf.shape).clone() for first, (_, leaf) in zip(start, leaves, strict=True)
-    ]
+    settled = [first.detach().to(leaf.dtype).expand(leaf.shape).clone() for first, (_, leaf) in zip(start, leaves, strict=True)]
     return unflatten_state(skeleton, settled)
 
 

@@ -34,9 +34,7 @@ def gru_step(x: Tensor, h: Tensor, weights: Weights) -> Tensor:
     return n + z * (h - n)
 
 
-def lstm_step(
-    x: Tensor, h: Tensor, c: Tensor, weights: Weights, projection: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def lstm_step(x: Tensor, h: Tensor, c: Tensor, weights: Weights, projection: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`c' = f c + i g`, `h' = o tanh(c')` (times `W_hr` with a projection), gates in torch's order i, f, g, o."""
     w_ih, w_hh, b_ih, b_hh = weights
     i, f, g, o = (F.linear(x, w_ih, b_ih) + F.linear(h, w_hh, b_hh)).chunk(4, -1)

@@ -93,9 +93,7 @@ class RecurrentAdapter(Adapter):
 
 def _step(module: nn.Module, layer: int, x: Tensor, states: States) -> Tensor:
     """Run one layer for one step, and put its new state into `states`."""
-    weights = tuple(
-        getattr(module, f"{name}_l{layer}", None) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
-    )
+    weights = tuple(getattr(module, f"{name}_l{layer}", None) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
     h = states[f"h_l{layer}"]
     if isinstance(module, nn.LSTM):
         projection = getattr(module, f"weight_hr_l{layer}", None)

@@ -55,7 +55,7 @@ def _prepare(makers: dict[str, Maker], workload: Workload) -> tuple[dict[str, Pr
 
 
 def _run_and_require_finished(name: str, program: Program) -> None:
-    """Run once more, and raise if the process still computes afterwards: its time would be charged to whoever runs next.
+    """Run once more, and raise if the process still computes afterwards: the next program would pay for it.
 
     Freeing large buffers takes time as well, so what follows is compared with the run itself.
     """

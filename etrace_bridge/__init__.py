@@ -58,11 +58,20 @@ from etrace_bridge.frontend import (
     verify,
     wrap,
 )
+from etrace_bridge.check import assert_gradients_close, check_gradients
+from etrace_bridge.check_comparison import RuleComparison
+from etrace_bridge.check_report import GradientReport
 from etrace_bridge.fit import EarlyStopping, History
 from etrace_bridge.learner import OnlineLearner
+from etrace_bridge.recommend import recommend
 from etrace_bridge.results import GradientResult, SequenceResult, StepInfo
 
 __all__ = [
+    "GradientReport",
+    "RuleComparison",
+    "assert_gradients_close",
+    "check_gradients",
+    "recommend",
     "EarlyStopping",
     "GradientResult",
     "History",

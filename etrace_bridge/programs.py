@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from etrace_bridge.engine.chunk_bptt import scan_steps
 from etrace_bridge.engine.plan import ChunkPlan
 from etrace_bridge.engine.program import StepProgram
 from etrace_bridge.engine.sequence import run_sequence, step_weights
+from etrace_bridge.guard import after, full_verdict, hold_back, only_finite, quick_verdict
 from etrace_bridge.optimizers import Updater
 from etrace_bridge.rules import Carry, Chunk, Rule
 
@@ -30,7 +30,7 @@ class Values(NamedTuple):
         hidden: hidden states.
         other: other arrays that a step carries: running statistics, random keys.
         trace: the rule's memory; None until a step needs it.
-        alarm: (2,) number of good updates, and what was first found not finite (-1: nothing).
+        alarm: what the guard found, see `guard`.
     """
 
     theta: list[Any]
@@ -83,39 +83,17 @@ class Recipe:
         """Arrays by weight name."""
         return dict(zip(self.names, arrays, strict=True))
 
-    def checked(self, old: Values, new: Values, losses: Any, grads: Sequence[Any] | None) -> Values:
+    def checked(self, old: Values, new: Values, losses: Any, grads: Sequence[Any]) -> Values:
         """`new`, or `old` for good once a loss, gradient or hidden state was not finite."""
         if not self.guard:
             return new
-        watched = self.watched(losses, grads, new.hidden)
-        count, found = old.alarm
-        fine = (jnp.sum(watched * 0) == 0) & (found < 0)  # 0 · inf and 0 · NaN are NaN
-        kept = jax.tree.map(lambda n, o: jnp.where(fine, n, o), new._replace(alarm=None), old._replace(alarm=None))
-        first = lax.cond(
-            fine, lambda w: jnp.int32(-1), lambda w: jnp.where(found < 0, jnp.argmax(~jnp.isfinite(w)).astype(jnp.int32), found), watched
-        )
-        return kept._replace(alarm=jnp.stack([count + fine, first]))
-
-    def watched(self, losses: Any, grads: Sequence[Any] | None, hidden: Sequence[Any]) -> Any:
-        """Losses, hidden states and gradients as one vector: one array costs the guard one pass, many small ones many."""
-        arrays = [losses, *hidden, *(grads if grads is not None else ())]
-        widest = jnp.result_type(*arrays)
-        return jnp.concatenate([x.astype(widest).reshape(-1) for x in arrays])
+        fine, alarm = full_verdict(old.alarm, [losses, *grads, *new.hidden])
+        return hold_back(fine, new._replace(alarm=alarm), old._replace(alarm=alarm))
 
     def after_sequence(self, before: Values, after: Values) -> Values:
         """What a sequence of its own leaves: weights and running statistics; hidden states and trace as before."""
         other = [b if r else a for b, a, r in zip(before.other, after.other, self.resets, strict=True)]
         return after._replace(hidden=before.hidden, other=other, trace=before.trace)
-
-    def alarm_source(self, found: int, num_losses: int, hidden: dict[str, Any], theta: Sequence[Any]) -> str:
-        """What the second number of an alarm stands for."""
-        sizes = {"the loss": num_losses} | {f"the hidden state `{n}`": h.size for n, h in hidden.items()}
-        sizes |= {f"the gradient of `{n}`": w.size for n, w in zip(self.names, theta, strict=True)}
-        for name, size in sizes.items():
-            if found < size:
-                return name
-            found -= size
-        return "a value"
 
 
 def make_step(recipe: Recipe, with_loss: bool, own_update: bool) -> Callable:
@@ -132,13 +110,20 @@ def make_step(recipe: Recipe, with_loss: bool, own_update: bool) -> Callable:
         data = ([a[None] for a in args], jax.tree.map(lambda t: t[None], target), jnp.ones(1, theta[0].dtype))
         state = (values.hidden, values.other, values.trace)
         grads, losses, outputs, (hidden, other, trace) = recipe.chunk(theta, state, data, False, False)
-        opt = values.opt
-        if with_loss and own_update:
-            theta, opt = recipe.apply(grads, opt, theta)
-        loss = losses[0] if with_loss else None
-        new = Values(theta, opt, hidden, other, trace, values.alarm)
-        new = recipe.checked(values, new, jnp.zeros(()) if loss is None else loss, grads)
-        return new, loss, jax.tree.map(lambda o: o[0], outputs), None if own_update else grads
+        loss, output = None if losses is None else losses[0], jax.tree.map(lambda o: o[0], outputs)
+        new = Values(theta, values.opt, hidden, other, trace, values.alarm)
+        if not own_update:
+            return new, loss, output, grads
+        if not recipe.guard:
+            theta, opt = (theta, values.opt) if grads is None else recipe.apply(grads, values.opt, theta)
+            return new._replace(theta=theta, opt=opt), loss, output, None
+        fine, alarm = quick_verdict(values.alarm, loss, hidden, grads)
+        if grads is not None:
+            updated = recipe.apply(only_finite(grads), values.opt, theta)
+            theta, opt = hold_back(fine, updated, (theta, values.opt))
+            new, fine = new._replace(theta=theta, opt=opt), after(fine, theta)
+        kept = hold_back(fine, (hidden, other, trace), state)
+        return Values(new.theta, new.opt, *kept, alarm), loss, output, None
 
     return step
 

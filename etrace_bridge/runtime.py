@@ -17,6 +17,7 @@ from etrace_bridge._errors import InputError, NonFiniteError, StateError
 from etrace_bridge.engine.plan import ChunkPlan, choose_chunk, divide
 from etrace_bridge.engine.sequence import step_weights
 from etrace_bridge.frontend import BridgedModule, to_torch
+from etrace_bridge.guard import COUNT, FIRST, STOPPED, alarm_text, new_alarm, watched_names
 from etrace_bridge.inputs import FastReader, as_array, check_finite, check_float_dtypes, sequence_length, signature
 from etrace_bridge.losses import as_jax_loss
 from etrace_bridge.optimizers import Updater, make_updater
@@ -26,7 +27,7 @@ from etrace_bridge.rules import BPTT, Rule
 from etrace_bridge.session import Session, evaluation_mode
 from etrace_bridge.torch_update import TorchUpdate, has_hooks, run_hooks
 
-LOOK_EVERY = 256  # steps after which the guard's alarm is read, if nothing else asks for it
+LOOK_EVERY = 64  # steps after which the guard's alarm is read, if nothing else asks for it
 
 
 @dataclass(frozen=True)
@@ -54,145 +55,63 @@ class Options:
                 raise InputError(f"`{name}` is {value!r}; it must be positive, or None for no clipping.")
 
 
-class Runtime:
-    """Holds a model's weights, states, trace and optimizer state as one flat list of arrays.
+class Runtime(Store):
+    """Runs a learner's programs on its arrays.
 
-    brainstate States are written only on request (`lend`): the hot path is one jitted call on donated arrays.
+    Attributes:
+        parameters: the torch model's trained parameters by name; empty for other models.
+        torch_update: the optimizer that runs in torch, if it does.
+        steps: time steps seen.
+        updates: updates made.
     """
 
     def __init__(
         self, net: brainstate.nn.Module, rule: Rule, loss: Any, optimizer: Any, options: Options, placement: Placement
     ) -> None:
-        self.net, self.rule, self.given_loss, self.optimizer = net, rule, loss, optimizer
-        self.options, self.placement = options, placement
-        self.parameters: dict[str, torch.Tensor] = {}
-        if isinstance(net, BridgedModule):
-            self.parameters = {n: p for n, p in net.model.named_parameters() if p.requires_grad}
-        self.updater: Updater | None = make_updater(
-            optimizer, self.parameters if isinstance(net, BridgedModule) else None, options.clip_norm, options.clip_value,
-            options.accumulate, options.schedule,
-        )  # fmt: skip
+        self.given_loss, self.optimizer, self.options = loss, optimizer, options
+        is_torch = isinstance(net, BridgedModule)
+        named = net.model.named_parameters() if is_torch else ()
+        self.parameters: dict[str, torch.Tensor] = {n: p for n, p in named if p.requires_grad}
+        clipping = (options.clip_norm, options.clip_value, options.accumulate)
+        updater = make_updater(optimizer, self.parameters if is_torch else None, *clipping, options.schedule)
         self.torch_update = None
-        if self.updater is None:
+        if updater is None:
             if options.schedule is not None:
-                raise InputError("`schedule` needs an optax optimizer or one of torch's that are translated; use a torch scheduler.")
-            self.torch_update = TorchUpdate(
-                optimizer, self.parameters, options.clip_norm, options.clip_value, options.accumulate
-            )
-        self.steps = 0  # time steps seen
-        self.updates = 0
-        self._active: Session | None = None
-        self._sessions: dict[Any, Session] = {}
+                raise InputError(
+                    f"`schedule` cannot act on `{type(optimizer).__name__}`, which runs in torch. Use a torch scheduler."
+                )
+            self.torch_update = TorchUpdate(optimizer, self.parameters, *clipping)
+        super().__init__(net, rule, updater, placement)
+        self.steps = self.updates = 0
         self._losses: dict[Any, Callable] = {}
-        self._leaves: list[Any] = []
-        self._tree: Any = None
-        self.at_start = True  # hidden states and trace hold nothing worth keeping
-        self._lent: tuple | None = None
-        self._fast: dict[bool, tuple] = {}
-
-    # -- values ------------------------------------------------------------------------------------------------
-
-    @property
-    def values(self) -> Values:
-        """All arrays, named."""
-        return jax.tree.unflatten(self._tree, self._leaves)
-
-    @values.setter
-    def values(self, values: Values) -> None:
-        leaves, tree = jax.tree.flatten(values)
-        if self._tree is None or tree != self._tree:
-            self._fast.clear()
-        self._leaves, self._tree = leaves, tree
-
-    @property
-    def session(self) -> Session:
-        """The compiled model."""
-        if self._active is None:
-            raise StateError("The learner has seen no input yet, so there is no graph. Call `step` or `gradients` first.")
-        return self._active
-
-    @property
-    def started(self) -> bool:
-        """Whether an input was seen."""
-        return self._active is not None
-
-    @cached_property
-    def float_dtype(self) -> Any:
-        """The dtype of the model's floating parameters; None if they differ."""
-        found = {x.dtype for s in self.net.states(brainstate.ParamState).values() for x in jax.tree.leaves(s.value)}
-        return found.pop() if len(found) == 1 else None
-
-    def prepare(self, args: Sequence[Any], continues: bool) -> Session:
-        """Compiles the model for inputs of this shape, or finds it compiled.
-
-        Args:
-            args: one time step of each input, with `shape` and `dtype`.
-            continues: the states of the step before are needed, so the batch must not change.
-        """
-        self._take_back()
-        key = signature(args)
-        if self._active is not None and self._active.signature == key:
-            return self._active
-        if self.float_dtype is not None:
-            check_float_dtypes(args, self.float_dtype)
-        if self._active is not None and continues and not self.at_start:
-            raise InputError(
-                f"The states are those of inputs {_show(self._active.signature)}; this input is {_show(key)}. They cannot go on with "
-                "another batch. Call `reset()` first to start with new states, or use the same batch size."
-            )
-        if key not in self._sessions:
-            if self._active is not None:
-                self.lend(copy=False)  # the new session reads weights and running statistics from the States
-            self._sessions[key] = Session(self.net, args)
-        self._activate(self._sessions[key])
-        return self._sessions[key]
-
-    def _activate(self, session: Session) -> None:
-        before, old = self._active, self.values if self._active is not None else None
-        place, batch = self.placement, session.batch
-        if before is None or old is None:
-            theta, hidden, other = jax.tree.map(private_copy, session.read())
-            theta = place.put(theta)
-            opt = place.put(self.updater.init(dict(zip(session.weight_names, theta, strict=True)))) if self.updater else None
-            alarm = place.put(jnp.asarray(np.array([0, -1], np.int32)))
-        else:
-            theta, opt, alarm = old.theta, old.opt, old.alarm
-            hidden, other = jax.tree.map(jnp.asarray, session.initial)
-            known = dict(zip(before.other_names, old.other, strict=True))
-            other = [
-                known.get(n, o) if not r else o for n, o, r in zip(session.other_names, other, session.resets, strict=True)
-            ]
-            if session.weight_names != before.weight_names:
-                raise StateError("The model uses other parameters for inputs of this shape. Make a learner for each shape.")
-        self._active = session
-        self.values = Values(theta, opt, place.put_batch(hidden, 0, batch), place.put_batch(other, 0, batch), None, alarm)
-        self.at_start = True
-
-    def need_trace(self) -> None:
-        """Makes the rule's memory, if there is none yet."""
-        if self.values.trace is None:
-            session = self.session
-            self.values = self.values._replace(trace=self.placement.put(jax.jit(lambda: self.rule.init(session.program))()))
+        self._tried: set[Any] = set()
+        self._recent: list[tuple] = []  # inputs of the steps since the last look, to find out what went wrong
+        self._seen_good = 0
 
     # -- programs ----------------------------------------------------------------------------------------------
 
     def recipe(self, loss: Callable | None) -> Recipe:
         """What the current session's programs have in common."""
-        session = self.session
-        return Recipe(
-            session.program, self.rule, loss, self.updater, tuple(session.weight_names), tuple(session.resets),
-            self.options.reduction, self.options.guard,
-        )  # fmt: skip
+        session, options = self.session, self.options
+        names, resets = tuple(session.weight_names), tuple(session.resets)
+        return Recipe(session.program, self.rule, loss, self.updater, names, resets, options.reduction, options.guard)
 
     def loss_for(self, target: Any) -> Callable:
-        """The loss for targets of this kind."""
+        """The loss for targets like this one, of one step and as the user gave it."""
         if self.given_loss is None:
-            raise InputError("This learner has no loss. Give one: `OnlineLearner(model, loss=torch.nn.functional.mse_loss)`.")
-        key = (self.session.signature, str(jax.tree.map(lambda t: (np.shape(t), str(t.dtype)), target)))
-        if key not in self._losses:
+            raise InputError(
+                "This learner has no loss. Give one: `OnlineLearner(model, loss=torch.nn.functional.mse_loss)`."
+            )
+        leaves, tree = jax.tree.flatten(target)
+        where = (self.session.signature, tree)
+        given = (where, tuple((tuple(np.shape(t)), str(t.dtype)) for t in leaves))
+        key = (where, tuple((tuple(np.shape(t)), str(jax_dtype(t))) for t in leaves))
+        if given not in self._tried:
             program = self.session.program
-            output = program.output_tree([jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.out_vars])
-            self._losses[key] = as_jax_loss(self.given_loss, output, target, isinstance(self.net, BridgedModule))
+            shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.out_vars]
+            loss = as_jax_loss(self.given_loss, program.output_tree(shapes), target, isinstance(self.net, BridgedModule))
+            self._losses.setdefault(key, loss)
+            self._tried.add(given)
         return self._losses[key]
 
     def _compiled(self, key: Any, make: Callable[[], Callable], donate: bool) -> Callable:
@@ -220,9 +139,9 @@ class Runtime:
         if fast is not None and self._lent is None and len(args) == len(fast[0]):
             arrays = [read(a) for read, a in zip(fast[0], args, strict=True)]
             wanted = None if target is None else fast[1](target)
-            if not any(a is None for a in arrays) and (wanted is not None or target is None):
-                if not has_hooks(self.parameters.values()):
-                    return self._run_step(fast[2], arrays, wanted)
+            known = None not in map(type, arrays) and (wanted is not None or target is None)
+            if known and not has_hooks(self.parameters.values()):
+                return self._run_step(fast[2], arrays, wanted)
         return self._checked_step(args, target)
 
     def _run_step(self, call: Callable, arrays: list[Any], target: Any) -> tuple[Any, Any]:
@@ -233,8 +152,10 @@ class Runtime:
         self.steps += 1
         if target is not None:
             self.updates += 1
-        if self.steps % LOOK_EVERY == 0:
+        self._recent.append((arrays, target))
+        if len(self._recent) >= LOOK_EVERY:
             self.look()
+            self._recent.clear()
         return loss, output
 
     def _checked_step(self, args: tuple, target: Any) -> tuple[Any, Any]:
@@ -327,6 +248,7 @@ class Runtime:
         plan = divide(length, 1) if every == "step" else self.plan(length)
         make = lambda: make_update(self.recipe(loss), plan, carry, every != "sequence")  # noqa: E731
         call = self._compiled(("update", loss, plan, carry, every), make, donate=True)
+        self.look()
         self._refresh_numbers()
         start = None if carry else jax.tree.map(private_copy, self._start_state(session))
         self._leaves, losses, outputs, weights = call(self._leaves, start, args, targets, mask)
@@ -433,78 +355,43 @@ class Runtime:
     # -- the guard ---------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Raises if the guard has found something that is not finite; the last good state stays."""
+        """Raises if the guard has held something back; the last good state stays."""
         if not self.options.guard or not self.started:
             return
-        count, found = (int(n) for n in np.asarray(self.values.alarm))
-        if found < 0:
+        alarm = np.asarray(self.values.alarm)
+        recent, self._recent = list(self._recent), []
+        if not alarm[STOPPED]:
+            self._seen_good = int(alarm[COUNT])
             return
-        names = self.recipe(None).watched_names(self.session.hidden_names)
-        self.values = self.values._replace(alarm=self.placement.put(jnp.asarray(np.array([count, -1], np.int32))))
-        raise NonFiniteError(_alarm_text(f"update {count + 1}", names[found]))
+        count = int(alarm[COUNT])
+        flags = alarm[FIRST:]
+        if not flags.any():  # a single step's quick verdict: find out what it was
+            good = count - self._seen_good
+            self.steps -= len(recent) - good
+            self.updates -= sum(target is not None for _, target in recent[good:])
+            flags = self._diagnose(*recent[good])
+        self._seen_good = count
+        self.values = self.values._replace(alarm=self.placement.put(jnp.asarray(new_alarm(count, len(flags)))))
+        names = watched_names(self.session.weight_names, self.session.hidden_names)
+        raise NonFiniteError(alarm_text(count + 1, [n for n, bad in zip(names, flags, strict=True) if bad]))
+
+    def _diagnose(self, args: list[Any], target: Any) -> list[bool]:
+        """What is not finite in a step from the current state."""
+        loss = None if target is None else self.loss_for(target)
+        function = make_step(self.recipe(loss), target is not None, own_update=False)
+        new, loss, _, grads = jax.jit(function)(self.values, args, target)
+        grads = grads if grads is not None else [np.zeros(())] * len(new.theta)
+        watched = [np.zeros(()) if loss is None else loss, *grads, *new.hidden]
+        return [not np.isfinite(np.asarray(x)).all() for x in watched]
 
     def _raise_if_bad(self, losses: Any, grads: Sequence[Any]) -> None:
+        """The guard for updates that pass through torch, where everything is on the host anyway."""
         if not self.options.guard:
             return
-        named = {"the loss": losses} | {f"the gradient of `{n}`": g for n, g in zip(self.session.weight_names, grads, strict=False)}
-        for name, array in named.items():
-            if not np.isfinite(np.asarray(array)).all():
-                raise NonFiniteError(_alarm_text(f"update {self.updates + 1}", name))
-
-    # -- states ------------------------------------------------------------------------------------------------
-
-    def reset(self, mask: Any) -> None:
-        """Initial states and a zero trace, for all or some batch elements."""
-        if not self.started:
-            return
-        self._take_back()
-        session, values = self.session, self.values
-        start_hidden, start_other = jax.tree.map(private_copy, self._start_state(session))
-        if mask is None:
-            trace = jax.tree.map(jnp.zeros_like, values.trace)
-            self.values = values._replace(hidden=start_hidden, other=start_other, trace=trace)
-            self.at_start = True
-            return
-        gone = jnp.asarray(as_array(mask)).astype(bool)
-        if gone.shape != (session.batch,):
-            raise InputError(f"`mask` has shape {gone.shape}; it must be ({session.batch},), one entry a batch element.")
-        put_back = lambda old, new: jnp.where(gone.reshape(-1, *(1,) * (old.ndim - 1)), new, old)  # noqa: E731
-        hidden = [put_back(h, s) for h, s in zip(values.hidden, start_hidden, strict=True)]
-        other = [
-            put_back(o, s) if r and o.ndim and o.shape[0] == session.batch else o
-            for o, s, r in zip(values.other, start_other, session.resets, strict=True)
-        ]
-        trace = values.trace
-        if trace is not None:
-            trace = self.rule.reset(session.program, trace, 1 - gone.astype(values.theta[0].dtype))
-        self.values = values._replace(hidden=hidden, other=other, trace=trace)
-
-    def lend(self, copy: bool = True) -> None:
-        """Puts copies of weights and states into the brainstate States; changes made there are noticed."""
-        if not self.started:
-            return
-        self._take_back()
-        values = self.values
-        give = private_copy if copy else (lambda x: x)
-        self.session.write(*jax.tree.map(give, (values.theta, values.hidden, values.other)))
-        self._lent = (self.session, self.session.read()) if copy else None
-
-    def _take_back(self) -> None:
-        """Takes values that were changed in the States since they were lent."""
-        if self._lent is None:
-            return
-        session, lent = self._lent
-        self._lent = None
-        if session is not self._active:
-            return
-        now, values = session.read(), self.values
-        parts = []
-        for given, found, own in zip(lent, now, (values.theta, values.hidden, values.other), strict=True):
-            parts.append([
-                o if f is g or np.shape(f) != np.shape(o) else self.placement.put(private_copy(f))
-                for g, f, o in zip(given, found, own, strict=True)
-            ])  # fmt: skip
-        self.values = values._replace(theta=parts[0], hidden=parts[1], other=parts[2])
+        bad = [not np.isfinite(np.asarray(x)).all() for x in (losses, *grads)]
+        if any(bad):
+            names = watched_names(self.session.weight_names, ())
+            raise NonFiniteError(alarm_text(self.updates + 1, [n for n, b in zip(names, bad, strict=False) if b]))
 
     # -- inputs ------------------------------------------------------------------------------------------------
 
@@ -529,15 +416,3 @@ class Runtime:
             named = {f"input {n}" if n else "input": a for n, a in enumerate(args)}
             named |= {f"target {n}" if n else "target": as_array(t) for n, t in enumerate(jax.tree.leaves(targets))}
             check_finite(named)
-
-
-def _alarm_text(where: str, what: str) -> str:
-    return (
-        f"At {where}, {what} became NaN or infinite. That update and any after it were not made: weights, states and trace are the last "
-        "finite ones, so the learner can be saved or go on. Lower the learning rate, clip gradients (`clip_norm=1.0`), or look for bad "
-        "values in the data (`check_inputs=True`)."
-    )
-
-
-def _show(sig: tuple) -> str:
-    return ", ".join(f"{dtype}{shape}" for shape, dtype in sig)

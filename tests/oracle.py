@@ -77,7 +77,6 @@ class DenseStep:
         s_w, s_s: Jacobian of the new states.
         h_w, h_h: Jacobian of the new hidden states with everything stopped at the cuts.
         l_h: derivative of the loss by old hidden states, stopped where they leave the core (`credit="core"`).
-        open: Jacobian of new by old hidden states, stopped at the cuts that are no products with weights.
     """
 
     loss: Any
@@ -90,7 +89,6 @@ class DenseStep:
     h_w: Any
     h_h: Any
     l_h: Any
-    open: Any
 
 
 class Dense:
@@ -115,8 +113,10 @@ class Dense:
         self.num_hidden, self.num_weights = h.size, w.size
         linear = fast_jit(self._linearise)
         self.steps: list[DenseStep] = []
+        self.starts: list[tuple] = []
         for t in range(len(targets)):
-            step = DenseStep(**jax.device_get(linear(w, h, o, [x[t] for x in xs], targets[t])))
+            self.starts.append((w, h, o, [x[t] for x in xs], targets[t]))
+            step = DenseStep(**jax.device_get(linear(*self.starts[t])))
             self.steps.append(step)
             h, o = step.after[: h.size], step.after[h.size :]
         self.hidden_after, self.other_after = self.unravel_h(h), self.unravel_o(o)
@@ -143,7 +143,6 @@ class Dense:
 
     def _linearise(self, w, h, o, args, target) -> dict[str, Any]:
         facts = self.graph.structure.facts
-        contacts = self.graph.structure.use.contact_of_eqn
         n = h.size
 
         def whole(w, s):
@@ -153,14 +152,12 @@ class Dense:
         def cut(w, h):
             return self._run(facts.cuts, w, h, o, args, target)[2]
 
-        mixing = {edge for edge in facts.cuts if edge[0] not in contacts}
         s = jnp.concatenate([h, o])
         (loss, after), output = whole(w, s)
         ((l_w, l_s), (s_w, s_s)), _ = jax.jacrev(whole, argnums=(0, 1), has_aux=True)(w, s)
         h_w, h_h = jax.jacrev(cut, argnums=(0, 1))(w, h)
         l_h = jax.grad(lambda h: self._run(facts.pre_cuts, w, h, o, args, target)[0])(h)
-        opened = jax.jacrev(lambda h: self._run(mixing, w, h, o, args, target)[2])(h)
-        found = (loss, output, after, l_w, l_s, s_w, s_s, h_w, h_h, l_h, opened)
+        found = (loss, output, after, l_w, l_s, s_w, s_s, h_w, h_h, l_h)
         return dict(zip((f.name for f in fields(DenseStep)), found, strict=True))
 
     def _grads(self, flat: np.ndarray) -> list[np.ndarray]:
@@ -200,15 +197,18 @@ class Dense:
 
     def snap1(self) -> list[np.ndarray]:
         """D-RTRL that keeps the diagonal of products with weights: all pairs of states of a group, same position."""
+        contacts = self.graph.structure.use.contact_of_eqn
+        mixing = {edge for edge in self.graph.structure.facts.cuts if edge[0] not in contacts}
+        through_products = fast_jit(jax.jacrev(lambda *start: self._run(mixing, *start)[2], argnums=1))
         owner = []
         for n, (path, var) in enumerate(self.minfo.hidden_path_to_invar.items()):
             group = self.graph.hid_path_to_group[path].index
             owner += [(group, n, p) for p in range(int(np.prod(var.aval.shape, dtype=int)))]
         same = np.array([[a[0] == b[0] and a[2] == b[2] for b in owner] for a in owner])
         eps, total = np.zeros((len(owner), self.num_weights)), np.zeros(self.num_weights)
-        for s in self.steps:
+        for s, start in zip(self.steps, self.starts, strict=True):
             total += s.l_w + s.l_s[: len(owner)] @ eps
-            eps = np.where(same, s.open, s.h_h) @ eps + s.h_w
+            eps = np.where(same, through_products(*start), s.h_h) @ eps + s.h_w
         return self._grads(total)
 
 

@@ -57,14 +57,14 @@ def test_the_step_and_its_gradient_are_those_of_the_python_function(name):
 
     def by_function(params):
         new, out = model.step(params, states, *args)
-        return total([out, *(states | new).values()])
+        return total(jax.tree.leaves([out, *(states | new).values()]))
 
     def by_jaxpr(params):
         by_name = params | states
         old = [by_name[minfo.state_path(s)[0]] for s in minfo.compiled_model_states]
         out, hidden, other, _ = minfo.jaxpr_call(*args, old_state_vals=old)
         new = {p[0]: v for p, v in hidden.items()} | {p[0]: v[0] for p, v in other.items()}
-        return total([out, *(states | new).values()])
+        return total(jax.tree.leaves([out, *(states | new).values()]))
 
     expected, got = compute(lambda: [jax.value_and_grad(f)(params) for f in (by_function, by_jaxpr)])
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):

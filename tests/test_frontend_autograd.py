@@ -371,10 +371,19 @@ def augmented_assignment(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "function",
     [
-        slice_write, chained_views, read_after_write, write_into_constant, write_through_constant_view, masked_write, indexed_write,
-        strided_write, out_argument, inplace_activation, augmented_assignment,
+        slice_write,
+        chained_views,
+        read_after_write,
+        write_into_constant,
+        write_through_constant_view,
+        masked_write,
+        indexed_write,
+        strided_write,
+        out_argument,
+        inplace_activation,
+        augmented_assignment,
     ],
-)  # fmt: skip
+)
 def test_in_place(function: Any) -> None:
     check(function)
 

@@ -80,9 +80,13 @@ def _(x: Tensor) -> Tensor:
 def test_missing_op_tells_how_to_register_it() -> None:
     module = cell(lambda x: mystery(x))
     message = fails(
-        module, eb.UnsupportedOpError, r"`etrace_bridge_tests\.mystery\.default` has no JAX rule", r"module `inner`", HERE,
+        module,
+        eb.UnsupportedOpError,
+        r"`etrace_bridge_tests\.mystery\.default` has no JAX rule",
+        r"module `inner`",
+        HERE,
         r'@eb\.register_op\("etrace_bridge_tests::mystery"\)',
-    )  # fmt: skip
+    )
     example = message[message.index("    import jax") :]
     assert len([line for line in example.splitlines() if line.strip()]) <= 5
 
@@ -100,9 +104,13 @@ def test_missing_op_tells_how_to_register_it() -> None:
 
 def test_data_dependent_if() -> None:
     fails(
-        cell(lambda x: x if x.sum() > 0 else -x), eb.TracingError, "Python `if`.*depends on the value", "module `inner`", HERE,
+        cell(lambda x: x if x.sum() > 0 else -x),
+        eb.TracingError,
+        "Python `if`.*depends on the value",
+        "module `inner`",
+        HERE,
         r"torch\.where\(condition, a, b\)",
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
@@ -167,14 +175,20 @@ def test_packed_sequence() -> None:
 def test_captured_tensor_that_requires_grad() -> None:
     weight = torch.randn(H, requires_grad=True)
     fails(
-        cell(lambda x: x * weight), eb.TracingError, r"tensor of shape \(4,\) that requires grad and is no parameter", "module `inner`",
-        HERE, r"nn\.Parameter\(w\)",
-    )  # fmt: skip
+        cell(lambda x: x * weight),
+        eb.TracingError,
+        r"tensor of shape \(4,\) that requires grad and is no parameter",
+        "module `inner`",
+        HERE,
+        r"nn\.Parameter\(w\)",
+    )
 
 
 def test_captured_parameter_of_another_module() -> None:
     other = nn.Linear(H, H)
-    fails(cell(lambda x: other(x)), eb.TracingError, "requires grad and is no parameter of the wrapped module", "wrap the module that owns it")
+    fails(
+        cell(lambda x: other(x)), eb.TracingError, "requires grad and is no parameter of the wrapped module", "wrap the module that owns it"
+    )
 
 
 class Clamps(Base):
@@ -212,9 +226,10 @@ def refuses(body: Any, error: type[Exception], pattern: str) -> None:
 
 def test_write_through_an_expanded_view() -> None:
     refuses(
-        lambda x: x[:1].expand(B, H).add_(1.0), eb.TracingError,
+        lambda x: x[:1].expand(B, H).add_(1.0),
+        eb.TracingError,
         rf"(?s)one element of memory appears several times.*{HERE}.*\.clone\(\)",
-    )  # fmt: skip
+    )
 
 
 def test_shared_memory_that_cannot_be_followed() -> None:
@@ -255,9 +270,12 @@ def test_forgot_init_state() -> None:
 
 def test_a_whole_sequence_instead_of_a_step() -> None:
     fails(
-        nn.GRU(H, H), eb.InputError, r"takes one time step of shape \(3, 4\) \(batch size 3\) and got \(7, 3, 4\)", "whole sequence",
+        nn.GRU(H, H),
+        eb.InputError,
+        r"takes one time step of shape \(3, 4\) \(batch size 3\) and got \(7, 3, 4\)",
+        "whole sequence",
         x=torch.randn(7, B, H),
-    )  # fmt: skip
+    )
 
 
 def test_wrong_batch_size() -> None:
@@ -293,9 +311,12 @@ class NeedsState(nn.Module):
 
 def test_state_that_has_to_be_given() -> None:
     fails(
-        NeedsState(), eb.StateError, r"`NeedsState\.forward` needs a state in `state`", r"wrap\(model, state=lambda batch_size:",
+        NeedsState(),
+        eb.StateError,
+        r"`NeedsState\.forward` needs a state in `state`",
+        r"wrap\(model, state=lambda batch_size:",
         example_input=torch.randn(B, H),
-    )  # fmt: skip
+    )
 
 
 class StartsElsewhere(nn.Module):
@@ -366,9 +387,13 @@ class LocalLoop(nn.Module):
 
 def test_state_in_a_local_variable_of_a_loop_over_time() -> None:
     fails(
-        LocalLoop(), eb.StateError, r"`LocalLoop\.forward` takes sequences", r"states that were found \(`inp\.h_l0`\)", "local variable",
+        LocalLoop(),
+        eb.StateError,
+        r"`LocalLoop\.forward` takes sequences",
+        r"states that were found \(`inp\.h_l0`\)",
+        "local variable",
         r"forward\(x, state\) -> \(output, state\)",
-    )  # fmt: skip
+    )
 
 
 class StartsFromInput(nn.Module):

@@ -336,10 +336,7 @@ def test_model_is_not_changed_by_wrapping_calling_or_failing() -> None:
         net(torch.ones(13, I))
     assert_same(before, fingerprint(model))
     assert torch.equal(rng, torch.get_rng_state())
-    assert (
-        nn.Module.__call__ is nn.Module.__dict__["__call__"]
-        and "apply" not in torch.autograd.function._SingleLevelFunction.__dict__
-    )
+    assert nn.Module.__call__ is nn.Module.__dict__["__call__"] and "apply" not in torch.autograd.function._SingleLevelFunction.__dict__
 
 
 def test_weights_are_copied_both_ways() -> None:
@@ -417,11 +414,7 @@ def test_dropout_between_layers_drops_half() -> None:
     model = nn.GRU(I, 400, num_layers=2, dropout=0.5)
     net = eb.wrap(model)
     net.init_state(2)
-    assert (
-        primitives(net, np.ones((2, I), np.float32))["random_bits"]
-        + primitives(net, np.ones((2, I), np.float32))["random_wrap"]
-        > 0
-    )
+    assert primitives(net, np.ones((2, I), np.float32))["random_bits"] + primitives(net, np.ones((2, I), np.float32))["random_wrap"] > 0
     a = np.asarray(net(torch.ones(2, I)))
     net.reset_state()
     assert np.abs(np.asarray(net(torch.ones(2, I))) - a).max() > 1e-3

@@ -41,9 +41,7 @@ def _check_first_state(case: Case, module: nn.Module, adapter: eb.Adapter) -> No
         output = output.select(axis, 0)
     torch.testing.assert_close(output, expected.outputs[0], rtol=0, atol=0, msg=case.name)
     before, after = tensors(start), tensors(states)
-    assert {k: (v.shape, v.dtype) for k, v in before.items()} == {k: (v.shape, v.dtype) for k, v in after.items()}, (
-        case.name
-    )
+    assert {k: (v.shape, v.dtype) for k, v in before.items()} == {k: (v.shape, v.dtype) for k, v in after.items()}, case.name
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,9 @@ import pytest
 import models
 from etrace_bridge._errors import InputError
 from etrace_bridge.compiler.graph import ETraceGraph, compile_etrace_graph
+from etrace_bridge.engine.exits import exit_cotangents, find_exits, linearise_exits
+from etrace_bridge.engine.forward import run_forward
+from etrace_bridge.engine.linearise import loss_gradient
 from etrace_bridge.engine.program import StepProgram
 from etrace_bridge.rules import BPTT, DRTRL, RTRL, Carry, Chunk, EProp, PPProp, Rule, SnAp1, make_rule, rule_names
 from models import B, H, I
@@ -32,7 +35,7 @@ DEFINED = (
 )
 
 
-# -- models of this file: recurrences without mixing -----------------------------------------------------------------
+# -- models of this file -------------------------------------------------------------------------------------------
 
 
 def min_gru(p, s, x):
@@ -54,6 +57,12 @@ def leaky(p, s, x):
     return {"h": h}, h @ p["w_out"]
 
 
+def two_readings(p, s, x):
+    """An output that holds every position of a state twice, and the state's mean."""
+    h = jnp.tanh(0.5 * s["h"] + x @ p["w"])
+    return {"h": h}, jnp.concatenate([h, h**2, h.mean(-1, keepdims=True)], axis=-1)
+
+
 DIAGONAL = {
     "min_gru": (min_gru, ("h",), {"w_z": (I, H), "b_z": (H,), "w_h": (I, H), "w_out": (H, 2)}),
     "rotation": (
@@ -63,12 +72,13 @@ DIAGONAL = {
     ),
     "leaky": (leaky, ("h",), {"w": (I, H), "b": (H,), "w_out": (H, 2)}),
 }
+OWN = DIAGONAL | {"two_readings": (two_readings, ("h",), {"w": (I, H)})}
 
 
 def graph_of(name: str) -> ETraceGraph:
-    if name not in DIAGONAL:
+    if name not in OWN:
         return models.graph_of(name)
-    step, states, shapes = DIAGONAL[name]
+    step, states, shapes = OWN[name]
     rng = np.random.default_rng(2)
     model = models.Plain(
         {n: brainstate.ParamState(jnp.asarray(0.5 * rng.standard_normal(s))) for n, s in shapes.items()},
@@ -200,7 +210,7 @@ def test_credit_inside_the_chunk(name):
 
 
 @pytest.mark.parametrize("credit", ["core", "step"])
-@pytest.mark.parametrize("name", ["encoder_readout", "GRUCell", "feeds_two_ways"])
+@pytest.mark.parametrize("name", ["encoder_readout", "feeds_two_ways"])
 def test_upstream_weights_get_credit_within_the_chunk(name, credit):
     upstream = [n for n, c in enumerate(certificates(name)) if c.kind == "upstream"]
     assert upstream
@@ -209,6 +219,17 @@ def test_upstream_weights_get_credit_within_the_chunk(name, credit):
     for n in upstream:
         assert_close(found[n], expected[n])
         assert relative(found[n], direct_only[n]) > 1e-3
+
+
+def test_upstream_half_of_a_fused_weight():
+    """brainstate's GRU: the reset gate's half reaches the state through another weight, the update gate's has a trace."""
+    name = "GRUCell"
+    found, upstream, traced = run(name, DRTRL()).grads, dense(name).upstream("step", K), dense(name).d_rtrl()
+    fused = [n for n, g in enumerate(found) if g.shape[-1] == 2 * H]
+    assert fused
+    for n in fused:
+        reset, update = slice(None, H), slice(H, None)
+        assert_close([found[n][..., reset], found[n][..., update]], [upstream[n][..., reset], traced[n][..., update]])
 
 
 @pytest.mark.parametrize("name", ["rnn", "torch_gru", "spiking_jvp", "conv_recurrent", "stacked"])
@@ -220,11 +241,8 @@ def test_snap1_keeps_the_diagonal_of_products(name):
     "name", ["torch_lstm", "layer_norm", "stacked", "low_rank", "carried_elsewhere", "encoder_readout", "GRUCell"]
 )
 def test_rtrl_is_bptt(name):
-    hidden_only = not case(name).values.other  # gradients that other states carry end at a chunk's boundary
-    expected = dense(name)
-    if hidden_only:
-        assert_close(run(name, RTRL()).grads, expected.bptt()[0])
-    assert_close(run(name, RTRL(), T).grads, expected.bptt()[0])
+    # What states that are not hidden carry ends at a chunk's boundary.
+    assert_close(run(name, RTRL(), T if case(name).values.other else K).grads, dense(name).bptt()[0])
 
 
 def test_bptt_is_the_gradient_of_the_unrolled_loop():
@@ -243,10 +261,10 @@ def test_bptt_is_the_gradient_of_the_unrolled_loop():
 @pytest.mark.parametrize(
     ("name", "rule"),
     [
-        ("torch_gru", DRTRL(credit="core")),
-        ("torch_gru", DRTRL(credit="step")),
+        ("torch_gru", DRTRL()),
+        ("spiking_jvp", DRTRL(credit="core")),
         ("group_state", DRTRL()),
-        ("linear_gru_linear", DRTRL(upstream="step")),
+        ("encoder_readout", DRTRL(upstream="step")),
         ("rnn", SnAp1(credit="core")),
         ("rnn", PPProp(decay=0.8)),
         ("spiking_jvp", EProp(kappa=0.6)),
@@ -264,20 +282,24 @@ def test_the_chunk_does_not_matter(name, rule):
         assert_close([other.carry.hidden, other.carry.trace], [one.carry.hidden, one.carry.trace], 1e-10)
 
 
-@pytest.mark.parametrize("rule", [DRTRL(), PPProp(), EProp(kappa=0.6), RTRL()], ids=str)
+@pytest.mark.parametrize("rule", [DRTRL(), EProp(kappa=0.6), RTRL()], ids=str)
 def test_first_and_last_chunk_may_skip_the_trace(rule):
     marked, plain = run("rnn", rule, flags=True), run("rnn", rule)
     assert_close(marked.grads, plain.grads, 1e-12)
 
 
+@pytest.mark.parametrize("credit", ["core", "step"])
 @pytest.mark.parametrize("name", DEFINED)
-def test_one_step_is_bptt(name):
-    expected, _ = dense(name).bptt(0, 1)
-    assert_close(run(name, DRTRL(credit="core"), 1, steps=1).grads, expected)
+def test_one_step_is_bptt(name, credit):
+    """Of a chunk whose first loss alone counts, in the program that other tests have compiled."""
+    c, rule = case(name), DRTRL(credit=credit, upstream="step")
+    first = jnp.zeros(K).at[0].set(1.0)
+    found = compiled(name, rule)(c.values.weights, *start(name, rule), [x[:K] for x in c.xs], c.targets[:K], first)
+    assert_close(found[0], dense(name).bptt(0, 1)[0])
 
 
-@pytest.mark.parametrize("rule", [DRTRL(credit="chunk"), SnAp1(), PPProp(), EProp(kappa=0.5)], ids=str)
-def test_one_step_is_bptt_for_every_rule(rule):
+@pytest.mark.parametrize("rule", [DRTRL(credit="core"), DRTRL(credit="chunk"), SnAp1(), PPProp(), EProp(kappa=0.5)], ids=str)
+def test_a_sequence_of_one_step_is_bptt(rule):
     expected, _ = dense("layer_norm").bptt(0, 1)
     assert_close(run("layer_norm", rule, 1, steps=1).grads, expected)
 
@@ -319,9 +341,9 @@ def row_loss(output: Any, target: Any) -> Any:
 
 
 @pytest.mark.parametrize("rule", [DRTRL(), SnAp1(), PPProp(), EProp(kappa=0.6), RTRL()], ids=str)
-@pytest.mark.parametrize("name", ["rnn"])
-def test_reset_of_single_batch_elements(name, rule):
+def test_reset_of_single_batch_elements(rule):
     """After a reset of element 0, the gradient is that of a fresh element 0 and a continued element 1."""
+    name = "rnn"
     c = case(name)
     chunk = compiled(name, rule, loss=row_loss)
 
@@ -382,6 +404,35 @@ def test_inexact_certificates_that_measure_exact_are_known():
             if not certificate.exact and relative(a, b) <= 1e-9:
                 measured.add((name, certificate.path))
     assert measured == set(EXACT_ANYWAY)
+
+
+# -- exits, by which e-prop reads a group ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["torch_lstm", "stacked", "two_groups_one_weight", "reads_old_state", "packed_concat", "two_readings"]
+)
+def test_exits_carry_all_credit_of_the_core(name):
+    """`b_t` of `credit="core"` and the cotangents at contacts are what the exits' learning signals pull back."""
+    c = case(name)
+    exits = find_exits(c.program)
+
+    @fast_jit
+    def both(theta, hidden, other, xs, targets):
+        env = c.program.weight_env(theta)
+        forward = run_forward(c.program, env, hidden, other, xs)
+        data = Chunk(xs, targets, jnp.ones(K), loss_of)
+        found = loss_gradient(c.program, theta, forward, xs, loss_of, targets, data.weights, "core")
+        signals = exit_cotangents(c.program, env, forward, data, exits)
+        pulled = [
+            linearise_exits(c.program, env, forward, xs, g, own)(signals[g]) for g, own in enumerate(exits)
+        ]
+        taps = [sum(x for x in column if x is not None) for column in zip(*(t for _, t in pulled), strict=True)]
+        return (found.b, found.ybar), ([b for b, _ in pulled], taps)
+
+    expected, found = both(c.values.weights, c.values.hidden, c.values.other, [x[:K] for x in c.xs], c.targets[:K])
+    assert_live(expected[1])
+    assert_close(found, expected, 1e-12)
 
 
 # -- options ---------------------------------------------------------------------------------------------------------

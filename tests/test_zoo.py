@@ -57,10 +57,7 @@ def bridged_result(case: Case, module: torch.nn.Module, ref: Reference, xs: torc
             return list(new), (jax.tree.leaves(out), {name: new[i] for name, i in hidden.items()})
 
         _, (outputs, trajectory) = jax.lax.scan(body, start, xs)
-        total = sum(
-            ((w.astype(y.dtype) + y / 4) * y).reshape(STEPS, -1).mean(axis=1).sum()
-            for w, y in zip(weights, outputs, strict=True)
-        )
+        total = sum(((w.astype(y.dtype) + y / 4) * y).reshape(STEPS, -1).mean(axis=1).sum() for w, y in zip(weights, outputs, strict=True))
         return total, (outputs, trajectory)
 
     values = [states[i].value for i in trained]
@@ -105,9 +102,7 @@ def test_bridge_equals_torch(name: str, dtype: str) -> None:
     module, xs = case.build(DTYPES[dtype]), case.inputs(DTYPES[dtype])
     found = bridged_result(case, module, ref, xs)
 
-    wanted = [
-        torch.stack(column) for column in zip(*(tensors(o).values() for o in ref.trajectory.outputs), strict=True)
-    ]
+    wanted = [torch.stack(column) for column in zip(*(tensors(o).values() for o in ref.trajectory.outputs), strict=True)]
     assert len(found["outputs"]) == len(wanted)
     for i, (output, expected) in enumerate(zip(found["outputs"], wanted, strict=True)):
         assert_close(output, expected, tolerance, f"output {i}")

@@ -131,7 +131,7 @@ def _leaving_edges(minfo: ModuleInfo, alignment: Alignment, matter: set[Var]) ->
     """Edges from old states, and from core values that are no piece of a new state, out of the core to a new state."""
     eqns, core = minfo.jaxpr.eqns, set(alignment.core)
     new = {leaf.outvar for leaf in alignment.leaves if not isinstance(leaf.outvar, Literal)}
-    reach = {leaf.outvar for leaf in alignment.leaves if leaf.invar in matter and leaf.outvar in new}
+    reach = {v for leaf in alignment.leaves if leaf.invar in matter for v in variables([leaf.outvar])}
     for eqn in reversed(eqns):
         if is_structural(eqn) and any(v in new for v in eqn.outvars):
             new.update(variables(eqn.invars))
@@ -211,7 +211,8 @@ def _data_cut(eqn: JaxprEqn, i: int, k: int, alignment: Alignment, use: WeightUs
     """The cut at this operand, if it is one."""
     contacts = use.contact_of_eqn.get(i, ())
     if (i, k) in alignment.cuts:
-        reason, weights = f"`{eqn.primitive.name}` moves positions", ()
+        spreads = eqn.primitive.name == "broadcast_in_dim"
+        reason, weights = f"`{eqn.primitive.name}` {'spreads' if spreads else 'moves'} positions", ()
     elif contacts:
         weights = tuple(p for c in contacts for p in c.view.paths)
         reason = f"product with `{'`, `'.join(show_path(p) for p in weights)}`"

@@ -98,6 +98,8 @@ class _Normaliser:
             return self.scan(eqn, operands)
         if name == "while":
             return self.while_loop(eqn, operands)
+        if name == "scatter-add" and is_concrete(operands[1].val):
+            return self.scatter_add(eqn, operands)
         if name == "optimization_barrier":
             return operands  # several values side by side, unchanged
         if name == "slice" and operands[0].is_data and eqn.params["strides"] in (None, (1,) * np.ndim(operands[0].val)):
@@ -129,7 +131,8 @@ class _Normaliser:
         if eqn.primitive.name == "broadcast_in_dim":
             results[0].spread_from = (operands[0], dict(eqn.params))
         if is_data and is_elementwise(eqn):
-            if len(results) == 1:
+            # The derivative of a custom call is traced for one shape: it cannot be applied to a slice.
+            if len(results) == 1 and eqn.primitive.name not in CUSTOM_DERIVATIVE:
                 results[0].maker = (eqn, given)
             for r in results:
                 r.from_product = any(v.from_product for v in operands)
@@ -181,6 +184,9 @@ class _Normaliser:
         return v.widths[key]
 
     def _widen(self, v: _Value, params: dict) -> _Value:
+        if v.spread_from is not None:
+            source, inner = v.spread_from
+            return self.widened(source, _composed(inner, params))
         shape = np.shape(v.val)
         only_adds_axes = np.prod(shape) == np.prod(params["shape"])
         if only_adds_axes or v.maker is None or any(np.shape(o.val) not in ((), shape) for o in v.maker[1]):
@@ -191,10 +197,9 @@ class _Normaliser:
             return self.bind(eqn, parts)[0]
 
     def _broadcast(self, v: _Value, params: dict) -> _Value:
-        if v.spread_from is not None:  # two broadcasts are one
+        if v.spread_from is not None:
             v, inner = v.spread_from
-            outer = params["broadcast_dimensions"]
-            params = dict(params, broadcast_dimensions=tuple(outer[d] for d in inner["broadcast_dimensions"]))
+            params = _composed(inner, params)
         out = _Value(lax.broadcast_in_dim_p.bind(v.val, **params), v.paths, v.is_data, from_product=v.from_product)
         out.spread_from = (v, params)
         return out
@@ -217,6 +222,22 @@ class _Normaliser:
                 val = copy_p.bind(v.val)
             v.contact = _Value(val, v.paths, is_data=True)
         return v.contact
+
+    def scatter_add(self, eqn: JaxprEqn, operands: list[_Value]) -> list[_Value]:
+        """`x.at[i].add(u)` with fixed indices, none of them twice: `u` set among zeros, then a plain addition."""
+        x, indices, updates = operands
+        p = eqn.params
+        options = {k: p[k] for k in ("indices_are_sorted", "unique_indices", "mode")}
+        with jax.ensure_compile_time_eval():
+            zeros, ones = (np.full(np.shape(v.val), n, np.int32) for v, n in ((x, 0), (updates, 1)))
+            times = np.asarray(lax.scatter_add(zeros, indices.val, ones, p["dimension_numbers"], **options))
+        if np.max(times, initial=0) > 1:
+            return self.bind(eqn, operands)
+        is_data = x.is_data or updates.is_data
+        if is_data:
+            x, updates = (self.contact(v) if v.is_weight else v for v in (x, updates))
+        among = lax.scatter(lax.full_like(x.val, 0), indices.val, updates.val, p["dimension_numbers"], **options)
+        return [_Value(lax.add(x.val, among), x.paths | updates.paths, is_data)]
 
     def cond(self, eqn: JaxprEqn, operands: list[_Value]) -> list[_Value]:
         index, *rest = operands
@@ -359,6 +380,12 @@ def _tiling(v: Var, eqns: list[JaxprEqn]) -> tuple[int, list[int], list[int]] | 
     if [a for a, _ in ordered] != ends[:-1] or ends[-1] != shape[axis]:
         return None
     return axis, [a for a, _ in ordered], [b - a for a, b in ordered]
+
+
+def _composed(inner: dict, outer: dict) -> dict:
+    """The parameters of one broadcast that does two."""
+    dims = outer["broadcast_dimensions"]
+    return dict(outer, broadcast_dimensions=tuple(dims[d] for d in inner["broadcast_dimensions"]))
 
 
 def _state_values(jaxpr: Jaxpr, new_states: Sequence[Any]) -> set[Var]:

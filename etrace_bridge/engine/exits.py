@@ -44,9 +44,17 @@ class Exit:
 
 @dataclass(frozen=True)
 class GroupExits:
-    """The exits of one group, and the operands that keep them a position by position function of it."""
+    """The exits of one group.
+
+    Attributes:
+        exits: the exits.
+        shared: for each, whether it is an exit of an earlier group too. A contact that feeds both groups reaches it once;
+            that is counted with the earlier one.
+        held: operands that keep the exits a position by position function of the group.
+    """
 
     exits: tuple[Exit, ...]
+    shared: tuple[bool, ...]
     held: dict[int, tuple[int, ...]]
 
 
@@ -54,7 +62,7 @@ def find_exits(program: StepProgram) -> list[GroupExits]:
     """The exits of every group."""
     pre_cuts = program.graph.structure.facts.pre_cuts
     to_output = _reaching(program.eqns, program.out_vars)
-    result = []
+    result: list[GroupExits] = []
     for group in program.groups:
         aligned = follow_places(program, group, with_contacts=True, stops=pre_cuts)
         back = _reaching(program.eqns, group.hidden_outvars)
@@ -72,7 +80,8 @@ def find_exits(program: StepProgram) -> list[GroupExits]:
             for v in dict.fromkeys([*edges, *outputs])
             for sheet in sheets(aligned.places[v], group.leaves[0].num_places)
         ]
-        result.append(GroupExits(tuple(exits), aligned.held))
+        earlier = {e.var for own in result for e in own.exits}
+        result.append(GroupExits(tuple(exits), tuple(e.var in earlier for e in exits), aligned.held))
     return result
 
 
@@ -116,8 +125,13 @@ def linearise_exits(
     zeros = program.zero_taps((args[0].shape[0],))
     _, pull = jax.vjp(values, forward.hidden, [zeros[v] for v in tap_vars])
 
+    feeds_earlier = [any(program.place_of(leg) < g for leg in t.legs) for t in feeding]
+
     def run(cotangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         hidden, found = pull(list(cotangents))
+        if any(feeds_earlier) and any(own.shared):
+            alone = pull([jnp.zeros_like(c) if s else c for c, s in zip(cotangents, own.shared, strict=True)])[1]
+            found = [b if twice else a for a, b, twice in zip(found, alone, feeds_earlier, strict=True)]
         taps: list[Any] = [None] * len(program.taps)
         for t, x in zip(feeding, found, strict=True):
             taps[t.index] = x

@@ -117,7 +117,7 @@ class StepProgram:
     @cached_property
     def tier(self) -> dict[Var, int]:
         """0: weights and constants, 1: inputs, 2: states."""
-        tier = {v: 0 for v in (*self.weight_vars, *self.constants)}
+        tier = dict.fromkeys((*self.weight_vars, *self.constants), 0)
         tier.update((v, 1) for v in self.arg_vars)
         tier.update((leaf.invar, 2) for leaf in self.leaves)
         tier.update((i, 2) for i, _ in self.other_vars)

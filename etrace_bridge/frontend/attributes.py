@@ -78,20 +78,14 @@ def find_attribute_slots(
     first_output = step()
     after = read_attributes(model)
     changed = [key for key, now in after.items() if now.tensors and _differs(before.get(key), now)]
-    numbers = [
-        key
-        for key, now in after.items()
-        if () in now.others and key in before and before[key].others.get(()) != now.others[()]
-    ]
+    numbers = [key for key, now in after.items() if () in now.others and key in before and before[key].others.get(()) != now.others[()]]
     if not changed and not numbers:
         return [], []
     slots = [_slot(modules[i], name, before.get((i, name)), after[i, name], paths[i]) for i, name in changed]
     step()
     third = read_attributes(model)
     _check_shapes(third, after, changed, slots)
-    python = [
-        PythonAttribute(modules[i], name, paths[i], (after[i, name].value, third[i, name].value)) for i, name in numbers
-    ]
+    python = [PythonAttribute(modules[i], name, paths[i], (after[i, name].value, third[i, name].value)) for i, name in numbers]
     _check_start(slots, python, step, reset, first_output, model, after, changed)
     return slots, python
 
@@ -100,9 +94,7 @@ def _differs(before: Attribute | None, now: Attribute) -> bool:
     if before is None or set(before.tensors) != set(now.tensors):
         return True
     # batch norm's kernel writes its statistics without counting the write, so versions are not enough
-    return any(
-        before.identity[p] != now.identity[p] or not torch.equal(before.tensors[p], now.tensors[p]) for p in now.tensors
-    )
+    return any(before.identity[p] != now.identity[p] or not torch.equal(before.tensors[p], now.tensors[p]) for p in now.tensors)
 
 
 def _slot(module: nn.Module, name: str, before: Attribute | None, after: Attribute, path: str) -> AttributeSlot:
@@ -139,8 +131,8 @@ def _check_shapes(third: dict, after: dict, changed: list, slots: list[Attribute
         if again is None or [tuple(t.shape) for t in again.tensors.values()] != shapes:
             raise StateError(
                 f"Attribute `{slot.name}` of module `{slot.path or '(root)'}` changes its shape or structure from step "
-                f"to step (a list that grows, a history). One step is compiled once, so a state must keep its shape. Keep a tensor "
-                f"of fixed shape, or store histories outside the model."
+                f"to step (a list that grows, a history). One step is compiled once, so a state must keep its shape. "
+                f"Keep a tensor of fixed shape, or store histories outside the model."
             )
 
 
@@ -166,20 +158,17 @@ def _check_start(
         _equal(list(again[key].tensors.items()), list(after[key].tensors.items())) for key in changed
     )
     if not same:
-        names = ", ".join(
-            [f"`{'.'.join(leaf.path)}`" for slot in slots for leaf in slot.leaves] + [f"`{a.label}`" for a in python]
-        )
+        names = ", ".join([f"`{'.'.join(leaf.path)}`" for slot in slots for leaf in slot.leaves] + [f"`{a.label}`" for a in python])
         raise StateError(
-            f"The first step of the model could not be reproduced from a guessed initial state ({names}): it does something else when "
-            f"its state does not exist yet. Set the attributes to their initial tensors before `wrap`, with the batch size that will "
-            f"be used (for example by one call of the model's own reset function)."
+            f"The first step of the model could not be reproduced from a guessed initial state ({names}): it does "
+            f"something else when its state does not exist yet. Set the attributes to their initial tensors before "
+            f"`wrap`, with the batch size that will be used (for example by one call of the model's own reset "
+            f"function)."
         )
 
 
 def _equal(a: list, b: list) -> bool:
     return len(a) == len(b) and all(
-        x.shape == y.shape and torch.allclose(x, y, rtol=1e-4, atol=1e-6, equal_nan=True)
-        if x.is_floating_point()
-        else torch.equal(x, y)
+        x.shape == y.shape and torch.allclose(x, y, rtol=1e-4, atol=1e-6, equal_nan=True) if x.is_floating_point() else torch.equal(x, y)
         for (_, x), (_, y) in zip(a, b, strict=True)
     )

@@ -87,11 +87,7 @@ def apply_function(cls: type, args: tuple, kwargs: dict) -> Any:
     values = [tracer.read(args[i]) for i in slots]
     traced = [tracer.find(args[i]) for i in slots]
     needs = tuple(
-        isinstance(a, torch.Tensor)
-        and (t := tracer.find(a)) is not None
-        and t.differentiable
-        and torch.is_grad_enabled()
-        for a in args
+        isinstance(a, torch.Tensor) and (t := tracer.find(a)) is not None and t.differentiable and torch.is_grad_enabled() for a in args
     )
     call = _prepared(cls, args, kwargs, slots, values, needs, tracer.functions)
     outputs = call.function(*values)
@@ -103,9 +99,7 @@ def apply_function(cls: type, args: tuple, kwargs: dict) -> Any:
     return call.pack([TracedTensor(o, origin=origin, differentiable=grad) for o in outputs])
 
 
-def _prepared(
-    cls: type, args: tuple, kwargs: dict, slots: list[int], values: list, needs: tuple[bool, ...], known: dict
-) -> _FunctionCall:
+def _prepared(cls: type, args: tuple, kwargs: dict, slots: list[int], values: list, needs: tuple[bool, ...], known: dict) -> _FunctionCall:
     """Trace a call, or give an earlier one of this trace with the same class, shapes and other arguments."""
     others = tuple((i, type(a), a) for i, a in enumerate(args) if i not in slots)
     key = (
@@ -159,14 +153,10 @@ class _FunctionCall:
             else:
                 returned = self.cls.forward(ctx, *inputs, **self.kwargs)
         outputs = returned if isinstance(returned, tuple) else (returned,)
-        self.structure = (
-            tuple((isinstance(o, torch.Tensor), o) for o in outputs) if isinstance(returned, tuple) else None
-        )
+        self.structure = tuple((isinstance(o, torch.Tensor), o) for o in outputs) if isinstance(returned, tuple) else None
         found = [o for o in outputs if isinstance(o, torch.Tensor)]
         self.dirty = [
-            (tensors.index(t), _index(found, t))
-            for t in ctx.dirty
-            if _index(found, t) is not None and _index(tensors, t) is not None
+            (tensors.index(t), _index(found, t)) for t in ctx.dirty if _index(found, t) is not None and _index(tensors, t) is not None
         ]
         skip = [id(t) for t in ctx.non_differentiable]
         self.differentiable_outputs = [o.is_floating_point() and id(o) not in skip for o in found]
@@ -260,9 +250,7 @@ def _is_linear(run_backward: Callable, avals: list, cts: tuple) -> bool:
     tangents = [a for a in avals if jnp.issubdtype(a.dtype, jnp.inexact)]
     try:
         jax.eval_shape(transpose, tuple(avals), tangents)
-    except (
-        Exception
-    ):  # JAX raises several kinds (NotImplementedError, AssertionError, TypeError) for a function that is not linear
+    except Exception:  # JAX raises several kinds (NotImplementedError, AssertionError, TypeError) for a function that is not linear
         return False
     return True
 

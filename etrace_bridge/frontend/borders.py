@@ -29,13 +29,9 @@ def to_jax(array: Any) -> jax.Array:
     try:
         array = np.asarray(array)
     except Exception as error:
-        raise InputError(
-            f"Cannot read a `{type(array).__name__}` as an array. Pass a torch tensor, a NumPy or a JAX array."
-        ) from error
+        raise InputError(f"Cannot read a `{type(array).__name__}` as an array. Pass a torch tensor, a NumPy or a JAX array.") from error
     if array.dtype == object:
-        raise InputError(
-            "Cannot read a nested or ragged object as an array. Pass a torch tensor, a NumPy or a JAX array."
-        )
+        raise InputError("Cannot read a nested or ragged object as an array. Pass a torch tensor, a NumPy or a JAX array.")
     if array.dtype == np.float64 and not jax.config.jax_enable_x64:
         array = array.astype(np.float32)
     return _copied(array)

@@ -141,9 +141,7 @@ def _check_chaining(model: nn.Module, inputs: tuple, plan: StepPlan, given: tupl
         states = [leaf.initial.clone() for leaf in plan.leaves]
         for step in range(length):
             output, states = plan.run(model, inputs, states, native_call(model))
-            for (_, found), (_, wanted), axis in zip(
-                flatten_state(output)[0], whole, plan.output_time_axes, strict=True
-            ):
+            for (_, found), (_, wanted), axis in zip(flatten_state(output)[0], whole, plan.output_time_axes, strict=True):
                 if axis is None and step < length - 1:
                     continue
                 wanted = wanted if axis is None else wanted.select(axis, step)
@@ -168,9 +166,7 @@ def find_layout(model: nn.Module, inputs: tuple, sequence: bool | None, batch_fi
     """Tell whether a model consumes sequences, and in which layout, by giving it one and watching its recurrent layers."""
     adapter = find_adapter(model)
     own = adapter.sequence(model) if adapter is not None else None
-    inner = [
-        found for m in model.modules() if (a := find_adapter(m)) is not None and (found := a.sequence(m)) is not None
-    ]
+    inner = [found for m in model.modules() if (a := find_adapter(m)) is not None and (found := a.sequence(m)) is not None]
     if sequence is False:
         return None
     if own is not None:
@@ -215,12 +211,7 @@ def _loops_over_first_axis(model: nn.Module, inputs: tuple) -> bool:
         recorder = Recorder()
         try:
             with restored(model, values=False), intercepted_calls(recorder):
-                model(
-                    *[
-                        x[:1].expand(size, *x.shape[1:]).contiguous() if isinstance(x, torch.Tensor) and x.dim() else x
-                        for x in inputs
-                    ]
-                )
+                model(*[x[:1].expand(size, *x.shape[1:]).contiguous() if isinstance(x, torch.Tensor) and x.dim() else x for x in inputs])
         except Exception:  # another call convention; the step itself will tell
             return False
         counts.append(recorder.total)
@@ -257,9 +248,7 @@ def find_time_axes(model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple
 # ---- state in arguments
 
 
-def _find_argument_slots(
-    model: nn.Module, inputs: tuple, plan: StepPlan, paths: dict[int, str], given: tuple | None
-) -> None:
+def _find_argument_slots(model: nn.Module, inputs: tuple, plan: StepPlan, paths: dict[int, str], given: tuple | None) -> None:
     """Make a slot for every call whose state the bridge has to carry: the root's, and those inside a sequence model."""
     recorder = Recorder(model, plan.root)
     _call_root(model, plan, given, add_time_axis(inputs, plan.layout), recorder)
@@ -304,8 +293,9 @@ def zero_state(module: nn.Module, adapter: Adapter, inputs: tuple, returned: Any
     again, _ = adapter.split(module, call_with_state(module, names, inputs, {}, zeros, module.forward))
     if not same_tensors(output, again):
         raise StateError(
-            f"Module `{path or '(root)'}` ({type(module).__name__}) starts from a state that is not zero when `{names[0]}` is None, and the "
-            f"bridge cannot see which. Pass `wrap(model, state=lambda batch_size: ...)`, or register an adapter with `initial`."
+            f"Module `{path or '(root)'}` ({type(module).__name__}) starts from a state that is not zero when "
+            f"`{names[0]}` is None, and the bridge cannot see which. Pass `wrap(model, state=lambda batch_size: ...)`, "
+            f"or register an adapter with `initial`."
         )
     return zeros
 
@@ -322,9 +312,7 @@ def guess_inputs(model: nn.Module, batch_size: int | None) -> tuple[torch.Tensor
             return None
         if isinstance(module, nn.Embedding):
             return (torch.zeros(batch, dtype=torch.int64),)
-        size = next(
-            (s for name in ("in_features", "input_size") if isinstance(s := getattr(module, name, None), int)), None
-        )
+        size = next((s for name in ("in_features", "input_size") if isinstance(s := getattr(module, name, None), int)), None)
         if size is not None:
             return (example_tensor((*batch, size), dtype),)
     return None

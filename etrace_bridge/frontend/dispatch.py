@@ -283,9 +283,7 @@ def _apply(tracer: Tracer, rule: registry.OpRule, args: tuple, kwargs: dict) -> 
     if out is not None:
         kwargs = {name: value for name, value in kwargs.items() if name != "out"}
     values, named = _to_values(tracer, args), _to_values(tracer, kwargs)
-    result = (
-        _compare(tracer, rule, values) if rule.name in _COMPARISONS and not named else _run(tracer, rule, values, named)
-    )
+    result = _compare(tracer, rule, values) if rule.name in _COMPARISONS and not named else _run(tracer, rule, values, named)
     if rule.writes:
         result, *written = result
         for target, value in zip(rule.written(args, kwargs), written, strict=True):
@@ -332,9 +330,7 @@ def _run(tracer: Tracer, rule: registry.OpRule, values: tuple, named: dict) -> A
 
 
 def _stop_gradient(value: Any) -> Any:
-    return (
-        lax.stop_gradient(value) if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.inexact) else value
-    )
+    return lax.stop_gradient(value) if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.inexact) else value
 
 
 def _wrap(result: Any, origin: int) -> Any:
@@ -347,9 +343,7 @@ def _wrap(result: Any, origin: int) -> Any:
     return result
 
 
-def _wrap_views(
-    rule: registry.OpRule, source: TracedTensor, values: tuple, named: dict, result: Any, origin: int
-) -> Any:
+def _wrap_views(rule: registry.OpRule, source: TracedTensor, values: tuple, named: dict, result: Any, origin: int) -> Any:
     rest = values[1:]
     if isinstance(result, (list, tuple)):
         views = [
@@ -432,9 +426,7 @@ def _to_traced(tracer: Tracer, value: Any) -> Any:
 def _get_data(tracer: Tracer, tensor: torch.Tensor) -> TracedTensor:
     """`x.data`: the same memory without gradient."""
     source = tracer.find(tensor)
-    return TracedTensor(
-        lax.stop_gradient(source.value), base=source, view=lax.stop_gradient, origin=source.origin, differentiable=False
-    )
+    return TracedTensor(lax.stop_gradient(source.value), base=source, view=lax.stop_gradient, origin=source.origin, differentiable=False)
 
 
 def _set_data(tracer: Tracer, tensor: torch.Tensor, value: torch.Tensor) -> None:

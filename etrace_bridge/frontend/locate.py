@@ -14,15 +14,14 @@ import torch2jax
 import etrace_bridge
 
 _FOREIGN = tuple(
-    os.path.join(os.path.dirname(os.path.abspath(package.__file__)), "")
-    for package in (torch, jax, torch2jax, etrace_bridge)
+    os.path.join(os.path.dirname(os.path.abspath(package.__file__)), "") for package in (torch, jax, torch2jax, etrace_bridge)
 ) + (os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""),)
 _ADAPTERS = f"{os.sep}adapters{os.sep}"
 
 
 def is_user_file(filename: str) -> bool:
     """Tell whether a source file belongs to the model rather than to torch, JAX or this package."""
-    if filename.startswith("<") or filename.startswith(_FOREIGN):
+    if filename.startswith(("<", *_FOREIGN)):
         return False
     return not (_ADAPTERS in filename and "etrace" in filename.lower())
 

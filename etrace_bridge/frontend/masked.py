@@ -11,7 +11,8 @@ from etrace_bridge.frontend.ops.dtypes import cast
 from etrace_bridge.frontend.tensor import TracedTensor, torch_dtype
 
 _ELEMENTWISE = frozenset(
-    "add sub rsub mul div rdiv neg abs exp log log1p sin cos tanh sigmoid relu pow rpow sqrt rsqrt square sign clamp to "
+    "add sub rsub mul div rdiv neg abs exp log log1p sin cos tanh sigmoid relu pow rpow sqrt rsqrt square sign clamp "
+    "to "
     "float double reciprocal clone detach F.relu F.sigmoid F.tanh add_ sub_ mul_ div_ pow_ neg_ clamp_".split()
 )
 

@@ -15,8 +15,8 @@ def unsupported_op(op: str, place: str) -> UnsupportedOpError:
     name = op.removesuffix(".default")
     key = name.replace("aten.", "aten::") if name.startswith("aten.") else name.replace(".", "::", 1)
     return UnsupportedOpError(
-        f"The torch op `{op}` has no JAX rule, in {place}. The bridge runs a model's own forward code on JAX values, so each op "
-        f"needs one. Register a rule before `wrap` (JAX arrays in, JAX arrays out, torch's arguments):\n\n"
+        f"The torch op `{op}` has no JAX rule, in {place}. The bridge runs a model's own forward code on JAX values, "
+        f"so each op needs one. Register a rule before `wrap` (JAX arrays in, JAX arrays out, torch's arguments):\n\n"
         f"    import jax.numpy as jnp, etrace_bridge as eb\n\n"
         f'    @eb.register_op("{key}")\n'
         f"    def rule(input, *args, **kwargs):\n"
@@ -48,25 +48,23 @@ def needs_value(name: str, place: str) -> TracingError:
     else:
         what = f"`{name.strip('_')}` reads the value of a tensor as a Python number or array"
         todo = "Keep the value in a tensor (`x` in place of `x.item()`), or compute the number before the model is wrapped."
-    return TracingError(
-        f"{what}, in {place}. One step is compiled once for all values, so no value is known while the code runs. {todo}"
-    )
+    return TracingError(f"{what}, in {place}. One step is compiled once for all values, so no value is known while the code runs. {todo}")
 
 
 def masked_selection(name: str, made: str, place: str) -> TracingError:
     """A use of `x[mask]` other than writing it back under the same mask."""
     return TracingError(
-        f"`x[mask]` gives a tensor whose size depends on values, in {made}, and `{name}` uses it, in {place}. A step has "
-        f"fixed shapes; only `x[mask] = f(x[mask])`, element by element, is understood. Use `torch.where(mask, f(x), x)`, "
-        f"or `x * mask` for sums."
+        f"`x[mask]` gives a tensor whose size depends on values, in {made}, and `{name}` uses it, in {place}. A step "
+        f"has fixed shapes; only `x[mask] = f(x[mask])`, element by element, is understood. Use `torch.where(mask, "
+        f"f(x), x)`, or `x * mask` for sums."
     )
 
 
 def captured_tensor(tensor: torch.Tensor, place: str) -> TracingError:
     """A tensor that requires grad and belongs to no module."""
     return TracingError(
-        f"`forward` uses a tensor of shape {tuple(tensor.shape)} that requires grad and is no parameter of the wrapped module, in "
-        f"{place}. The bridge would treat it as a constant and it would silently stop learning. Register it "
+        f"`forward` uses a tensor of shape {tuple(tensor.shape)} that requires grad and is no parameter of the wrapped "
+        f"module, in {place}. The bridge would treat it as a constant and it would silently stop learning. Register it "
         f"(`self.w = nn.Parameter(w)`), wrap the module that owns it, or pass `w.detach()` if it should stay constant."
     )
 
@@ -74,32 +72,34 @@ def captured_tensor(tensor: torch.Tensor, place: str) -> TracingError:
 def parameter_write(name: str, place: str) -> TracingError:
     """An in-place write to a parameter inside forward."""
     return TracingError(
-        f"`forward` writes to its parameter `{name}` in place, in {place}. Inside a step parameters are inputs, and only the optimizer "
-        f"changes them. Compute the changed weight as a new tensor (`w = self.{name}.clamp(0, 1)`), or do this after the update."
+        f"`forward` writes to its parameter `{name}` in place, in {place}. Inside a step parameters are inputs, and "
+        f"only the optimizer changes them. Compute the changed weight as a new tensor (`w = self.{name}.clamp(0, 1)`), "
+        f"or do this after the update."
     )
 
 
 def unfollowed_view(what: str, place: str) -> TracingError:
     """A write through a view whose memory cannot be followed."""
     return TracingError(
-        f"In-place write that cannot be followed: {what}, in {place}. The bridge follows slices, transposes and reshapes of one "
-        f"tensor. Work on a copy (`.clone()`), or write `x = torch.cat(...)` / `torch.where(...)` in place of the in-place write."
+        f"In-place write that cannot be followed: {what}, in {place}. The bridge follows slices, transposes and "
+        f"reshapes of one tensor. Work on a copy (`.clone()`), or write `x = torch.cat(...)` / `torch.where(...)` in "
+        f"place of the in-place write."
     )
 
 
 def inplace_shape(old: tuple, new: tuple, place: str) -> TracingError:
     """An in-place result that does not fit its target."""
     return TracingError(
-        f"An in-place operation gives shape {new} for a tensor of shape {old}, in {place}. An in-place write cannot change a shape; "
-        f"use the operation without the trailing underscore."
+        f"An in-place operation gives shape {new} for a tensor of shape {old}, in {place}. An in-place write cannot "
+        f"change a shape; use the operation without the trailing underscore."
     )
 
 
 def escaped_tensor(name: str) -> TracingError:
     """A traced tensor used after its trace."""
     return TracingError(
-        f"A traced tensor was used after its trace had ended, by `{name}`, at {_line()}. `forward` stored it outside the module (a "
-        f"global list, a closure, another object). Keep tensors in the module or return them."
+        f"A traced tensor was used after its trace had ended, by `{name}`, at {_line()}. `forward` stored it outside "
+        f"the module (a global list, a closure, another object). Keep tensors in the module or return them."
     )
 
 
@@ -107,8 +107,8 @@ def rule_failed(name: str, values: tuple, error: Exception, place: str) -> Input
     """A rule refused its arguments, most often a wrong shape."""
     shapes = ", ".join(_describe(v) for v in values)
     return InputError(
-        f"`{name}({shapes})` failed in {place}: {error}\nIf the shapes are not what the model expects, check the input: "
-        f"`net(x)` takes ONE time step, `(batch, ...)`, without a time axis."
+        f"`{name}({shapes})` failed in {place}: {error}\nIf the shapes are not what the model expects, check the "
+        f"input: `net(x)` takes ONE time step, `(batch, ...)`, without a time axis."
     )
 
 
@@ -135,44 +135,47 @@ def not_chained(model: str, states: list[str]) -> StateError:
     """A sequence model whose state the bridge cannot see."""
     known = ", ".join(f"`{name}`" for name in states) or "none"
     return StateError(
-        f"`{model}.forward` takes sequences, and running it step by step does not give what it gives for a whole sequence. Its output depends "
-        f"on earlier (or later) steps through something other than the states that were found ({known}): most often a loop over time in "
-        f"`forward` whose state is a local variable. Write one time step as `forward(x, state) -> (output, state)`, keep the state in "
-        f"`self.h`, or put the recurrence in a cell module with an adapter. If `forward` takes one time step, pass `wrap(model, sequence=False)`."
+        f"`{model}.forward` takes sequences, and running it step by step does not give what it gives for a whole "
+        f"sequence. Its output depends on earlier (or later) steps through something other than the states that were "
+        f"found ({known}): most often a loop over time in `forward` whose state is a local variable. Write one time "
+        f"step as `forward(x, state) -> (output, state)`, keep the state in `self.h`, or put the recurrence in a cell "
+        f"module with an adapter. If `forward` takes one time step, pass `wrap(model, sequence=False)`."
     )
 
 
 def python_state(names: list[str]) -> TracingError:
     """A step that depends on a Python value that changes."""
     return TracingError(
-        f"The step depends on a Python attribute that changes from step to step ({', '.join(f'`{n}`' for n in names)}), such as a counter in "
-        f"`if self.t % 2`. One step is compiled once, so its value would be frozen. Keep it in a tensor buffer and choose with "
-        f"`torch.where`, or pass it as an input."
+        f"The step depends on a Python attribute that changes from step to step "
+        f"({', '.join(f'`{n}`' for n in names)}), such as a counter in `if self.t % 2`. One step is compiled once, so "
+        f"its value would be frozen. Keep it in a tensor buffer and choose with `torch.where`, or pass it as an input."
     )
 
 
 def backward_hook(layer: str, path: str) -> NotSupportedError:
     """A module with hooks on its backward pass."""
     return NotSupportedError(
-        f"Module `{path or '(root)'}` ({layer}) has a backward hook. JAX differentiates the traced step, and the hook would silently not run. "
-        f"Remove the hook (`handle.remove()`), or write it as a `torch.autograd.Function`, whose `backward` is kept. Hooks on parameters "
-        f"(`parameter.register_hook`) are fine: they are applied to the final gradient."
+        f"Module `{path or '(root)'}` ({layer}) has a backward hook. JAX differentiates the traced step, and the hook "
+        f"would silently not run. Remove the hook (`handle.remove()`), or write it as a `torch.autograd.Function`, "
+        f"whose `backward` is kept. Hooks on parameters (`parameter.register_hook`) are fine: they are applied to the "
+        f"final gradient."
     )
 
 
 def tensor_hook(place: str) -> NotSupportedError:
     """A hook on an intermediate tensor."""
     return NotSupportedError(
-        f"`register_hook` is called on a tensor inside `forward`, in {place}. JAX differentiates the traced step, and the hook would silently "
-        f"not run. Write it as a `torch.autograd.Function`, whose `backward` is kept."
+        f"`register_hook` is called on a tensor inside `forward`, in {place}. JAX differentiates the traced step, and "
+        f"the hook would silently not run. Write it as a `torch.autograd.Function`, whose `backward` is kept."
     )
 
 
 def computed_initial_state(path: str, argument: str) -> StateError:
     """An initial state that depends on the input."""
     return StateError(
-        f"The initial state `{argument}` of `{path}` is computed from the input. The bridge carries that state from step to step, so it would "
-        f"be computed once, from the example input. Pass the state as an argument of the model's `forward(x, state)`, or start from zeros."
+        f"The initial state `{argument}` of `{path}` is computed from the input. The bridge carries that state from "
+        f"step to step, so it would be computed once, from the example input. Pass the state as an argument of the "
+        f"model's `forward(x, state)`, or start from zeros."
     )
 
 

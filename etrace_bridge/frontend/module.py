@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import brainstate
 import jax
-import numpy as np
 import torch
 from torch import nn
 
@@ -18,9 +15,10 @@ from etrace_bridge._errors import BridgeError, InputError, StateError
 from etrace_bridge._jax_compat import is_concrete
 from etrace_bridge.frontend import discover, messages
 from etrace_bridge.frontend.borders import to_jax, to_torch
-from etrace_bridge.frontend.names import NamedTensor, Path, check_dtypes, named_tensors, to_path
-from etrace_bridge.frontend.plan import StepPlan
-from etrace_bridge.frontend.step import TracedStep, pack_output, trace_step
+from etrace_bridge.frontend.core import Core, Session, WrapOptions
+from etrace_bridge.frontend.names import Path, check_dtypes, to_path
+from etrace_bridge.frontend.step import TracedStep, pack_output
+from etrace_bridge.frontend.tree import insert, lookup, outside_traces, remove
 
 
 class BufferState(brainstate.State):
@@ -29,29 +27,6 @@ class BufferState(brainstate.State):
 
 class KeyState(brainstate.State):
     """The random key of a bridged module, split at each random op."""
-
-
-@dataclass(frozen=True)
-class WrapOptions:
-    """The arguments of `wrap` besides the model."""
-
-    state: Any = None
-    example_input: tuple | None = None
-    sequence: bool | None = None
-    batch_first: bool | None = None
-    seed: int = 0
-
-
-@dataclass(eq=False)
-class _Session:
-    """What `init_state` fixed: the plan of a step for one batch size, and the steps traced for it."""
-
-    batch_size: int | None
-    plan: StepPlan
-    inputs: tuple[torch.Tensor, ...]
-    guessed: bool
-    mode: tuple[bool, ...]
-    steps: dict[Any, TracedStep] = field(default_factory=dict)
 
 
 class BridgedModule(brainstate.nn.Module):
@@ -68,8 +43,8 @@ class BridgedModule(brainstate.nn.Module):
 
     def __init__(self, model: nn.Module, options: WrapOptions) -> None:
         super().__init__()
-        self._core = _Core(model, options)
-        self._session: _Session | None = None
+        self._core = Core(model, options)
+        self._session: Session | None = None
         self._pending: int | None | _NotInitialised = _NOT_INITIALISED
         self._made: tuple[Path, ...] = ()
         self._tree: dict[str, Any] = {}
@@ -135,17 +110,12 @@ class BridgedModule(brainstate.nn.Module):
     def _start(self, inputs: tuple, batch_size: int | None, guessed: bool) -> None:
         """Make the states for inputs of this shape, or put existing ones back to their initial values."""
         old = self._session
-        same = (
-            old is not None
-            and old.batch_size == batch_size
-            and _same_shapes(old.inputs, inputs)
-            and old.mode == self._core.mode
-        )
+        same = old is not None and old.batch_size == batch_size and _same_shapes(old.inputs, inputs) and old.mode == self._core.mode
         if not same:
             self._plan_states(inputs, batch_size, guessed)
         for leaf in self._session.plan.leaves:
             if leaf.hidden or leaf.path not in self._core.tensor_paths:  # statistics in buffers outlive a sequence
-                _lookup(self._tree, leaf.path).value = to_jax(leaf.initial)
+                lookup(self._tree, leaf.path).value = to_jax(leaf.initial)
 
     def _start_from(self, values: tuple, batch_size: int | None) -> None:
         """Make the states for an input that the user gave; if the torch model does not take it, say so."""
@@ -161,40 +131,37 @@ class BridgedModule(brainstate.nn.Module):
         """Find the plan of a step and bring the tree of states to it; states that fit keep their values."""
         core = self._core
         with jax.ensure_compile_time_eval():  # the states belong to the module, also if they are made during a trace
-            session = _Session(batch_size, core.find_plan(inputs, batch_size), inputs, guessed, core.mode)
+            session = Session(batch_size, core.find_plan(inputs, batch_size), inputs, guessed, core.mode)
             core.drop_unread_states(session)
-            old = {path: _lookup(self._tree, path) for path in self._made}
+            old = {path: lookup(self._tree, path) for path in self._made}
             for path, state in old.items():
                 if not (isinstance(state, BufferState) and path in core.tensor_paths):
-                    _remove(self._tree, path)
+                    remove(self._tree, path)
             self._insert_tensors()
             for leaf in session.plan.leaves:
                 kind = brainstate.HiddenState if leaf.hidden else BufferState
                 state = old.get(leaf.path)
                 if type(state) is not kind or tuple(state.value.shape) != tuple(leaf.initial.shape):
-                    state = _outside_traces(kind(to_jax(leaf.initial)))
-                _insert(self._tree, leaf.path, state, replace=BufferState)
-            if session.plan.uses_random and _lookup(self._tree, _KEY_PATH) is None:
-                _insert(self._tree, _KEY_PATH, _outside_traces(KeyState(jax.random.PRNGKey(core.options.seed))))
+                    state = outside_traces(kind(to_jax(leaf.initial)))
+                insert(self._tree, leaf.path, state, replace=BufferState)
+            if session.plan.uses_random and lookup(self._tree, _KEY_PATH) is None:
+                insert(self._tree, _KEY_PATH, outside_traces(KeyState(jax.random.PRNGKey(core.options.seed))))
         self._session, self._pending = session, _NOT_INITIALISED
         self._made = tuple(leaf.path for leaf in session.plan.leaves)
 
     def _insert_tensors(self) -> None:
         """Give every parameter and buffer that a step can read its state, unless it has one."""
         for named in self._core.step_tensors:
-            if _lookup(self._tree, to_path(named.name)) is None:
+            if lookup(self._tree, to_path(named.name)) is None:
                 kind = brainstate.ParamState if named.trained else BufferState
-                _insert(self._tree, to_path(named.name), _outside_traces(kind(to_jax(named.tensor))))
+                insert(self._tree, to_path(named.name), outside_traces(kind(to_jax(named.tensor))))
 
-    def _ready(self) -> _Session:
+    def _ready(self) -> Session:
         if self._session is None:
             raise StateError(
-                "The hidden states of this module do not exist yet. Call `net.init_state(batch_size=...)` before the first step"
-                + (
-                    ", and run `net(x)` once, since their shape depends on the input."
-                    if self._pending is not _NOT_INITIALISED
-                    else "."
-                )
+                "The hidden states of this module do not exist yet. Call `net.init_state(batch_size=...)` before the "
+                "first step"
+                + (", and run `net(x)` once, since their shape depends on the input." if self._pending is not _NOT_INITIALISED else ".")
             )
         return self._session
 
@@ -212,8 +179,8 @@ class BridgedModule(brainstate.nn.Module):
         values = tuple(self._core.as_input(x) for x in inputs)
         session = self._session_for(values)
         step = self.traced_step(*values)
-        states = [_lookup(self._tree, leaf.path) for leaf in session.plan.leaves]
-        key = _lookup(self._tree, _KEY_PATH) if step.uses_key else None
+        states = [lookup(self._tree, leaf.path) for leaf in session.plan.leaves]
+        key = lookup(self._tree, _KEY_PATH) if step.uses_key else None
         outputs, new_states, new_key = step(
             self._tensor_values(step), [s.value for s in states], None if key is None else key.value, values
         )
@@ -226,7 +193,7 @@ class BridgedModule(brainstate.nn.Module):
     def _tensor_values(self, step: TracedStep, instead: Mapping[str, Any] = MappingProxyType({})) -> list[Any]:
         """Read the parameters and buffers that a step reads, and touch no others."""
         return [
-            instead[named.name] if named.name in instead else _lookup(self._tree, to_path(named.name)).value
+            instead[named.name] if named.name in instead else lookup(self._tree, to_path(named.name)).value
             for named, used in zip(self._core.step_tensors, step.used_tensors, strict=True)
             if used
         ]
@@ -248,40 +215,34 @@ class BridgedModule(brainstate.nn.Module):
         step, session = self.traced_step(*inputs), self._ready()
 
         def run(parameters: Mapping[str, Any], states: Sequence[Any], *xs: Any) -> tuple[list[Any], list[Any]]:
-            key = _lookup(self._tree, _KEY_PATH).value if step.uses_key else None
+            key = lookup(self._tree, _KEY_PATH).value if step.uses_key else None
             return step(self._tensor_values(step, parameters), states, key, xs)[:2]
 
         return tuple(".".join(leaf.path) for leaf in session.plan.leaves), run
 
     def parameter_values(self) -> dict[str, jax.Array]:
         """Give the trained parameters by torch name."""
-        return {name: _lookup(self._tree, to_path(name)).value for name in self.parameter_names}
+        return {name: lookup(self._tree, to_path(name)).value for name in self.parameter_names}
 
     def hidden_values(self) -> list[jax.Array]:
         """Give the values of all states of the step, in its order."""
-        return [_lookup(self._tree, leaf.path).value for leaf in self._ready().plan.leaves]
+        return [lookup(self._tree, leaf.path).value for leaf in self._ready().plan.leaves]
 
-    def _session_for(self, values: tuple) -> _Session:
+    def _session_for(self, values: tuple) -> Session:
         """Give the session, made now if the states wait for an input; check that the input fits."""
         if self._session is None and self._pending is not _NOT_INITIALISED:
             self._start_from(values, self._pending)
         session = self._ready()
-        if (
-            session.mode != self._core.mode
-        ):  # `model.train()` or `.eval()` since: other layers are random or keep statistics
+        if session.mode != self._core.mode:  # `model.train()` or `.eval()` since: other layers are random or keep statistics
             self._plan_states(session.inputs, session.batch_size, session.guessed)
             session = self._session
-        if len(values) == len(session.inputs) and all(
-            v.shape == tuple(x.shape) for v, x in zip(values, session.inputs, strict=True)
-        ):
+        if len(values) == len(session.inputs) and all(v.shape == tuple(x.shape) for v, x in zip(values, session.inputs, strict=True)):
             return session
         fits = session.batch_size is None or all(v.ndim > 0 and v.shape[0] == session.batch_size for v in values)
         if session.guessed and fits and all(is_concrete(v) for v in values):
             self._start_from(values, session.batch_size)
             return self._session
-        raise messages.wrong_input(
-            [tuple(v.shape) for v in values], [tuple(x.shape) for x in session.inputs], session.batch_size
-        )
+        raise messages.wrong_input([tuple(v.shape) for v in values], [tuple(x.shape) for x in session.inputs], session.batch_size)
 
     def ensure_state(self, *inputs: Any) -> None:
         """Make the hidden states for inputs of this shape, unless they exist already.
@@ -300,7 +261,7 @@ class BridgedModule(brainstate.nn.Module):
         """Give the current parameters and buffers as copies, under all their torch names, as the torch model's `state_dict` does."""
         current: dict[str, torch.Tensor] = {}
         for named in self._core.tensors:
-            state = _lookup(self._tree, to_path(named.name))
+            state = lookup(self._tree, to_path(named.name))
             same = isinstance(state, brainstate.State) and tuple(state.value.shape) == tuple(named.tensor.shape)
             value = to_torch(state.value).to(named.tensor.dtype) if same else named.tensor.detach().clone()
             current.update(dict.fromkeys(named.names, value))
@@ -319,7 +280,7 @@ class BridgedModule(brainstate.nn.Module):
             raise messages.wrong_names(missing, unexpected)
         for named in self._core.tensors:
             given = [state_dict[name] for name in named.names if name in state_dict]
-            state = _lookup(self._tree, to_path(named.name))
+            state = lookup(self._tree, to_path(named.name))
             if not given or not isinstance(state, brainstate.State):
                 continue
             if tuple(given[0].shape) != tuple(named.tensor.shape):
@@ -334,78 +295,6 @@ class _NotInitialised:
 
 _NOT_INITIALISED = _NotInitialised()
 _KEY_PATH: Path = ("rng_key",)
-
-
-class _Core:
-    """The torch side of a bridged module, shared by its copies."""
-
-    def __init__(self, model: nn.Module, options: WrapOptions) -> None:
-        self.model, self.options = model, options
-        self.tensors: list[NamedTensor] = named_tensors(model)
-        self.tensor_paths = {to_path(n.name) for n in self.tensors}
-        self.step_tensors = [n for n in self.tensors if n.trained or _is_step_input(n.tensor)]
-
-    def inputs_for(self, batch_size: int | None) -> tuple[tuple | None, bool]:
-        """Give one step of input for a batch size, and whether it is guessed from the layers' sizes."""
-        if self.options.example_input is not None:
-            return tuple(discover.with_batch(x, batch_size) for x in self.options.example_input), False
-        return discover.guess_inputs(self.model, batch_size), True
-
-    def find_plan(self, inputs: tuple, batch_size: int | None) -> StepPlan:
-        """Find how a step runs, with initial states for this batch size."""
-        options = self.options
-        return discover.find_plan(
-            self.model,
-            inputs,
-            state=discover.given_state(options.state, batch_size, self.float_dtype),
-            sequence=options.sequence,
-            batch_first=options.batch_first,
-            batched=batch_size is not None,
-        )
-
-    @property
-    def mode(self) -> tuple[bool, ...]:
-        """Which modules are in training mode."""
-        return tuple(module.training for module in self.model.modules())
-
-    def drop_unread_states(self, session: _Session) -> None:
-        """Trace the step once, take states that it never reads out of the plan, and note whether it is random."""
-        step = self.traced_step(session, tuple(to_jax(x) for x in session.inputs))
-        session.plan.uses_random = step.uses_key
-        if session.plan.python:
-            self._check_python_attributes(session, step)
-        if not all(step.used_states):
-            session.plan.drop_unread(step.used_states, self.model)
-            session.steps.clear()
-
-    def _check_python_attributes(self, session: _Session, step: TracedStep) -> None:
-        """Trace again with the Python values of the next step: the program must be the same."""
-        later = dataclasses.replace(session.plan, later=1)
-        again = trace_step(self.model, later, self.step_tensors, tuple(to_jax(x) for x in session.inputs))
-        if str(again.jaxpr) != str(step.jaxpr):
-            raise messages.python_state([attribute.label for attribute in session.plan.python])
-
-    def traced_step(self, session: _Session, inputs: Sequence[Any]) -> TracedStep:
-        """Trace one step, at most once per shape of the inputs."""
-        key = tuple((tuple(x.shape), str(x.dtype)) for x in inputs)
-        if key not in session.steps:
-            session.steps[key] = trace_step(self.model, session.plan, self.step_tensors, inputs)
-        return session.steps[key]
-
-    def as_input(self, x: Any) -> Any:
-        """Bring an input to a JAX array; NumPy's default float64 becomes the model's float type."""
-        if isinstance(x, (np.ndarray, list, float)) and np.asarray(x).dtype == np.float64:
-            x = np.asarray(x).astype(str(self.float_dtype).removeprefix("torch."))
-        return to_jax(x)
-
-    @property
-    def float_dtype(self) -> torch.dtype:
-        """The dtype of the model's first floating parameter or buffer."""
-        return next((n.tensor.dtype for n in self.tensors if n.tensor.is_floating_point()), torch.get_default_dtype())
-
-    def example_like(self, values: tuple) -> tuple[torch.Tensor, ...]:
-        """Make torch tensors of the shapes of some inputs, which may be traced."""
-        return tuple(to_torch(v) if is_concrete(v) else discover.example_tensor(v.shape, v.dtype) for v in values)
 
 
 def wrap(
@@ -450,46 +339,8 @@ def wrap(
 # ---- the tree of states
 
 
-def _outside_traces(state: brainstate.State) -> brainstate.State:
-    """Let a state that was made during a brainstate trace count as one that existed before."""
-    state.stack_level = 0
-    return state
-
-
-def _insert(tree: dict, path: Path, state: brainstate.State, replace: type | None = None) -> None:
-    for key in path[:-1]:
-        tree = tree.setdefault(key, {})
-        if isinstance(tree, brainstate.State):
-            raise StateError(
-                f"State path {path} passes through another state. Rename it with an adapter's `state_path`."
-            )
-    old = tree.get(path[-1])
-    if old is not None and not (replace is not None and isinstance(old, replace)):
-        raise StateError(f"Two tensors have the path {path}. Rename one with an adapter's `state_path`.")
-    tree[path[-1]] = state
-
-
-def _lookup(tree: dict, path: Path) -> Any:
-    node: Any = tree
-    for key in path:
-        if not isinstance(node, dict) or key not in node:
-            return None
-        node = node[key]
-    return node
-
-
-def _remove(tree: dict, path: Path) -> None:
-    for key in path[:-1]:
-        tree = tree.get(key, {})
-    tree.pop(path[-1], None)
-
-
 def _same_shapes(a: tuple, b: tuple) -> bool:
     return len(a) == len(b) and all(x.shape == y.shape and x.dtype == y.dtype for x, y in zip(a, b, strict=True))
-
-
-def _is_step_input(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _flatten(net: BridgedModule) -> tuple[list[tuple[str, Any]], tuple]:

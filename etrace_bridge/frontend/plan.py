@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -153,7 +154,7 @@ class StepPlan:
     def drop_unread(self, used: Sequence[bool], model: nn.Module) -> None:
         """Drop slots none of whose tensors is read by the step: written only, or overruled by a state that the model passes."""
         flags = iter(used)
-        read = [(slot, any([next(flags) for _ in slot.leaves])) for slot in (*self.arguments, *self.attributes)]
+        read = [(slot, any(list(itertools.islice(flags, len(slot.leaves))))) for slot in (*self.arguments, *self.attributes)]
         self.arguments = [s for s, r in read if isinstance(s, ArgumentSlot) and (r or s.module is model)]
         self.attributes = [s for s, r in read if isinstance(s, AttributeSlot) and r]
 
@@ -176,7 +177,12 @@ class StepPlan:
         for slot in self.attributes:
             slot.put(states[position : position + len(slot.leaves)])
             position += len(slot.leaves)
-        returned = call(injector, add_time_axis(inputs, self.layout))
+        names = () if self.root is None else self.root.arguments(model)
+        given = lambda *args: args  # noqa: E731
+        args = add_time_axis(inputs, self.layout)
+        if names:  # the injector puts the state in the places of these
+            args = call_with_state(given, names, args, {}, (None,) * len(names), model.forward)
+        returned = call(injector, args)
         new_states = injector.new_states()
         for slot in self.attributes:
             new_states.extend(slot.get())

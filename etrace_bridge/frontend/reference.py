@@ -79,9 +79,7 @@ def run_torch(
             batched=batched,
         )
         whole = plan.layout is not None and not stepwise
-        for (
-            slot
-        ) in plan.attributes:  # copies, so that putting the model back does not write to tensors that autograd needs
+        for slot in plan.attributes:  # copies, so that putting the model back does not write to tensors that autograd needs
             slot.put([leaf.initial.clone() for leaf in slot.leaves])
         begin = time.perf_counter()
         run = _run_whole(model, plan, sequences) if whole else _run_steps(model, plan, by_time)

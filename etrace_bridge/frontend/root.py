@@ -53,8 +53,8 @@ def find_root_adapter(model: nn.Module, inputs: tuple, state: Any) -> tuple[Adap
     if not names:
         if state is not None:
             raise InputError(
-                f"`wrap` got a `state`, but `{type(model).__name__}.forward` has no argument for it besides its {len(inputs)} input(s). Leave "
-                f"`state` out; state in attributes and inside layers is found without it."
+                f"`wrap` got a `state`, but `{type(model).__name__}.forward` has no argument for it besides its "
+                f"{len(inputs)} input(s). Leave `state` out; state in attributes and inside layers is found without it."
             )
         return known, None
     given = None if state is None else _per_argument(state, names)
@@ -64,9 +64,9 @@ def find_root_adapter(model: nn.Module, inputs: tuple, state: Any) -> tuple[Adap
         if given is not None or not _required(model, names):
             raise
         raise StateError(
-            f"`{type(model).__name__}.forward` needs a state in `{', '.join(names)}` and fails without one ({type(error).__name__}: {error}). "
-            f"The bridge cannot know its shape. Pass `wrap(model, state=lambda batch_size: torch.zeros(batch_size, hidden))`, with the "
-            f"structure that `forward` expects."
+            f"`{type(model).__name__}.forward` needs a state in `{', '.join(names)}` and fails without one "
+            f"({type(error).__name__}: {error}). The bridge cannot know its shape. Pass `wrap(model, state=lambda "
+            f"batch_size: torch.zeros(batch_size, hidden))`, with the structure that `forward` expects."
         ) from error
     split = _find_split(model, inputs, names, given, returned)
     return (known, None) if split is None else (FoundAdapter(names, split), given)
@@ -76,9 +76,7 @@ def _per_argument(state: Any, names: tuple[str, ...]) -> tuple:
     if len(names) == 1:
         return (state,)
     if not isinstance(state, (tuple, list)) or len(state) != len(names):
-        raise InputError(
-            f"`forward` takes {len(names)} state arguments ({', '.join(names)}); `state` must be a tuple of as many values."
-        )
+        raise InputError(f"`forward` takes {len(names)} state arguments ({', '.join(names)}); `state` must be a tuple of as many values.")
     return tuple(state)
 
 
@@ -101,9 +99,7 @@ def _required(model: nn.Module, names: tuple[str, ...]) -> bool:
     return any(parameters[name].default is inspect.Parameter.empty for name in names)
 
 
-def _find_split(
-    model: nn.Module, inputs: tuple, names: tuple[str, ...], given: tuple | None, returned: Any
-) -> Split | None:
+def _find_split(model: nn.Module, inputs: tuple, names: tuple[str, ...], given: tuple | None, returned: Any) -> Split | None:
     """Find where the new state stands in what `forward` returned: try each convention by a second call."""
     count = len(names)
     candidates: list[Split] = []
@@ -131,9 +127,9 @@ def _find_split(
     if given is None and not _required(model, names):
         return None
     raise StateError(
-        f"`{type(model).__name__}.forward` takes a state in `{', '.join(names)}`, but what it returns holds no state of the same structure. "
-        f"The bridge understands `-> (output, state)`, `-> (output, *states)` and `-> state`. Return the new state, or register an adapter "
-        f"(`eb.register_adapter`) whose `split` finds it."
+        f"`{type(model).__name__}.forward` takes a state in `{', '.join(names)}`, but what it returns holds no state "
+        f"of the same structure. The bridge understands `-> (output, state)`, `-> (output, *states)` and `-> state`. "
+        f"Return the new state, or register an adapter (`eb.register_adapter`) whose `split` finds it."
     )
 
 
@@ -152,6 +148,5 @@ def same_tensors(a: Any, b: Any) -> bool:
     """Tell whether two outputs hold the same numbers."""
     x, y = flatten_state(a)[0], flatten_state(b)[0]
     return len(x) == len(y) and all(
-        s.shape == t.shape and torch.allclose(s, t, rtol=1e-4, atol=1e-6, equal_nan=True)
-        for (_, s), (_, t) in zip(x, y, strict=True)
+        s.shape == t.shape and torch.allclose(s, t, rtol=1e-4, atol=1e-6, equal_nan=True) for (_, s), (_, t) in zip(x, y, strict=True)
     )

@@ -9,9 +9,7 @@ from typing import Any
 from etrace_bridge._jax_compat import ClosedJaxpr, JaxprEqn, Literal, remove_dead_equations, sub_jaxpr
 
 
-def simplify(
-    closed: ClosedJaxpr, optional_inputs: Sequence[bool], state_outputs: range
-) -> tuple[ClosedJaxpr, list[bool]]:
+def simplify(closed: ClosedJaxpr, optional_inputs: Sequence[bool], state_outputs: range) -> tuple[ClosedJaxpr, list[bool]]:
     """Cancel reshapes that undo each other, drop dead equations, and drop optional inputs that are never read.
 
     Args:
@@ -29,9 +27,7 @@ def simplify(
     read |= {id(v) for i, v in enumerate(jaxpr.outvars) if i not in state_outputs}
     given = {id(v) for v in jaxpr.outvars}
     used = [id(v) in read for v in jaxpr.invars]
-    kept = [
-        v for v, optional in zip(jaxpr.invars, optional_inputs, strict=True) if not optional or id(v) in read | given
-    ]
+    kept = [v for v, optional in zip(jaxpr.invars, optional_inputs, strict=True) if not optional or id(v) in read | given]
     constants = [(v, c) for v, c in zip(jaxpr.constvars, closed.consts, strict=True) if id(v) in read | given]
     jaxpr = sub_jaxpr(jaxpr, jaxpr.eqns, kept, jaxpr.outvars, [v for v, _ in constants])
     return ClosedJaxpr(jaxpr, [c for _, c in constants]), used
@@ -65,6 +61,4 @@ def _keeps_elements(eqn: JaxprEqn) -> bool:
         return False
     if name == "reshape":
         return eqn.params.get("dimensions") is None
-    return name != "broadcast_in_dim" or list(eqn.params["broadcast_dimensions"]) == sorted(
-        eqn.params["broadcast_dimensions"]
-    )
+    return name != "broadcast_in_dim" or list(eqn.params["broadcast_dimensions"]) == sorted(eqn.params["broadcast_dimensions"])

@@ -122,9 +122,7 @@ def register_adapter(adapter: Adapter) -> Adapter:
         raise InputError(f"`{type(adapter).__name__}.layers` is empty. Name the torch classes that the adapter is for.")
     for layer in adapter.layers:
         if not (isinstance(layer, type) and issubclass(layer, nn.Module)):
-            raise InputError(
-                f"`{type(adapter).__name__}.layers` holds {layer!r}, which is no subclass of `torch.nn.Module`."
-            )
+            raise InputError(f"`{type(adapter).__name__}.layers` holds {layer!r}, which is no subclass of `torch.nn.Module`.")
         _ADAPTERS[layer] = adapter
     return adapter
 
@@ -257,9 +255,7 @@ def state_names(argument: str, paths: Sequence[Path]) -> list[Path]:
 # ---- calling forward
 
 
-def bind_state_arguments(
-    forward: Callable, names: Sequence[str], args: tuple, kwargs: dict
-) -> tuple[tuple, dict, tuple[Any, ...]]:
+def bind_state_arguments(forward: Callable, names: Sequence[str], args: tuple, kwargs: dict) -> tuple[tuple, dict, tuple[Any, ...]]:
     """Separate the state arguments of a call from the rest: other positional, other keyword, state values (None: not given)."""
     parameters = list(_parameters(forward))
     rest, kept, states = [], dict(kwargs), dict.fromkeys(names)

@@ -48,9 +48,7 @@ class TracedStep:
     def __post_init__(self) -> None:
         self._compiled = jax.jit(self._evaluate)
 
-    def __call__(
-        self, tensors: Sequence[Any], states: Sequence[Any], key: Any, inputs: Sequence[Any]
-    ) -> tuple[list, list, Any]:
+    def __call__(self, tensors: Sequence[Any], states: Sequence[Any], key: Any, inputs: Sequence[Any]) -> tuple[list, list, Any]:
         """Evaluate the step: inlined inside another JAX trace, compiled otherwise.
 
         Args:
@@ -100,9 +98,7 @@ def trace_step(model: nn.Module, plan: StepPlan, tensors: Sequence[NamedTensor],
                 tracer.on_module_call = injector
                 return model(*args)
 
-            output, new_states = plan.run(
-                model, tuple(TracedTensor(v, origin=INPUT) for v in input_values), traced_states, call
-            )
+            output, new_states = plan.run(model, tuple(TracedTensor(v, origin=INPUT) for v in input_values), traced_states, call)
             leaves, found["output"] = flatten_state(output)
             outputs = [tracer.read(t) for _, t in leaves]
             new_values = [tracer.read(t) for t in new_states]
@@ -110,18 +106,13 @@ def trace_step(model: nn.Module, plan: StepPlan, tensors: Sequence[NamedTensor],
         found["num_outputs"], found["uses_key"] = len(outputs), keys.used
         return (*outputs, *new_values, *([keys.key] if keys.used else []))
 
-    shapes = [
-        jax.ShapeDtypeStruct(tuple(v.shape), _jax_dtype(v.dtype))
-        for v in (*(n.tensor for n in tensors), *states, *inputs)
-    ]
+    shapes = [jax.ShapeDtypeStruct(tuple(v.shape), _jax_dtype(v.dtype)) for v in (*(n.tensor for n in tensors), *states, *inputs)]
     shapes.insert(len(tensors) + len(states), jax.ShapeDtypeStruct((2,), jnp.uint32))
     closed = jax.make_jaxpr(step)(*shapes)
     optional = [True] * len(tensors) + [False] * len(states) + [not found["uses_key"]] + [False] * len(inputs)
     closed, used = simplify(closed, optional, range(found["num_outputs"], found["num_outputs"] + len(states)))
     used_tensors, used_states, _, _ = _split(used, counts)
-    return TracedStep(
-        closed, list(used_tensors), list(used_states), found["uses_key"], found["output"], found["num_outputs"]
-    )
+    return TracedStep(closed, list(used_tensors), list(used_states), found["uses_key"], found["output"], found["num_outputs"])
 
 
 def _jax_dtype(dtype: Any) -> Any:
@@ -173,8 +164,9 @@ def _check_states(plan: StepPlan, old: Sequence[Any], new: Sequence[Any]) -> Non
     for leaf, a, b in zip(leaves, old, new, strict=True):
         if a.shape != b.shape or a.dtype != b.dtype:
             raise StateError(
-                f"State `{'.'.join(leaf.path)}` is {a.dtype}{list(a.shape)} before a step and {b.dtype}{list(b.shape)} after it. A state must keep "
-                f"its shape and dtype. Check the input's shape and dtype, or give a matching initial state with `wrap(model, state=...)`."
+                f"State `{'.'.join(leaf.path)}` is {a.dtype}{list(a.shape)} before a step and {b.dtype}{list(b.shape)} "
+                f"after it. A state must keep its shape and dtype. Check the input's shape and dtype, or give a "
+                f"matching initial state with `wrap(model, state=...)`."
             )
 
 

@@ -101,9 +101,9 @@ class TracedTensor(torch.Tensor, torch2jax.Torchish):
             positions = np.asarray(positions)
         if np.unique(positions).size != positions.size:
             raise TracingError(
-                f"A tensor is written in place through a view in which one element of memory appears several times (`expand`), at "
-                f"{locate.user_line()}. Which write would win is undefined, and torch refuses it as well. "
-                f"Call `.clone()` before the write."
+                f"A tensor is written in place through a view in which one element of memory appears several times "
+                f"(`expand`), at {locate.user_line()}. Which write would win is undefined, and torch refuses it as "
+                f"well. Call `.clone()` before the write."
             )
         return positions
 
@@ -125,9 +125,7 @@ class TracedTensor(torch.Tensor, torch2jax.Torchish):
 
 def strided_view(tensor: torch.Tensor, owner: TracedTensor) -> TracedTensor:
     """Make the traced view of `owner` (the whole storage, flat) that a plain torch tensor is of its storage."""
-    positions = (
-        torch.arange(owner._value.size).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).numpy()
-    )
+    positions = torch.arange(owner._value.size).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).numpy()
     view = lambda flat: read_positions(flat, positions)  # noqa: E731
     return TracedTensor(view(owner.value), base=owner, view=view, origin=owner.origin, differentiable=False)
 

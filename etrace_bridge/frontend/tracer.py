@@ -91,12 +91,8 @@ class Tracer:
 
     def _make_alias(self, tensor: torch.Tensor, plain: torch.Tensor, owner: TracedTensor) -> TracedTensor:
         if tensor.dtype != plain.dtype or not plain.is_contiguous() or plain.storage_offset() != 0:
-            raise messages.unfollowed_view(
-                "a tensor shares the memory of a parameter or buffer in another layout", self.place()
-            )
-        flat = TracedTensor(
-            lax.reshape(owner.value, (owner.value.size,)), base=owner, origin=owner.origin, view=lambda v: v.reshape(-1)
-        )
+            raise messages.unfollowed_view("a tensor shares the memory of a parameter or buffer in another layout", self.place())
+        flat = TracedTensor(lax.reshape(owner.value, (owner.value.size,)), base=owner, origin=owner.origin, view=lambda v: v.reshape(-1))
         alias = strided_view(tensor, flat)
         alias.differentiable = False
         self._tracked[id(tensor)] = (tensor, alias)

@@ -56,9 +56,7 @@ class VerifyReport:
         rows += [("state", name, value) for name, value in self.states.items()]
         rows += [("gradient", name, value) for name, value in self.gradients.items()]
         width = max(len(name) for _, name, _ in rows)
-        lines = [
-            f"torch and bridge over {self.steps} steps: {'equal' if self.ok else 'NOT EQUAL'} (tolerance {self.tolerance:.0e})"
-        ]
+        lines = [f"torch and bridge over {self.steps} steps: {'equal' if self.ok else 'NOT EQUAL'} (tolerance {self.tolerance:.0e})"]
         for kind, name, value in rows:
             mark = "" if value <= self.tolerance else "  <-- differs"
             dead = "  (zero in torch)" if kind == "gradient" and name in self.dead else ""
@@ -103,9 +101,7 @@ def verify(
             net = _bridge(module, examples, state, options)
         inputs = [x.clone().requires_grad_(x.is_floating_point()) for x in sequences]
         layout = [x.transpose(0, 1) if net.batch_first else x for x in inputs]
-        run = run_torch(
-            module, tuple(layout), state, sequence=options.get("sequence"), batch_first=options.get("batch_first")
-        )
+        run = run_torch(module, tuple(layout), state, sequence=options.get("sequence"), batch_first=options.get("batch_first"))
         weights = _weights(run)
         names, found = _torch_gradients(module, net, run, weights, inputs)
         outputs, states, gradients = _bridge_results(net, sequences, weights)
@@ -134,9 +130,7 @@ def _weights(run: TorchRun) -> list[list[np.ndarray]]:
     return [[rng.standard_normal(tuple(t.shape)) for _, t in flatten_state(output)[0]] for output in run.outputs]
 
 
-def _torch_gradients(
-    module: nn.Module, net: BridgedModule, run: TorchRun, weights: list, inputs: list
-) -> tuple[list[str], list]:
+def _torch_gradients(module: nn.Module, net: BridgedModule, run: TorchRun, weights: list, inputs: list) -> tuple[list[str], list]:
     loss = sum(
         (torch.tensor(w).to(t.dtype) * t).sum()
         for output, ws in zip(run.outputs, weights, strict=True)
@@ -151,9 +145,7 @@ def _torch_gradients(
     return list(wanted), [torch.zeros_like(p) if g is None else g for p, g in zip(wanted.values(), grads, strict=True)]
 
 
-def _bridge_results(
-    net: BridgedModule, sequences: list[torch.Tensor], weights: list
-) -> tuple[list, list, dict[str, Any]]:
+def _bridge_results(net: BridgedModule, sequences: list[torch.Tensor], weights: list) -> tuple[list, list, dict[str, Any]]:
     """Run the bridged step over the sequence with JAX's reverse mode; give outputs and states by step, gradients by name."""
     xs = [to_jax(x) for x in sequences]
     names, step = net.functional_step(*[x[0] for x in xs])
@@ -170,9 +162,7 @@ def _bridge_results(
         return total.real if jnp.iscomplexobj(total) else total, (outputs, trajectory)
 
     floats = {i: x for i, x in enumerate(xs) if jnp.issubdtype(x.dtype, jnp.inexact)}
-    (_, (outputs, trajectory)), (by_name, by_input) = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(
-        values, floats
-    )
+    (_, (outputs, trajectory)), (by_name, by_input) = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(values, floats)
     gradients = {**by_name, **{f"input {i}" if i else "input": g for i, g in by_input.items()}}
     return outputs, [dict(zip(names, s, strict=True)) for s in trajectory], gradients
 

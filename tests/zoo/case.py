@@ -224,9 +224,7 @@ def rnn_states(name: str, result: Any) -> dict[str, torch.Tensor]:
     final = result[1] if isinstance(result[1], tuple) else (result[1],)
     prefix = f"{name}." if name else ""
     return {
-        f"{prefix}{letter}_l{layer}": value[layer]
-        for layer in range(final[0].shape[0])
-        for letter, value in zip("hc", final, strict=False)
+        f"{prefix}{letter}_l{layer}": value[layer] for layer in range(final[0].shape[0]) for letter, value in zip("hc", final, strict=False)
     }
 
 
@@ -310,11 +308,7 @@ def reference(case: Case, dtype: torch.dtype = torch.float32) -> Reference:
     last = torch_loss(trajectory.outputs[-1:], weights[-1:])
     memory = torch.autograd.grad(last, xs, retain_graph=True)[0][:-1] if xs.requires_grad else None
     loss.backward()
-    grads = {
-        name: torch.zeros_like(p) if p.grad is None else p.grad
-        for name, p in module.named_parameters()
-        if p.requires_grad
-    }
+    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in module.named_parameters() if p.requires_grad}
     return Reference(trajectory, weights, loss.detach(), grads, xs.grad, memory)
 
 

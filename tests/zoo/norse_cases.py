@@ -92,18 +92,14 @@ class TimeNet(nn.Module):
 def _sequential() -> nn.Module:
     norse = _norse()
     return boost(
-        norse.SequentialState(
-            nn.Linear(INPUT, HIDDEN), norse.LIFCell(), nn.Linear(HIDDEN, HIDDEN), norse.LSNNCell(), nn.Linear(HIDDEN, 2)
-        ),
+        norse.SequentialState(nn.Linear(INPUT, HIDDEN), norse.LIFCell(), nn.Linear(HIDDEN, HIDDEN), norse.LSNNCell(), nn.Linear(HIDDEN, 2)),
         4.0,
     )
 
 
 def _sequential_recurrent() -> nn.Module:
     norse = _norse()
-    return boost(
-        norse.SequentialState(norse.LIFRecurrentCell(INPUT, HIDDEN), nn.Linear(HIDDEN, 2), norse.LICell()), 3.0
-    )
+    return boost(norse.SequentialState(norse.LIFRecurrentCell(INPUT, HIDDEN), nn.Linear(HIDDEN, 2), norse.LICell()), 3.0)
 
 
 def _feedback() -> nn.Module:
@@ -119,9 +115,7 @@ def _after_linear(kind: str, **options: Any) -> Callable[[], nn.Module]:
 CASES = (
     _case("lif_cell", _plain("LIFCell"), HIDDEN),
     _case("lif_cell_linear", _after_linear("LIFCell"), INPUT),
-    _case(
-        "lif_cell_tanh", _plain("LIFCell", p=("LIFParameters", {"method": "tanh", "alpha": 2.0, "v_th": 0.6})), HIDDEN
-    ),
+    _case("lif_cell_tanh", _plain("LIFCell", p=("LIFParameters", {"method": "tanh", "alpha": 2.0, "v_th": 0.6})), HIDDEN),
     _case("lif_cell_triangle", _plain("LIFCell", p=("LIFParameters", {"method": "triangle", "alpha": 0.5})), HIDDEN),
     _case("lif_recurrent_cell", _recurrent("LIFRecurrentCell"), INPUT),
     _case("lif_recurrent_cell_autapses", _recurrent("LIFRecurrentCell", autapses=True), INPUT),
@@ -132,11 +126,9 @@ CASES = (
     _case("lif_refrac_recurrent_cell", _recurrent("LIFRefracRecurrentCell"), INPUT),
     _case("lif_adex_cell", _after_linear("LIFAdExCell"), INPUT),
     _case("lif_adex_recurrent_cell", _recurrent("LIFAdExRecurrentCell"), INPUT),
-    _case("lif_adex_recurrent", _recurrent("LIFAdExRecurrent"), INPUT, _over_time),
     _case("lif_ex_cell", _plain("LIFExCell"), HIDDEN),
     _case("lsnn_cell", _after_linear("LSNNCell"), INPUT),
     _case("lsnn_recurrent_cell", _recurrent("LSNNRecurrentCell"), INPUT),
-    _case("lsnn_recurrent", _recurrent("LSNNRecurrent"), INPUT, _over_time),
     _case("li_cell", _after_linear("LICell"), INPUT, spikes=False),
     _case("li", _plain("LI"), HIDDEN, _over_time, spikes=False),
     _case("li_linear_cell", _recurrent("LILinearCell"), INPUT, spikes=False),

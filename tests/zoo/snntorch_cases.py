@@ -42,9 +42,7 @@ def _materialise(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _hidden(
-    name: str, states: str, neuron: str, *arguments: Any, case: dict[str, Any] | None = None, **options: Any
-) -> Case:
+def _hidden(name: str, states: str, neuron: str, *arguments: Any, case: dict[str, Any] | None = None, **options: Any) -> Case:
     """A case of `_layered`; `states` are the neuron's state names, separated by spaces."""
     run = attributes(*(f"1.{state}" for state in states.split()))
     settings: dict[str, Any] = {"spikes": True, **(case or {})}
@@ -70,9 +68,7 @@ class ExplicitNet(nn.Module):
         self.fc2, self.lif2 = nn.Linear(HIDDEN, 3), snn.Leaky(beta=torch.rand(3), learn_beta=True)
         boost(self, 3.0)
 
-    def forward(
-        self, x: Tensor, mem1: Tensor | None = None, mem2: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, mem1: Tensor | None = None, mem2: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         spk1, mem1 = self.lif1(self.fc1(x), mem1)
         spk2, mem2 = self.lif2(self.fc2(spk1), mem2)
         return spk2, mem1, mem2
@@ -148,7 +144,6 @@ CASES = (
     _hidden("leaky_none", "mem", "Leaky", 0.6, reset_mechanism="none"),
     _hidden("leaky_learn", "mem", "Leaky", 0.8, learn_beta=True, learn_threshold=True),
     _hidden("leaky_immediate_reset", "mem", "Leaky", 0.8, reset_delay=False, threshold=0.7, learn_threshold=True),
-    _hidden("leaky_immediate_zero", "mem", "Leaky", 0.8, reset_delay=False, reset_mechanism="zero"),
     _hidden("leaky_graded", "mem", "Leaky", 0.8, graded_spikes_factor=1.5, learn_graded_spikes_factor=True),
     _hidden("leaky_fast_sigmoid", "mem", "Leaky", 0.8, spike_grad=("fast_sigmoid", {"slope": 5})),
     _hidden("leaky_sigmoid", "mem", "Leaky", 0.8, spike_grad=("sigmoid", {"slope": 3})),

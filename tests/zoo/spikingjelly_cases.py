@@ -26,9 +26,7 @@ def _neuron(kind: str, *arguments: Any, **options: Any) -> nn.Module:
     return getattr(_sj("neuron"), kind)(*arguments, **options)
 
 
-def _layered(
-    name: str, states: str, kind: str, *arguments: Any, case: dict[str, Any] | None = None, **options: Any
-) -> Case:
+def _layered(name: str, states: str, kind: str, *arguments: Any, case: dict[str, Any] | None = None, **options: Any) -> Case:
     """A linear layer and one neuron; `states` are the neuron's memories, separated by spaces."""
 
     def make() -> nn.Module:
@@ -115,17 +113,13 @@ CASES = (
     _layered("lif_v_reset", "v", "LIFNode", v_reset=-0.2, surrogate_function=("ATan", {"alpha": 3.0})),
     _layered("lif_piecewise_quadratic", "v", "LIFNode", surrogate_function=("PiecewiseQuadratic", {})),
     _layered("lif_leaky_relu_k", "v", "LIFNode", surrogate_function=("LeakyKReLU", {"leak": 0.1})),
-    _layered("lif_soft_sign", "v", "LIFNode", surrogate_function=("SoftSign", {})),
     _layered("lif_erf", "v", "LIFNode", surrogate_function=("Erf", {"alpha": 0.7}), detach_reset=True),
     _layered("simple_lif", "v", "SimpleLIFNode", 2.0, True),
-    _layered("simple_if", "v", "SimpleIFNode"),
     _layered("parametric_lif", "v", "ParametricLIFNode"),
-    _layered("parametric_lif_no_decay_input", "v", "ParametricLIFNode", 1.7, False),
     _layered("qif", "v", "QIFNode"),
     _layered("eif", "v", "EIFNode"),
     _layered("izhikevich", "v w", "IzhikevichNode", a=0.2, b=0.3),
     _layered("klif", "v", "KLIFNode"),
-    _layered("klif_scale_reset", "v", "KLIFNode", True, v_reset=None),
     _layered("complementary_lif", "v m", "ComplementaryLIFNode", case={"train": True}),
     _layered("cuba_lif", "v c", "CUBALIFNode"),
     _layered("liaf", "v", "LIAFNode", torch.nn.functional.leaky_relu, True, case={"spikes": False}),

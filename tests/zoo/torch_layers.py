@@ -27,14 +27,11 @@ def _layer(name: str, kind: type[nn.Module], **options: Any) -> Case:
 CASES = (
     _cell("rnn_cell", nn.RNNCell),
     _cell("rnn_cell_relu", nn.RNNCell, nonlinearity="relu"),
-    _cell("rnn_cell_no_bias", nn.RNNCell, bias=False),
     _cell("gru_cell", nn.GRUCell),
     _cell("gru_cell_no_bias", nn.GRUCell, bias=False),
     _cell("lstm_cell", nn.LSTMCell),
-    _cell("lstm_cell_no_bias", nn.LSTMCell, bias=False),
     _layer("rnn", nn.RNN),
     _layer("rnn_relu_2_layers", nn.RNN, nonlinearity="relu", num_layers=2),
-    _layer("rnn_3_layers_no_bias", nn.RNN, num_layers=3, bias=False),
     _layer("rnn_batch_first", nn.RNN, batch_first=True),
     _layer("gru", nn.GRU),
     _layer("gru_2_layers", nn.GRU, num_layers=2),
@@ -46,5 +43,4 @@ CASES = (
     _layer("lstm_3_layers_batch_first", nn.LSTM, num_layers=3, batch_first=True),
     _layer("lstm_proj", nn.LSTM, proj_size=2),
     _layer("lstm_proj_2_layers_no_bias", nn.LSTM, proj_size=2, num_layers=2, bias=False),
-    _layer("lstm_dropout_eval", nn.LSTM, num_layers=2, dropout=0.3),
 )

@@ -43,9 +43,7 @@ def leaky_relu(input: Any, negative_slope: float = 0.01, inplace: bool = False) 
 def rrelu(input: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False) -> Any:
     """Leaky relu; in training the slope is random, which has no counterpart here."""
     if training:
-        raise NotSupportedError(
-            "`rrelu` draws random slopes in training mode. Call `model.eval()` or use `leaky_relu`."
-        )
+        raise NotSupportedError("`rrelu` draws random slopes in training mode. Call `model.eval()` or use `leaky_relu`.")
     return leaky_relu(input, (lower + upper) / 2)
 
 
@@ -185,9 +183,7 @@ def log_softmax(input: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
 def _enter_softmax(name: str, rule: Callable) -> None:
     """Enter the three signatures of one member: torch's, `torch.nn.functional`'s, and the aten kernel's."""
     implements(name)(rule)
-    implements(f"F.{name}")(
-        lambda input, dim=None, _stacklevel=3, dtype=None: rule(input, _legacy_dim(dim, input), dtype)
-    )
+    implements(f"F.{name}")(lambda input, dim=None, _stacklevel=3, dtype=None: rule(input, _legacy_dim(dim, input), dtype))
     implements(f"aten::_{name}")(lambda input, dim, half_to_float=False: rule(input, dim))
 
 

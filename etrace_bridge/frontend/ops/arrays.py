@@ -44,10 +44,7 @@ def together(*operands: Any, dtype: torch.dtype | None = None) -> list[Any]:
     numbers = [isinstance(x, (bool, int, float, complex)) for x in operands]
     if all(numbers):
         return [expand_to(cast(x, dtype), shape) for x in operands]
-    return [
-        cast(x, dtype) if number else expand_to(cast(x, dtype), shape)
-        for x, number in zip(operands, numbers, strict=True)
-    ]
+    return [cast(x, dtype) if number else expand_to(cast(x, dtype), shape) for x, number in zip(operands, numbers, strict=True)]
 
 
 def same_shape(a: Any, b: Any) -> tuple[Any, Any]:

@@ -111,9 +111,7 @@ def convolution(
 
 
 implements("mkldnn_convolution")(
-    lambda input, weight, bias, padding, stride, dilation, groups: convolve(
-        input, weight, bias, stride, padding, dilation, groups
-    )
+    lambda input, weight, bias, padding, stride, dilation, groups: convolve(input, weight, bias, stride, padding, dilation, groups)
 )
 
 

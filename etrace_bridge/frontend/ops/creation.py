@@ -45,11 +45,7 @@ implements("new_empty_strided")(lambda input, size, stride, *, dtype=None: full(
 def full_(size: Any, fill_value: Any, *, dtype: torch.dtype | None = None) -> Any:
     """A tensor of one value, whose dtype is the value's own."""
     dtype = dtype or dtype_of(fill_value)
-    return (
-        expand_to(cast(fill_value, dtype), ints((size,)))
-        if hasattr(fill_value, "dtype")
-        else full(ints((size,)), fill_value, dtype)
-    )
+    return expand_to(cast(fill_value, dtype), ints((size,))) if hasattr(fill_value, "dtype") else full(ints((size,)), fill_value, dtype)
 
 
 @implements("full_like")
@@ -93,9 +89,7 @@ def _has_arrays(data: Any) -> bool:
     return hasattr(data, "dtype")
 
 
-implements("new_tensor")(
-    lambda input, data, *, dtype=None: tensor(data, dtype or (None if hasattr(data, "dtype") else dtype_of(input)))
-)
+implements("new_tensor")(lambda input, data, *, dtype=None: tensor(data, dtype or (None if hasattr(data, "dtype") else dtype_of(input))))
 
 
 # ---- ranges and matrices
@@ -108,9 +102,7 @@ def arange(*bounds: Any, dtype: torch.dtype | None = None, **named: Any) -> Any:
     start, end, step = (0, *bounds, 1) if len(bounds) == 1 else (*bounds, 1) if len(bounds) == 2 else bounds
     if dtype is None:
         dtype = torch.int64 if all(isinstance(b, int) for b in bounds) else torch.get_default_dtype()
-    count = (
-        len(range(start, end, step)) if all(isinstance(b, int) for b in bounds) else int(np.ceil((end - start) / step))
-    )
+    count = len(range(start, end, step)) if all(isinstance(b, int) for b in bounds) else int(np.ceil((end - start) / step))
     return _ramp(start, step, count, dtype)
 
 
@@ -201,9 +193,7 @@ _OLD_NAMES = {
 
 
 @implements("to", "_to_copy", may_return_input=True)
-def to(
-    input: Any, *args: Any, dtype: torch.dtype | None = None, other: Any = None, copy: bool = False, **_: Any
-) -> Any:
+def to(input: Any, *args: Any, dtype: torch.dtype | None = None, other: Any = None, copy: bool = False, **_: Any) -> Any:
     """Change the dtype; devices are left to JAX."""
     for arg in (*args, other):
         if isinstance(arg, torch.dtype):

@@ -29,9 +29,7 @@ _NEEDS_X64 = (torch.float64, torch.complex128)
 def to_jax_dtype(dtype: torch.dtype) -> np.dtype:
     """Give the JAX dtype of a torch dtype; 64-bit integers become 32-bit when JAX runs without x64."""
     if dtype not in TORCH_TO_JAX:
-        raise NotSupportedError(
-            f"`{dtype}` has no JAX counterpart here. Convert the tensor to a plain numeric dtype first."
-        )
+        raise NotSupportedError(f"`{dtype}` has no JAX counterpart here. Convert the tensor to a plain numeric dtype first.")
     if dtype in _NEEDS_X64 and not jax.config.jax_enable_x64:
         raise NotSupportedError(
             f"The model uses `{dtype}`, but JAX runs with 64-bit types disabled and would silently compute in 32 bits. "
@@ -76,11 +74,7 @@ def _priority(value: Any) -> int:
 def _result_type(ranked: tuple[tuple[int, torch.dtype], ...]) -> torch.dtype:
     common: torch.dtype | None = None
     for rank in (0, 1, 2):
-        own = (
-            functools.reduce(torch.promote_types, [d for r, d in ranked if r == rank])
-            if any(r == rank for r, _ in ranked)
-            else None
-        )
+        own = functools.reduce(torch.promote_types, [d for r, d in ranked if r == rank]) if any(r == rank for r, _ in ranked) else None
         common = _stronger(own, common)
     if common is None:
         raise TypeError("`result_type` needs at least one operand")

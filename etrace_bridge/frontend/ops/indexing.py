@@ -24,8 +24,7 @@ _IN_BOUNDS = lax.GatherScatterMode.PROMISE_IN_BOUNDS
 def data_dependent_shape(what: str, instead: str) -> TracingError:
     """Make the error for results whose size depends on values."""
     return TracingError(
-        f"`{what}` gives a result whose size depends on the values in a tensor. A traced step has fixed shapes. "
-        f"Use {instead} instead."
+        f"`{what}` gives a result whose size depends on the values in a tensor. A traced step has fixed shapes. Use {instead} instead."
     )
 
 
@@ -47,10 +46,7 @@ def _consumed(item: Any) -> int:
 
 def _items(index: Any, ndim: int) -> list[Any]:
     """Write an index as one entry for each dimension (and None for new ones), `...` filled in."""
-    items = [
-        np.asarray(i) if isinstance(i, (list, tuple, range)) else i
-        for i in (index if isinstance(index, tuple) else (index,))
-    ]
+    items = [np.asarray(i) if isinstance(i, (list, tuple, range)) else i for i in (index if isinstance(index, tuple) else (index,))]
     if not any(i is Ellipsis for i in items):
         items.append(Ellipsis)
     at = next(k for k, i in enumerate(items) if i is Ellipsis)
@@ -73,13 +69,7 @@ def _split_index(x: Any, items: list[Any]) -> tuple[Any, list[Any]]:
             x = slice_dim(x, d, item.start, item.stop, item.step or 1)
         elif item is None or isinstance(item, bool) or _consumed(item) == 0:
             x = unsqueeze(x, d)
-        entries = (
-            [None]
-            if item is None or isinstance(item, slice)
-            else [np.asarray([item])]
-            if isinstance(item, bool)
-            else [item]
-        )
+        entries = [None] if item is None or isinstance(item, slice) else [np.asarray([item])] if isinstance(item, bool) else [item]
         if _consumed(item) == 0 and item is not None and not isinstance(item, bool):
             entries = [lax.reshape(item, (1,))]  # a 0-dim mask: a mask over a new dimension of size 1
         entries += [Ellipsis] * (_consumed(item) - 1)
@@ -212,11 +202,7 @@ def take_along(x: Any, index: Any, d: int, wrap: bool = False) -> Any:
 def gather(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
     """`out[i][j] = input[index[i][j]][j]` for dim 0, and so on."""
     if np.ndim(input) == 0 or np.size(index) == 0:
-        return (
-            expand_to(reshape(input, ()), np.shape(index))
-            if np.size(index)
-            else jnp.zeros(np.shape(index), input.dtype)
-        )
+        return expand_to(reshape(input, ()), np.shape(index)) if np.size(index) else jnp.zeros(np.shape(index), input.dtype)
     if np.ndim(index) == 0:
         return reshape(take_along(input, reshape(index, (1,)), 0), ())
     return take_along(input, index, axis(dim, np.ndim(input)))
@@ -228,9 +214,7 @@ def take_along_dim(input: Any, indices: Any, dim: int | None = None) -> Any:
     if dim is None:
         return take_along(reshape(input, (np.size(input),)), reshape(indices, (np.size(indices),)), 0, wrap=True)
     d = axis(dim, np.ndim(input))
-    outer = np.broadcast_shapes(
-        *[tuple(1 if k == d else n for k, n in enumerate(np.shape(a))) for a in (input, indices)]
-    )
+    outer = np.broadcast_shapes(*[tuple(1 if k == d else n for k, n in enumerate(np.shape(a))) for a in (input, indices)])
     wide = [expand_to(a, [np.shape(a)[d] if k == d else n for k, n in enumerate(outer)]) for a in (input, indices)]
     return take_along(*wide, d, wrap=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -60,9 +61,7 @@ def repeat(input: Any, *repeats: Any) -> Any:
     # (a, b) repeated (m, n) times is a broadcast to (m, a, n, b) that is then merged.
     wide = [s for pair in zip(times, shape, strict=True) for s in pair]
     places = [2 * d + 1 for d in range(ndim)]
-    return reshape(
-        lax.broadcast_in_dim(reshape(input, shape), wide, places), [n * s for n, s in zip(times, shape, strict=True)]
-    )
+    return reshape(lax.broadcast_in_dim(reshape(input, shape), wide, places), [n * s for n, s in zip(times, shape, strict=True)])
 
 
 @implements("repeat_interleave")
@@ -74,12 +73,16 @@ def repeat_interleave(input: Any, repeats: Any, dim: int | None = None, *, outpu
     x = ravel(input) if dim is None else input
     d = axis(dim or 0, np.ndim(x))
     if isinstance(repeats, int):
-        wide = lax.broadcast_in_dim(
-            x, (*x.shape[: d + 1], repeats, *x.shape[d + 1 :]), [i + (i > d) for i in range(x.ndim)]
-        )
+        wide = lax.broadcast_in_dim(x, (*x.shape[: d + 1], repeats, *x.shape[d + 1 :]), [i + (i > d) for i in range(x.ndim)])
         return reshape(wide, (*x.shape[:d], x.shape[d] * repeats, *x.shape[d + 1 :]))
     parts = [slice_dim(x, d, i, i + 1) for i in np.repeat(np.arange(x.shape[d]), repeats)]
     return lax.concatenate(parts, d)
+
+
+@implements("aten::repeat_interleave.Tensor")
+def repeated_indices(repeats: Any, *, output_size: int | None = None) -> Any:
+    """Each index as often as told; the counts must be constants."""
+    return jnp.asarray(np.repeat(np.arange(np.size(repeats)), np.asarray(repeats)))
 
 
 @implements("flip")

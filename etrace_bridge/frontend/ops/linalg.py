@@ -16,9 +16,7 @@ from etrace_bridge.frontend.ops.registry import implements
 from etrace_bridge.frontend.ops.shape import diagonal, reshape, transpose_to
 
 
-def contract(
-    a: Any, b: Any, over: tuple[Sequence[int], Sequence[int]], batch: tuple[Sequence[int], Sequence[int]] = ((), ())
-) -> Any:
+def contract(a: Any, b: Any, over: tuple[Sequence[int], Sequence[int]], batch: tuple[Sequence[int], Sequence[int]] = ((), ())) -> Any:
     """One `dot_general`; booleans have no product in torch, integers do."""
     return lax.dot_general(a, b, ((tuple(over[0]), tuple(over[1])), (tuple(batch[0]), tuple(batch[1]))))
 
@@ -117,11 +115,7 @@ def addr(input: Any, vec1: Any, vec2: Any, *, beta: Any = 1, alpha: Any = 1) -> 
     """`beta * input + alpha * outer(vec1, vec2)`."""
     product = outer(vec1, vec2)
     dtype = result_type(input, product)
-    if (
-        not is_float(cast(product, dtype))
-        and dtype_of(product).is_floating_point is False
-        and product.dtype == np.bool_
-    ):
+    if not is_float(cast(product, dtype)) and dtype_of(product).is_floating_point is False and product.dtype == np.bool_:
         return add(input, product) if beta else product
     return cast(_plus(input, cast(product, dtype), beta, alpha), dtype)
 
@@ -191,9 +185,7 @@ def einsum(*args: Any) -> Any:
     equation, operands = _read_einsum(args)
     left, _, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
-    rank = max(
-        (np.ndim(x) - len(t.replace("...", "")) for t, x in zip(terms, operands, strict=True) if "..." in t), default=0
-    )
+    rank = max((np.ndim(x) - len(t.replace("...", "")) for t, x in zip(terms, operands, strict=True) if "..." in t), default=0)
     spare = list(map(chr, range(0x3B1, 0x3B1 + rank)))  # letters that no equation uses, for `...`
     terms = [_fill(t, spare, np.ndim(x)) for t, x in zip(terms, operands, strict=True)]
     if "->" in equation:
@@ -227,11 +219,7 @@ def _read_einsum(args: tuple) -> tuple[str, list[Any]]:
 
 
 def _fill(term: str, spare: list[str], ndim: int) -> str:
-    return (
-        term.replace("...", "".join(spare[len(spare) - (ndim - len(term.replace("...", ""))) :]))
-        if "..." in term
-        else term
-    )
+    return term.replace("...", "".join(spare[len(spare) - (ndim - len(term.replace("...", ""))) :])) if "..." in term else term
 
 
 def _take_diagonals(term: str, x: Any) -> tuple[str, Any]:
@@ -264,7 +252,5 @@ def _contract_pair(term_a: str, a: Any, term_b: str, b: Any, needed: set[str]) -
 
 
 def _match_sizes(term: str, x: Any, other: str, y: Any) -> Any:
-    shape = [
-        np.shape(y)[other.index(c)] if c in other and n == 1 else n for c, n in zip(term, np.shape(x), strict=True)
-    ]
+    shape = [np.shape(y)[other.index(c)] if c in other and n == 1 else n for c, n in zip(term, np.shape(x), strict=True)]
     return expand_to(x, shape)

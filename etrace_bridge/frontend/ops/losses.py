@@ -78,9 +78,7 @@ def smooth_l1_loss(
     return reduced(_smooth(sub(input, target), beta), reduction, size_average, reduce)
 
 
-implements("smooth_l1_loss")(
-    lambda input, target, reduction=1, beta=1.0: smooth_l1_loss(input, target, None, None, reduction, beta)
-)
+implements("smooth_l1_loss")(lambda input, target, reduction=1, beta=1.0: smooth_l1_loss(input, target, None, None, reduction, beta))
 
 
 @implements("huber_loss")
@@ -102,11 +100,7 @@ def _picked_class(scores: Any, target: Any, weight: Any, ignore_index: int) -> t
     ignored = lax.eq(target, scalar(ignore_index, target))
     classes = select(ignored, zeros_like(target), target)
     score = lax.squeeze(take_along(scores, lax.expand_dims(classes, (d,)), d), (d,))
-    weights = (
-        lax.full(np.shape(target), scalar(1, scores), scores.dtype)
-        if weight is None
-        else weight.at[classes].get(mode="clip")
-    )
+    weights = lax.full(np.shape(target), scalar(1, scores), scores.dtype) if weight is None else weight.at[classes].get(mode="clip")
     weights = select(ignored, zeros_like(weights), weights)
     return lax.neg(lax.mul(select(ignored, zeros_like(score), score), weights)), weights
 
@@ -131,9 +125,7 @@ def nll_loss(
 
 
 implements("nll_loss", "nll_loss_nd", "nll_loss2d")(
-    lambda input, target, weight=None, reduction=1, ignore_index=-100: _nll(
-        input, target, weight, ignore_index, reduction
-    )
+    lambda input, target, weight=None, reduction=1, ignore_index=-100: _nll(input, target, weight, ignore_index, reduction)
 )
 implements("nll_loss_forward", "nll_loss2d_forward")(
     lambda input, target, weight, reduction, ignore_index: (
@@ -147,20 +139,12 @@ def _cross_entropy(input: Any, target: Any, weight: Any, reduction: str, ignore_
     d = 0 if np.ndim(input) == 1 else 1
     classes = np.shape(input)[d]
     log_probability = log_softmax(input, d)
-    wide = (
-        None
-        if weight is None
-        else expand_to(lax.reshape(weight, (classes,) + (1,) * (np.ndim(input) - d - 1)), np.shape(input))
-    )
+    wide = None if weight is None else expand_to(lax.reshape(weight, (classes,) + (1,) * (np.ndim(input) - d - 1)), np.shape(input))
     if is_float(target):  # class probabilities
         target = target if smoothing == 0 else shifted(scaled(target, 1 - smoothing), smoothing / classes)
         product = lax.mul(log_probability, cast(target, dtype_of(input)))
         loss = lax.neg(lax.reduce_sum(product if wide is None else lax.mul(product, wide), (d,)))
-        return (
-            lax.div(sum_(loss), scalar(max(np.size(loss), 1), loss))
-            if reduction == "mean"
-            else reduced(loss, reduction)
-        )
+        return lax.div(sum_(loss), scalar(max(np.size(loss), 1), loss)) if reduction == "mean" else reduced(loss, reduction)
     loss, weights = _picked_class(log_probability, target, weight, ignore_index)
     if smoothing > 0:
         ignored = lax.eq(target, scalar(ignore_index, target))
@@ -281,6 +265,4 @@ def kl_div(
     return reduced(loss, reduction, size_average, reduce)
 
 
-implements("kl_div")(
-    lambda input, target, reduction=1, *, log_target=False: kl_div(input, target, None, None, reduction, log_target)
-)
+implements("kl_div")(lambda input, target, reduction=1, *, log_target=False: kl_div(input, target, None, None, reduction, log_target))

@@ -73,9 +73,7 @@ def margin_ranking_loss(
 
 
 @implements("F.soft_margin_loss")
-def soft_margin_loss(
-    input: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: Any = "mean"
-) -> Any:
+def soft_margin_loss(input: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: Any = "mean") -> Any:
     """`log(1 + exp(-target * input))`."""
     return reduced(lax.log1p(lax.exp(mul(lax.neg(target), input))), reduction, size_average, reduce)
 
@@ -134,9 +132,7 @@ def multi_margin_loss(
     open_gap = lax.bitwise_and(others, lax.gt(gap, scalar(0, gap)))
     loss = gap if p == 1 else lax.square(gap)
     if weight is not None:
-        loss = lax.mul(
-            loss, expand_to(lax.expand_dims(weight.at[lax.squeeze(t, (1,))].get(mode="clip"), (1,)), np.shape(x))
-        )
+        loss = lax.mul(loss, expand_to(lax.expand_dims(weight.at[lax.squeeze(t, (1,))].get(mode="clip"), (1,)), np.shape(x)))
     loss = mean(select(open_gap, loss, zeros_like(loss)), 1)
     return reduced(loss if np.ndim(input) == 2 else lax.squeeze(loss, (0,)), reduction, size_average, reduce)
 
@@ -175,9 +171,7 @@ def poisson_nll_loss(
 
 
 @implements("F.gaussian_nll_loss")
-def gaussian_nll_loss(
-    input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6, reduction: Any = "mean"
-) -> Any:
+def gaussian_nll_loss(input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6, reduction: Any = "mean") -> Any:
     """Minus the log-likelihood of Gaussians with given variances."""
     variance = cast(var, dtype_of(input)) if isinstance(var, (int, float)) else var
     if np.ndim(variance) and np.ndim(variance) == np.ndim(input) - 1:

@@ -123,9 +123,7 @@ def select_scatter(input: Any, src: Any, dim: int, index: int) -> Any:
 
 
 @implements("slice_scatter")
-def slice_scatter(
-    input: Any, src: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> Any:
+def slice_scatter(input: Any, src: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
     """Copy with a range of slices replaced."""
     return setitem(input, (slice(None),) * axis(dim, np.ndim(input)) + (slice(start, end, step),), src)
 
@@ -150,9 +148,7 @@ def diagonal_scatter(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2:
 
 
 @implements("embedding")
-def embedding(
-    weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
-) -> Any:
+def embedding(weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False) -> Any:
     """Look up rows. Row `padding_idx` is made constant in the weight, so that the lookup stays one gather."""
     if scale_grad_by_freq:
         raise NotSupportedError(

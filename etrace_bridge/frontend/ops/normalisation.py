@@ -39,9 +39,7 @@ def _affine(x: Any, weight: Any, bias: Any) -> Any:
 
 
 @implements("aten::native_layer_norm", "native_layer_norm")
-def native_layer_norm(
-    input: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float
-) -> tuple[Any, Any, Any]:
+def native_layer_norm(input: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float) -> tuple[Any, Any, Any]:
     """Layer norm with the mean and the inverse deviation."""
     over = range(np.ndim(input) - len(normalized_shape), np.ndim(input))
     x, mean, _, inverse = _standardise(input, over, eps)
@@ -72,9 +70,7 @@ def rms_norm(input: Any, normalized_shape: Sequence[int], weight: Any = None, ep
 
 
 @implements("group_norm")
-def group_norm(
-    input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enabled: bool = True
-) -> Any:
+def group_norm(input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enabled: bool = True) -> Any:
     """Standardise over groups of channels, then scale and shift each channel."""
     return _group_norm(input, num_groups, weight, bias, eps)[0]
 

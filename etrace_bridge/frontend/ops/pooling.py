@@ -29,9 +29,7 @@ def _outputs(n: int, k: int, s: int, p: int, d: int, ceil: bool) -> tuple[int, i
     return count, (count - 1) * s + reach - n - p
 
 
-def _windows(
-    shape: Sequence[int], kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool
-) -> tuple[list[int], list]:
+def _windows(shape: Sequence[int], kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool) -> tuple[list[int], list]:
     """Give the number of windows in each spatial dimension and the (before, after) padding; after may be negative."""
     sized = [_outputs(*v, ceil) for v in zip(shape, kernel, stride, padding, dilation, strict=True)]
     return [count for count, _ in sized], [(p, after) for p, (_, after) in zip(padding, sized, strict=True)]
@@ -99,9 +97,7 @@ def _max_with_indices(x: Any, kernel: Any, stride: Any, dilation: Any, counts: A
     copies, places = [], []
     for offset in itertools.product(*map(range, kernel)):
         copy, place = padded, np.zeros((), np.int64)
-        for d, (o, s, dil, count, (before, _), n) in enumerate(
-            zip(offset, stride, dilation, counts, space, size, strict=True)
-        ):
+        for d, (o, s, dil, count, (before, _), n) in enumerate(zip(offset, stride, dilation, counts, space, size, strict=True)):
             begin = o * dil
             copy = slice_dim(copy, outer + d, begin, begin + (count - 1) * s + 1, s)
             place = place[..., None] * n + begin + np.arange(count) * s - before
@@ -110,9 +106,7 @@ def _max_with_indices(x: Any, kernel: Any, stride: Any, dilation: Any, counts: A
     stacked = lax.concatenate(copies, np.ndim(x))
     best = lax.expand_dims(lax.argmax(lax.stop_gradient(stacked), np.ndim(x), np.int32), (np.ndim(x),))
     where = np.stack(places, -1).astype(to_jax_dtype(torch.int64))
-    index = take_along(
-        lax.broadcast_in_dim(where, np.shape(stacked), tuple(range(outer, np.ndim(x) + 1))), best, np.ndim(x)
-    )
+    index = take_along(lax.broadcast_in_dim(where, np.shape(stacked), tuple(range(outer, np.ndim(x) + 1))), best, np.ndim(x))
     return tuple(lax.squeeze(v, (np.ndim(x),)) for v in (take_along(stacked, best, np.ndim(x)), index))
 
 

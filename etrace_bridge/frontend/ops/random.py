@@ -41,9 +41,7 @@ def _drop(x: Any, p: float, shape: Any) -> Any:
 
 
 @implements("dropout")
-def dropout(
-    input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, *, train: bool | None = None
-) -> Any:
+def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, *, train: bool | None = None) -> Any:
     """Set entries to 0 with probability p and scale the others by `1 / (1 - p)`."""
     return _drop(input, p, np.shape(input)) if (training if train is None else train) else input
 
@@ -137,9 +135,7 @@ def random_(input: Any, *bounds: int, generator: Any = None) -> Any:
 
 
 @implements("normal")
-def normal(
-    mean: Any = 0.0, std: Any = 1.0, size: Any = None, *, generator: Any = None, dtype: torch.dtype | None = None
-) -> Any:
+def normal(mean: Any = 0.0, std: Any = 1.0, size: Any = None, *, generator: Any = None, dtype: torch.dtype | None = None) -> Any:
     """Normal samples around tensors or numbers of means and deviations."""
     arrays = [v for v in (mean, std) if hasattr(v, "dtype")]
     shape = ints((size,)) if size is not None else np.broadcast_shapes(*map(np.shape, arrays))
@@ -187,9 +183,7 @@ _enter_random("randn", _normal)
 
 
 @implements("randint")
-def randint(
-    *bounds: Any, dtype: torch.dtype = torch.int64, generator: Any = None, low: int = 0, high: Any = None
-) -> Any:
+def randint(*bounds: Any, dtype: torch.dtype = torch.int64, generator: Any = None, low: int = 0, high: Any = None) -> Any:
     """Integers from [low, high); called as `(high, size)` or `(low, high, size)`."""
     *numbers, size = bounds
     low, high = numbers if len(numbers) == 2 else (low, *numbers) if numbers else (low, high)

@@ -59,9 +59,9 @@ def sum_to_size(input: Any, *size: Any) -> Any:
     """Sum over the dimensions along which a tensor of the given size would be broadcast."""
     target = ints(size)
     extra = np.ndim(input) - len(target)
-    x = lax.reduce_sum(input, tuple(range(extra))) if extra else input
+    x = sum_(input, tuple(range(extra))) if extra else input
     over = tuple(d for d, n in enumerate(target) if n == 1 and np.shape(x)[d] != 1)
-    return _keep(lax.reduce_sum(x, over), over, True) if over else x
+    return sum_(x, over, True) if over else x
 
 
 @implements("nansum")
@@ -264,9 +264,7 @@ def vector_norm(x: Any, order: float, over: tuple[int, ...], keepdim: bool = Fal
 
 
 @implements("linalg_vector_norm")
-def linalg_vector_norm(
-    input: Any, ord: float = 2, dim: Dim = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Any:
+def linalg_vector_norm(input: Any, ord: float = 2, dim: Dim = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     """p-norm of the vectors along dimensions."""
     x = cast(input, float_type(input) if dtype is None else dtype)
     return vector_norm(x, float(ord), axes(dim, np.ndim(x)), keepdim)
@@ -282,9 +280,7 @@ def norm(input: Any, p: Any = "fro", dim: Dim = None, keepdim: bool = False, dty
 
 
 @implements("linalg_norm")
-def linalg_norm(
-    input: Any, ord: Any = None, dim: Dim = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Any:
+def linalg_norm(input: Any, ord: Any = None, dim: Dim = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
     """Vector norm, or a matrix norm where two dimensions and an order are given."""
     dims = axes(dim, np.ndim(input))
     if ord is None or len(dims) == 1:
@@ -310,9 +306,7 @@ def linalg_matrix_norm(
         summed, rest = (rows, columns) if abs(ord) == 1 else (columns, rows)
         sums = lax.expand_dims(lax.reduce_sum(absolute(x), (summed,)), (summed,))
         value = (lax.reduce_max if ord > 0 else lax.reduce_min)(sums, (rest,))
-        return _keep(
-            lax.squeeze(lax.expand_dims(value, (rest,)), (rows, columns)), tuple(sorted((rows, columns))), keepdim
-        )
+        return _keep(lax.squeeze(lax.expand_dims(value, (rest,)), (rows, columns)), tuple(sorted((rows, columns))), keepdim)
     raise NotSupportedError(
         f"`torch.linalg.matrix_norm(ord={ord!r})` needs singular values, which this bridge does not compute. "
         "Use the Frobenius norm, or register a rule with `etrace_bridge.register_op`."

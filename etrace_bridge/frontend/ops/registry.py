@@ -100,9 +100,7 @@ def implements(
 
     def enter(rule: Callable) -> Callable:
         for name in names:
-            _RULES[name] = OpRule(
-                name, _normalise_arguments(rule), _is_inplace_name(name), view, may_return_input, writes
-            )
+            _RULES[name] = OpRule(name, _normalise_arguments(rule), _is_inplace_name(name), view, may_return_input, writes)
         _LOOKUP_CACHE.clear()
         return rule
 
@@ -132,9 +130,7 @@ def register_op(op: Callable | str, rule: Callable | None = None, *, view: bool 
     if rule is None:
         return functools.partial(register_op, op, view=view)
     if not callable(rule):
-        raise InputError(
-            f"`register_op` got a rule of type `{type(rule).__name__}` for {op!r}. It must be a function on JAX arrays."
-        )
+        raise InputError(f"`register_op` got a rule of type `{type(rule).__name__}` for {op!r}. It must be a function on JAX arrays.")
     if isinstance(op, str):
         return implements(op, view=view)(rule)
     if not callable(op):

@@ -115,9 +115,7 @@ def _resize_axis(x: Any, d: int, count: int, scale: float | None, mode: str, ali
     if mode in ("nearest", "nearest-exact"):
         return index_select(x, d, _nearest(n, count, scale, mode == "nearest-exact"))
     weights = _cubic_weights if mode == "bicubic" else _linear_weights
-    return (
-        x if n == count and scale is None else weigh_axis(x, d, weights(n, count, scale, align_corners).astype(x.dtype))
-    )
+    return x if n == count and scale is None else weigh_axis(x, d, weights(n, count, scale, align_corners).astype(x.dtype))
 
 
 @implements("interpolate", "upsample")
@@ -175,9 +173,7 @@ def image_to_columns(input: Any, kernel_size: Sizes, dilation: Sizes = 1, paddin
 
 
 @implements("F.fold", "col2im")
-def columns_to_image(
-    input: Any, output_size: Sizes, kernel_size: Sizes, dilation: Sizes = 1, padding: Sizes = 0, stride: Sizes = 1
-) -> Any:
+def columns_to_image(input: Any, output_size: Sizes, kernel_size: Sizes, dilation: Sizes = 1, padding: Sizes = 0, stride: Sizes = 1) -> Any:
     """Add patches laid out as columns back into an image."""
     x = input if np.ndim(input) == 3 else reshape(input, (1, *np.shape(input)))
     size, kernel, spread, space, step = (each(v, 2) for v in (output_size, kernel_size, dilation, padding, stride))

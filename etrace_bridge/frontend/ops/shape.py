@@ -189,11 +189,7 @@ def slice_dim(input: Any, dim: int = 0, start: int | None = None, end: int | Non
     """`input[start:end:step]` along one dimension, with Python's clipping."""
     d = axis(dim, np.ndim(input))
     begin, stop, _ = slice(start, end).indices(np.shape(input)[d])
-    return (
-        input
-        if (begin, stop, step) == (0, np.shape(input)[d], 1)
-        else lax.slice_in_dim(input, begin, max(begin, stop), step, d)
-    )
+    return input if (begin, stop, step) == (0, np.shape(input)[d], 1) else lax.slice_in_dim(input, begin, max(begin, stop), step, d)
 
 
 @implements("narrow", view=True)
@@ -211,9 +207,7 @@ def select_dim(input: Any, dim: int, index: int) -> Any:
     d = axis(dim, np.ndim(input))
     size = np.shape(input)[d]
     if not -size <= index < size:
-        raise IndexError(
-            f"select(): index {index} out of range for tensor of size {list(np.shape(input))} at dimension {dim}"
-        )
+        raise IndexError(f"select(): index {index} out of range for tensor of size {list(np.shape(input))} at dimension {dim}")
     return lax.index_in_dim(input, int(index) % size, d, keepdims=False)
 
 
@@ -274,9 +268,7 @@ def diagonal(input: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
     return slice_dim(flat, -1, 0, n * n, n + 1)
 
 
-implements("linalg_diagonal", view=True)(
-    lambda input, *, offset=0, dim1=-2, dim2=-1: diagonal(input, offset, dim1, dim2)
-)
+implements("linalg_diagonal", view=True)(lambda input, *, offset=0, dim1=-2, dim2=-1: diagonal(input, offset, dim1, dim2))
 
 
 @implements("unfold", view=True)
@@ -294,4 +286,5 @@ def unfold(input: Any, dimension: int, size: int, step: int) -> Any:
 implements("detach", view=True)(lambda input: lax.stop_gradient(input))
 implements("alias", view=True)(lambda input: input)
 implements("contiguous", may_return_input=True)(lambda input: input)
-implements("clone", "lift_fresh_copy", "lift_fresh", "positive")(lambda input: input)
+implements("positive", may_return_input=True)(lambda input: input)
+implements("clone", "lift_fresh_copy", "lift_fresh")(lambda input: input)

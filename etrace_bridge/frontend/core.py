@@ -1,0 +1,118 @@
+"""The torch side of a bridged module: what its tensors are, how its step runs, the steps traced so far."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from etrace_bridge._jax_compat import is_concrete
+from etrace_bridge.frontend import discover, messages
+from etrace_bridge.frontend.borders import to_jax, to_torch
+from etrace_bridge.frontend.names import NamedTensor, named_tensors, to_path
+from etrace_bridge.frontend.plan import StepPlan
+from etrace_bridge.frontend.step import TracedStep, trace_step
+
+
+@dataclass(frozen=True)
+class WrapOptions:
+    """The arguments of `wrap` besides the model."""
+
+    state: Any = None
+    example_input: tuple | None = None
+    sequence: bool | None = None
+    batch_first: bool | None = None
+    seed: int = 0
+
+
+@dataclass(eq=False)
+class Session:
+    """What `init_state` fixed: the plan of a step for one batch size, and the steps traced for it."""
+
+    batch_size: int | None
+    plan: StepPlan
+    inputs: tuple[torch.Tensor, ...]
+    guessed: bool
+    mode: tuple[bool, ...]
+    steps: dict[Any, TracedStep] = field(default_factory=dict)
+
+
+class Core:
+    """The torch side of a bridged module, shared by its copies."""
+
+    def __init__(self, model: nn.Module, options: WrapOptions) -> None:
+        self.model, self.options = model, options
+        self.tensors: list[NamedTensor] = named_tensors(model)
+        self.tensor_paths = {to_path(n.name) for n in self.tensors}
+        self.step_tensors = [n for n in self.tensors if n.trained or _is_step_input(n.tensor)]
+
+    def inputs_for(self, batch_size: int | None) -> tuple[tuple | None, bool]:
+        """Give one step of input for a batch size, and whether it is guessed from the layers' sizes."""
+        if self.options.example_input is not None:
+            return tuple(discover.with_batch(x, batch_size) for x in self.options.example_input), False
+        return discover.guess_inputs(self.model, batch_size), True
+
+    def find_plan(self, inputs: tuple, batch_size: int | None) -> StepPlan:
+        """Find how a step runs, with initial states for this batch size."""
+        options = self.options
+        return discover.find_plan(
+            self.model,
+            inputs,
+            state=discover.given_state(options.state, batch_size, self.float_dtype),
+            sequence=options.sequence,
+            batch_first=options.batch_first,
+            batched=batch_size is not None,
+        )
+
+    @property
+    def mode(self) -> tuple[bool, ...]:
+        """Which modules are in training mode."""
+        return tuple(module.training for module in self.model.modules())
+
+    def drop_unread_states(self, session: Session) -> None:
+        """Trace the step once, take states that it never reads out of the plan, and note whether it is random."""
+        step = self.traced_step(session, tuple(to_jax(x) for x in session.inputs))
+        session.plan.uses_random = step.uses_key
+        if session.plan.python:
+            self._check_python_attributes(session, step)
+        if not all(step.used_states):
+            session.plan.drop_unread(step.used_states, self.model)
+            session.steps.clear()
+
+    def _check_python_attributes(self, session: Session, step: TracedStep) -> None:
+        """Trace again with the Python values of the next step: the program must be the same."""
+        later = dataclasses.replace(session.plan, later=1)
+        again = trace_step(self.model, later, self.step_tensors, tuple(to_jax(x) for x in session.inputs))
+        if str(again.jaxpr) != str(step.jaxpr):
+            raise messages.python_state([attribute.label for attribute in session.plan.python])
+
+    def traced_step(self, session: Session, inputs: Sequence[Any]) -> TracedStep:
+        """Trace one step, at most once per shape of the inputs."""
+        key = tuple((tuple(x.shape), str(x.dtype)) for x in inputs)
+        if key not in session.steps:
+            session.steps[key] = trace_step(self.model, session.plan, self.step_tensors, inputs)
+        return session.steps[key]
+
+    def as_input(self, x: Any) -> Any:
+        """Bring an input to a JAX array; NumPy's default float64 becomes the model's float type."""
+        if isinstance(x, (np.ndarray, list, float)) and np.asarray(x).dtype == np.float64:
+            x = np.asarray(x).astype(str(self.float_dtype).removeprefix("torch."))
+        return to_jax(x)
+
+    @property
+    def float_dtype(self) -> torch.dtype:
+        """The dtype of the model's first floating parameter or buffer."""
+        return next((n.tensor.dtype for n in self.tensors if n.tensor.is_floating_point()), torch.get_default_dtype())
+
+    def example_like(self, values: tuple) -> tuple[torch.Tensor, ...]:
+        """Make torch tensors of the shapes of some inputs, which may be traced."""
+        return tuple(to_torch(v) if is_concrete(v) else discover.example_tensor(v.shape, v.dtype) for v in values)
+
+
+def _is_step_input(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

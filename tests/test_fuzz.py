@@ -1,0 +1,83 @@
+"""Random recurrent programs against torch: outputs, exact RTRL, D-RTRL by brute force, and the certificate."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+from fuzz_models import Program, programs
+from fuzz_oracle import find_faults, measure
+from hypothesis import given
+
+import etrace_bridge as eb
+from etrace_bridge.compiler.diagnostics import show_path
+
+pytestmark = pytest.mark.fuzz
+
+
+def test_random_programs():
+    """Every program agrees, and together they show something: exact and approximate, traced and not, all kinds of inputs and states."""
+    seen: Counter[str] = Counter()
+
+    @given(programs())
+    def run(program: Program) -> None:
+        try:
+            measured = measure(program)
+        except eb.CompilationError as error:
+            hypothesis.assume("takes part in this step" not in str(error))  # no state or no weight is read: nothing to learn
+            raise
+        faults = find_faults(measured)
+        assert not faults, "\n".join(faults)
+        seen["programs"] += 1
+        seen[program.style] += 1
+        seen[program.inputs] += 1
+        for path, certificate in measured.graph.certificate().items():
+            grad = measured.torch_grads[show_path(path)]
+            if grad is not None and np.abs(grad).max() > 1e-6:
+                seen[f"{certificate.kind}, {'exact' if certificate.exact else 'approximate'}"] += 1
+
+    run()
+    assert seen["programs"] >= 50
+    for kind in ("attribute", "argument", "buffer", "dense", "tokens", "image"):
+        assert seen[kind] >= 3, f"hardly any program has {kind}: {seen}"
+    for kind in ("traced, exact", "traced, approximate", "direct, exact", "upstream, approximate"):
+        assert seen[kind] >= 5, f"hardly any parameter with a gradient is {kind}: {seen}"
+
+
+def test_the_comparison_can_fail():
+    """A fault in any of the quantities is found."""
+    source = (
+        "class Model(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.w = nn.Parameter(torch.zeros(3, 3))\n        self.h = None\n\n"
+        "    def forward(self, x):\n        h = torch.zeros(2, 3, dtype=x.dtype) if self.h is None else self.h\n"
+        "        self.h = 0.5 * h + torch.tanh(x @ self.w)\n        return self.h\n"
+    )
+    measured = measure(Program(source, "attribute", "dense", 1))
+    assert find_faults(measured) == []
+    assert measured.graph.certificate()[("w",)].exact
+    for run in measured.grads:
+        measured.grads[run]["w"][0, 0] += 1e-5
+        assert any(f"{run}: gradient of w" in fault for fault in find_faults(measured))
+        measured.grads[run]["w"][0, 0] -= 1e-5
+    measured.brute["step"]["w"][1, 1] += 1e-5
+    assert any("certified exact" in fault for fault in find_faults(measured))
+    measured.outputs[0][2, 1, 1] += 1e-5
+    assert "output 0 against torch" in find_faults(measured)[0]
+
+
+def test_programs_are_reproducible():
+    found: list[Program] = []
+
+    @hypothesis.settings(max_examples=3, phases=[hypothesis.Phase.generate])
+    @given(programs())
+    def run(program: Program) -> None:
+        found.append(program)
+
+    run()
+    for program in found:
+        a, b = program.build(), program.build()
+        assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+        assert torch.equal(program.data(), program.data())
