@@ -49,30 +49,31 @@ class CellAdapter(Adapter):
     library = "torch"
     layers = (nn.RNNCell, nn.GRUCell, nn.LSTMCell)
 
-    def arguments(self, module: nn.Module) -> tuple[str, ...]:
+    def arguments(self, module: Any) -> tuple[str, ...]:
         """The state comes in as `hx`."""
         return ("hx",)
 
-    def split(self, module: nn.Module, returned: Any) -> tuple[Any, tuple]:
+    def split(self, module: Any, returned: Any) -> tuple[Any, tuple]:
         """The cell returns its state; the output of an LSTM cell is `h`."""
         return (returned[0] if isinstance(module, nn.LSTMCell) else returned), (returned,)
 
-    def initial(self, module: nn.Module, inputs: tuple) -> tuple:
+    def initial(self, module: Any, inputs: tuple) -> tuple:
         """Zeros, as torch does without `hx`."""
         zeros = inputs[0].new_zeros(*inputs[0].shape[:-1], module.hidden_size)
         return ((zeros, zeros.clone()),) if isinstance(module, nn.LSTMCell) else (zeros,)
 
-    def state_path(self, module: nn.Module, path: Path) -> Path:
+    def state_path(self, module: Any, path: Path) -> Path:
         """`hx` is `h`, or `h` and `c`."""
         return ("c",) if path == ("hx", "1") else ("h",)
 
-    def forward(self, module: nn.Module, inputs: tuple, states: tuple) -> tuple[Any, tuple]:
+    def forward(self, module: Any, inputs: tuple, states: tuple) -> tuple[Any, tuple]:
         """The fused kernel's equations."""
         (x,) = inputs
         hx = self.initial(module, inputs)[0] if states[0] is None else states[0]
         weights = (module.weight_ih, module.weight_hh, module.bias_ih, module.bias_hh)
         if isinstance(module, nn.LSTMCell):
-            new = lstm_step(x, *hx, weights)
+            h, c = hx
+            new = lstm_step(x, h, c, weights)
         elif isinstance(module, nn.GRUCell):
             new = gru_step(x, hx, weights)
         else:

@@ -22,7 +22,7 @@ class RecurrentAdapter(Adapter):
     library = "torch"
     layers = (nn.RNN, nn.GRU, nn.LSTM)
 
-    def check(self, module: nn.Module, path: str) -> None:
+    def check(self, module: Any, path: str) -> None:
         """A bidirectional layer needs the future."""
         if module.bidirectional:
             raise messages.not_online(
@@ -32,19 +32,19 @@ class RecurrentAdapter(Adapter):
                 "Use `bidirectional=False`, or train it offline with torch.",
             )
 
-    def sequence(self, module: nn.Module) -> str:
+    def sequence(self, module: Any) -> str:
         """`forward` consumes sequences."""
         return "batch_first" if module.batch_first else "time_major"
 
-    def arguments(self, module: nn.Module) -> tuple[str, ...]:
+    def arguments(self, module: Any) -> tuple[str, ...]:
         """The state comes in as `hx`."""
         return ("hx",)
 
-    def split(self, module: nn.Module, returned: Any) -> tuple[Any, tuple]:
+    def split(self, module: Any, returned: Any) -> tuple[Any, tuple]:
         """`(output, h_n)` or `(output, (h_n, c_n))`."""
         return returned[0], self.adopt(module, (returned[1],))
 
-    def initial(self, module: nn.Module, inputs: tuple) -> tuple[States]:
+    def initial(self, module: Any, inputs: tuple) -> tuple[States]:
         """Zeros, as torch does without `hx`."""
         x = inputs[0]
         if isinstance(x, PackedSequence):
@@ -57,7 +57,7 @@ class RecurrentAdapter(Adapter):
                 states[f"c_l{layer}"] = x.new_zeros(*batch, module.hidden_size)
         return (states,)
 
-    def adopt(self, module: nn.Module, given: tuple) -> tuple[States]:
+    def adopt(self, module: Any, given: tuple) -> tuple[States]:
         """Take torch's stacked `(layers, batch, hidden)` apart."""
         (hx,) = given
         h, c = hx if isinstance(module, nn.LSTM) else (hx, None)
@@ -68,11 +68,11 @@ class RecurrentAdapter(Adapter):
                 states[f"c_l{layer}"] = c[layer]
         return (states,)
 
-    def pack(self, module: nn.Module, states: tuple) -> tuple:
+    def pack(self, module: Any, states: tuple) -> tuple:
         """Stack the layers' states as torch takes them."""
         return (_stacked(module, states[0]),) if isinstance(states[0], dict) else states
 
-    def forward(self, module: nn.Module, inputs: tuple, states: tuple) -> tuple[Any, tuple]:
+    def forward(self, module: Any, inputs: tuple, states: tuple) -> tuple[Any, tuple]:
         """Run every layer over the sequence, which has length one in a bridged step."""
         x = inputs[0]
         if isinstance(x, PackedSequence):
@@ -91,7 +91,7 @@ class RecurrentAdapter(Adapter):
         return (output, _stacked(module, current)), (current,)
 
 
-def _step(module: nn.Module, layer: int, x: Tensor, states: States) -> Tensor:
+def _step(module: Any, layer: int, x: Tensor, states: States) -> Tensor:
     """Run one layer for one step, and put its new state into `states`."""
     weights = tuple(getattr(module, f"{name}_l{layer}", None) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
     h = states[f"h_l{layer}"]
@@ -106,7 +106,7 @@ def _step(module: nn.Module, layer: int, x: Tensor, states: States) -> Tensor:
     return h
 
 
-def _stacked(module: nn.Module, states: States) -> Any:
+def _stacked(module: Any, states: States) -> Any:
     """Assemble torch's `h_n`, or `(h_n, c_n)`."""
     h = torch.stack([states[f"h_l{layer}"] for layer in range(module.num_layers)])
     if not isinstance(module, nn.LSTM):

@@ -170,9 +170,7 @@ def make_yardstick(workload: Workload) -> Program | None:
 
     def gradients() -> dict[str, np.ndarray]:
         arrays = jnp.array(xs.numpy()), jnp.array(targets.numpy())
-        grads, _, _ = yardstick.sequence_gradients(
-            params, h, *arrays, chunk_size=workload.chunk, feature_major=workload.feature_major
-        )
+        grads, _, _ = yardstick.sequence_gradients(params, h, *arrays, chunk_size=workload.chunk, feature_major=workload.feature_major)
         return {torch_name: np.asarray(grads[name]) for name, torch_name in TORCH_NAMES.items()}
 
     state = params, h, yardstick.zero_trace(params, workload.batch)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -59,15 +61,12 @@ def main() -> None:
     targets = jax.random.normal(keys[1], (steps, batch, outputs), jnp.float64)
     h0 = jax.random.normal(keys[2], (batch, hidden), jnp.float64)
     expected = definition(params, h0, xs, targets)
-    for size in (1, 2, 3, 5, 6, 7, 100):
-        for feature_major in (False, True):
-            grads, _, _ = yardstick.sequence_gradients(
-                params, h0, xs, targets, chunk_size=size, feature_major=feature_major
-            )
-            worst = worst_difference(expected, grads)
-            print(f"chunk of {size:3d} steps, feature_major={feature_major!s:5}: relative difference {worst:.1e}")
-            if worst > 1e-10:
-                raise AssertionError("the yardstick does not compute the D-RTRL gradient")
+    for size, feature_major, blocks in itertools.product((1, 2, 3, 4, 6, 7, 100), (False, True), (1, 2)):
+        grads, _, _ = yardstick.sequence_gradients(params, h0, xs, targets, chunk_size=size, feature_major=feature_major, max_blocks=blocks)
+        worst = worst_difference(expected, grads)
+        print(f"chunks of {size:3d}, feature_major={feature_major!s:5}, blocks <= {blocks}: difference {worst:.1e}")
+        if worst > 1e-10:
+            raise AssertionError("the yardstick does not compute the D-RTRL gradient")
 
     # Each online step starts from the same weights, so what it subtracts at a rate of one is its gradient.
     h, trace, total = h0, yardstick.zero_trace(params, batch), jax.tree.map(jnp.zeros_like, params)

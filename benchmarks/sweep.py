@@ -33,11 +33,7 @@ def plot(report: dict[str, list[dict[str, Any]]], path: Path | None = None) -> N
     figure, axes = plt.subplots(2, 2, figsize=(10, 7), layout="constrained")
     for column, (axis, label) in enumerate((("steps", "steps T"), ("hidden", "hidden units H"))):
         for name in MAKERS:
-            points = [
-                (row["workload"][axis], row["programs"][name])
-                for row in report[axis]
-                if "seconds" in row["programs"].get(name, {})
-            ]
+            points = [(row["workload"][axis], row["programs"][name]) for row in report[axis] if "seconds" in row["programs"].get(name, {})]
             if not points:
                 continue
             at = [x for x, _ in points]

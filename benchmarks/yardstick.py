@@ -172,6 +172,7 @@ def chunk(
     weight: float | None = None,
     last: bool = False,
     feature_major: bool = False,
+    max_blocks: int | None = None,
 ) -> tuple[Gradients, Array, Array, Trace | None, Array]:
     """Run K steps: gradients, loss, last hidden state, new trace and outputs.
 
@@ -188,11 +189,13 @@ def chunk(
         weight: Weight of one step's mean-squared error in the loss; `1/K` if None.
         last: Leave the trace alone, because nobody will read it.
         feature_major: Run the recurrence on `(H, B)` states, for large H and small B.
+        max_blocks: Largest number of blocks; chosen by size if None.
     """
     steps = xs.shape[0]
     weight = 1 / steps if weight is None else weight
-    # Small chunks fit in one block, and the inner loops of several would only cost time.
-    blocks = 1 if steps * h0.size < 500_000 else max(count for count in range(1, 11) if steps % count == 0)
+    if max_blocks is None:  # small chunks fit in one block, and the inner loops of several would only cost time
+        max_blocks = 1 if steps * h0.size < 500_000 else 10
+    blocks = max(count for count in range(1, max_blocks + 1) if steps % count == 0)
     inputs = _in_blocks(xs, blocks)
     zeros = {name: jnp.zeros_like(value) for name, value in params.items()}
 
@@ -264,16 +267,23 @@ def _plus(first: Any, second: Any) -> Any:
     return jax.tree.map(jnp.add, first, second)
 
 
-@partial(jax.jit, static_argnames=("chunk_size", "feature_major"))
+@partial(jax.jit, static_argnames=("chunk_size", "feature_major", "max_blocks"))
 def sequence_gradients(
-    params: Params, h0: Array, xs: Array, targets: Array, *, chunk_size: int, feature_major: bool = False
+    params: Params,
+    h0: Array,
+    xs: Array,
+    targets: Array,
+    *,
+    chunk_size: int,
+    feature_major: bool = False,
+    max_blocks: int | None = None,
 ) -> tuple[Gradients, Array, Array]:
     """Return the D-RTRL gradients of a whole sequence, its loss and its outputs.
 
     The first chunk has no trace to contract and the last none to update: `chunk_size` steps need no trace at all.
     """
     steps = xs.shape[0]
-    run = partial(chunk, params, weight=1 / steps, feature_major=feature_major)
+    run = partial(chunk, params, weight=1 / steps, feature_major=feature_major, max_blocks=max_blocks)
     if steps <= chunk_size:
         grads, loss, _, _, outputs = run(h0, None, xs, targets, last=True)
         return grads, loss, outputs

@@ -3,7 +3,7 @@
 import jax as _jax
 
 _x64 = _jax.config.jax_enable_x64
-import brainstate as _brainstate  # noqa: E402
+import brainstate as _brainstate
 
 if _x64 and not _jax.config.jax_enable_x64:  # importing brainstate turns x64 off, also where the user had turned it on
     _brainstate.environ.set(precision=64)
@@ -19,6 +19,9 @@ from etrace_bridge._errors import (
     TracingError,
     UnsupportedOpError,
 )
+from etrace_bridge.check import assert_gradients_close, check_gradients
+from etrace_bridge.check_comparison import RuleComparison
+from etrace_bridge.check_report import GradientReport
 from etrace_bridge.compiler import (
     CompilationRecord,
     ContactForm,
@@ -44,6 +47,7 @@ from etrace_bridge.compiler import (
     register_contact,
     register_elementwise,
 )
+from etrace_bridge.fit import EarlyStopping, History
 from etrace_bridge.frontend import (
     Adapter,
     BridgedModule,
@@ -58,10 +62,6 @@ from etrace_bridge.frontend import (
     verify,
     wrap,
 )
-from etrace_bridge.check import assert_gradients_close, check_gradients
-from etrace_bridge.check_comparison import RuleComparison
-from etrace_bridge.check_report import GradientReport
-from etrace_bridge.fit import EarlyStopping, History
 from etrace_bridge.learner import OnlineLearner
 from etrace_bridge.recommend import recommend
 from etrace_bridge.results import GradientResult, SequenceResult, StepInfo

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from etrace_bridge._errors import BridgeError, InputError, NotSupportedError
+from etrace_bridge._errors import InputError, NotSupportedError
 from etrace_bridge.check_comparison import RuleComparison
 from etrace_bridge.check_expectation import expect
 from etrace_bridge.check_reference import CheckData, Reference, map_tensors, torch_reference
@@ -29,6 +30,7 @@ from etrace_bridge.rules import BPTT, Rule, make_rule
 from etrace_bridge.session import evaluation_mode
 
 _TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 1e-1, "float16": 1e-2}
+_PRECISION_ERROR = re.compile(r"dtype|scalar type|type \(|Double|Float")  # in torch's messages when precisions are mixed
 _REPEATS = 3  # timed runs of a compiled program, of which the fastest counts
 
 
@@ -73,7 +75,7 @@ def check_gradients(
     rule: str | Rule | Sequence[str | Rule] = "d_rtrl",
     chunk: int | str = "auto",
     *,
-    dtype: Any = "float64",
+    dtype: Any = "auto",
     reduction: str = "mean",
     mask: Any = None,
     tolerance: float | None = None,
@@ -95,7 +97,8 @@ def check_gradients(
         loss: torch or JAX callable `(output_t, target_t) -> scalar`.
         rule: a rule's name or object; several of them give a `RuleComparison`, with time and memory.
         chunk: steps in a chunk. `"auto"` divides the sequence into three, so that the trace is written and read.
-        dtype: precision in which both sides run: `"float64"`, `"float32"`, or None for the model's own.
+        dtype: precision in which both sides run: `"float64"`, `"float32"`, or None for the model's own. `"auto"` is float64 where the
+            model can run in it, and its own where not (snnTorch makes float32 spikes, whatever the model's precision).
         reduction: `"mean"` or `"sum"` over the steps' losses.
         mask: (T,) weights of the steps' losses.
         tolerance: relative error that counts as equal; by default 1e-9 in float64, 1e-5 in float32.
@@ -107,25 +110,22 @@ def check_gradients(
     if not isinstance(model, nn.Module):
         hint = " Pass `net.model`, after `learner.sync_to_torch()` if it was trained." if isinstance(model, BridgedModule) else ""
         raise InputError(f"`check_gradients` takes a torch module, not a `{type(model).__name__}`.{hint}")
+    if not callable(loss):
+        raise InputError(f"`loss` is a {type(loss).__name__}; it must be a callable `(output, target) -> scalar`.")
+    if reduction not in ("mean", "sum"):
+        raise InputError(f"`reduction` is {reduction!r}; it must be 'mean' or 'sum'.")
     several = isinstance(rule, (list, tuple))
     rules = [make_rule(r) for r in rule] if several else [make_rule(rule)]  # pyright: ignore[reportGeneralTypeIssues, reportArgumentType]
     if not rules:
         raise InputError("`rule` is an empty list; name at least one rule.")
-    precision = torch_dtype(dtype) or float_dtype(model)
-    options = {"state": state, "sequence": sequence, "batch_first": batch_first}
-    with in_precision(model, precision), _explained(model, dtype), contextlib.ExitStack() as stack:
-        check = _prepare(model, xs, targets, loss, precision, options, stack, reduction, mask, tolerance, allow_zero)
-        reference = torch_reference(model, check.net.parameter_names, check.data, loss, options)
-        if several:  # the first run pays for warming up
-            again = [torch_reference(model, check.net.parameter_names, check.data, loss, options) for _ in range(_REPEATS - 1)]
-            reference = replace(reference, seconds=min(r.seconds for r in (reference, *again)))
-        size = _chunk_size(chunk, check.length)
-        truncated = None if size >= check.length else _numpy_grads(check.gradients(check.learner(BPTT(), size)))
-        reports = []
-        for r in rules:
-            own = check.length if isinstance(r, BPTT) and chunk == "auto" else size
-            reports.append(_check_rule(check, r, own, reference, truncated, measured=several))
-    return RuleComparison(tuple(reports)) if several else reports[0]
+    job = _Job(model, xs, targets, loss, rules, several, chunk, reduction, mask, tolerance, frozenset(allow_zero), state, sequence, batch_first)
+    if dtype != "auto":
+        return job.run(torch_dtype(dtype) or float_dtype(model))
+    try:
+        return job.run(torch.float64)
+    except _OtherPrecision as error:
+        note = f"the model cannot run in float64 ({error.__cause__}), so both sides ran in its own precision"
+        return job.run(float_dtype(model), (note,))
 
 
 def assert_gradients_close(
@@ -158,50 +158,97 @@ def assert_gradients_close(
     return report
 
 
-@contextlib.contextmanager
-def _explained(model: nn.Module, dtype: Any) -> Iterator[None]:
-    """Turns a failure of a model that has a precision written into it into advice."""
-    try:
-        yield
-    except BridgeError:
-        raise
-    except (RuntimeError, TypeError) as error:
-        if dtype is None or "dtype" not in str(error):
-            raise
-        raise InputError(
-            f"`{type(model).__name__}` cannot run in {dtype}: {error}. A tensor of another precision is made inside the model or its loss. "
-            "Pass `dtype=None` to compare in the model's own precision."
-        ) from error
+class _OtherPrecision(InputError):
+    """A model has a precision written into it."""
 
 
-def _prepare(model, xs, targets, loss, precision, options, stack, reduction, mask, tolerance, allow_zero) -> _Check:
-    if not callable(loss):
-        raise InputError(f"`loss` is a {type(loss).__name__}; it must be a callable `(output, target) -> scalar`.")
-    if reduction not in ("mean", "sum"):
-        raise InputError(f"`reduction` is {reduction!r}; it must be 'mean' or 'sum'.")
-    inputs = tuple(_as_tensor(x, precision) for x in (xs if isinstance(xs, (tuple, list)) else (xs,)))
-    if any(x.dim() < 2 for x in inputs):
-        raise InputError("`xs` needs a time axis and a batch axis: (T, B, …), or (B, T, …) for a batch-first model.")
-    wanted = map_tensors(_tensors(targets), lambda t: _as_tensor(t, precision))
-    name = str(precision).removeprefix("torch.")
-    notes: list[str] = []
+@dataclass(frozen=True)
+class _Job:
+    """The arguments of `check_gradients`."""
 
-    def bridge() -> BridgedModule:
-        axis = 1 if _guess_batch_first(model, options) else 0
-        example = tuple(x.select(axis, 0) for x in inputs)
-        net = wrap(model, example_input=example, **options)
-        net.init_state(batch_size=example[0].shape[0])
-        random = net.traced_step(*[to_jax(x) for x in example]).uses_key
-        return net, random
+    model: nn.Module
+    xs: Any
+    targets: Any
+    loss: Callable
+    rules: list[Rule]
+    several: bool
+    chunk: int | str
+    reduction: str
+    mask: Any
+    tolerance: float | None
+    allow_zero: frozenset[str]
+    state: Any
+    sequence: bool | None
+    batch_first: bool | None
 
-    net, random = bridge()
-    if random:
-        stack.enter_context(evaluation_mode(net))
-        notes.append("the model is random, so both sides were compared in evaluation mode")
-        net, random = bridge()
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of `wrap` and `run_torch`."""
+        return {"state": self.state, "sequence": self.sequence, "batch_first": self.batch_first}
+
+    def run(self, precision: torch.dtype, notes: tuple[str, ...] = ()) -> GradientReport | RuleComparison:
+        """Both sides in one precision."""
+        with in_precision(self.model, precision), contextlib.ExitStack() as stack:
+            try:
+                check = self.prepare(precision, notes, stack)
+                names = check.net.parameter_names
+                reference = torch_reference(self.model, names, check.data, self.loss, self.options)
+            except RuntimeError as error:
+                if _PRECISION_ERROR.search(str(error)) is None:
+                    raise
+                raise _OtherPrecision(
+                    f"`{type(self.model).__name__}` cannot run in {check_dtype(precision)}: {error}. A tensor of another precision is made "
+                    "inside the model or its loss. Pass `dtype=None` to compare in the model's own precision."
+                ) from error
+            if self.several:  # the first run pays for warming up
+                again = [torch_reference(self.model, names, check.data, self.loss, self.options) for _ in range(_REPEATS - 1)]
+                reference = replace(reference, seconds=min(r.seconds for r in (reference, *again)))
+            size = _chunk_size(self.chunk, check.length)
+            truncated = None if size >= check.length else _numpy_grads(check.gradients(check.learner(BPTT(), size)))
+            reports = []
+            for rule in self.rules:
+                own = check.length if isinstance(rule, BPTT) and self.chunk == "auto" else size
+                reports.append(_check_rule(check, rule, own, reference, truncated, self.several))
+        return RuleComparison(tuple(reports)) if self.several else reports[0]
+
+    def prepare(self, precision: torch.dtype, notes: tuple[str, ...], stack: contextlib.ExitStack) -> _Check:
+        """Data and model in one precision; `stack` keeps a random model in evaluation mode."""
+        inputs = tuple(_as_tensor(x, precision) for x in (self.xs if isinstance(self.xs, (tuple, list)) else (self.xs,)))
+        if any(x.dim() < 2 for x in inputs):
+            raise InputError("`xs` needs a time axis and a batch axis: (T, B, …), or (B, T, …) for a batch-first model.")
+        net, random = self.bridge(inputs)
         if random:
-            raise NotSupportedError("The model draws random numbers in evaluation mode too, so torch and JAX cannot be compared on it.")
-    length = inputs[0].shape[1 if net.batch_first else 0]
+            stack.enter_context(evaluation_mode(net))
+            notes = (*notes, "the model is random, so both sides were compared in evaluation mode")
+            net, random = self.bridge(inputs)
+            if random:
+                raise NotSupportedError("The model draws random numbers in evaluation mode too, so torch and JAX cannot be compared on it.")
+        unknown = sorted(self.allow_zero - set(net.parameter_names))
+        if unknown:
+            raise InputError(f"`allow_zero` names parameters that the model does not train: {', '.join(unknown)}.")
+        length = inputs[0].shape[1 if net.batch_first else 0]
+        targets = map_tensors(_tensors(self.targets), lambda t: _as_tensor(t, precision))
+        data = CheckData(inputs, targets, _step_weights(self.mask, self.reduction, length), net.batch_first)
+        name = check_dtype(precision)
+        allowed = _TOLERANCE.get(name, 1e-5) if self.tolerance is None else self.tolerance
+        return _Check(self.model, net, data, self.loss, self.reduction, self.mask, name, allowed, self.allow_zero, notes)
+
+    def bridge(self, inputs: tuple[torch.Tensor, ...]) -> tuple[BridgedModule, bool]:
+        """The bridged model, and whether its step is random."""
+        axis = 1 if wrap(self.model, **self.options).batch_first else 0
+        example = tuple(x.select(axis, 0) for x in inputs)
+        net = wrap(self.model, example_input=example, **self.options)
+        net.init_state(batch_size=example[0].shape[0])
+        return net, net.traced_step(*[to_jax(x) for x in example]).uses_key
+
+
+def check_dtype(precision: torch.dtype) -> str:
+    """The name of a torch dtype."""
+    return str(precision).removeprefix("torch.")
+
+
+def _step_weights(mask: Any, reduction: str, length: int) -> np.ndarray:
+    """(T,) factors of the steps' losses."""
     weights = np.ones(length) if mask is None else np.asarray(_as_tensor(mask, torch.float64), dtype=np.float64)
     if weights.shape != (length,):
         raise InputError(f"`mask` has shape {weights.shape}; it must be ({length},), one weight a step.")
@@ -209,16 +256,7 @@ def _prepare(model, xs, targets, loss, precision, options, stack, reduction, mas
         if not weights.sum() > 0:
             raise InputError("`mask` has no step with a positive weight, so there is no mean loss.")
         weights = weights / weights.sum()
-    unknown = sorted(set(allow_zero) - set(net.parameter_names))
-    if unknown:
-        raise InputError(f"`allow_zero` names parameters that the model does not train: {', '.join(unknown)}.")
-    data = CheckData(inputs, wanted, weights, net.batch_first)
-    allowed = _TOLERANCE.get(name, 1e-5) if tolerance is None else tolerance
-    return _Check(model, net, data, loss, reduction, mask, name, allowed, frozenset(allow_zero), tuple(notes))
-
-
-def _guess_batch_first(model: nn.Module, options: dict) -> bool:
-    return wrap(model, **options).batch_first
+    return weights
 
 
 def _as_tensor(x: Any, precision: torch.dtype) -> torch.Tensor:

@@ -135,9 +135,7 @@ def compare(
         matches = error <= floor
     else:
         matches = relative <= tolerance
-    if expectation.kind in (EXACT, NONE) and not matches:
-        verdict = MISMATCH
-    elif not (np.isfinite(own) and np.isfinite(norm)):
+    if expectation.kind in (EXACT, NONE) and not matches or not (np.isfinite(own) and np.isfinite(norm)):
         verdict = MISMATCH
     elif empty and expectation.kind != NONE and not zero_is_fine:
         verdict = ZERO if matches else MISMATCH

@@ -120,7 +120,7 @@ def save_learner(learner: OnlineLearner, path: str | os.PathLike) -> Path:
         "chunk": runtime.options.chunk,
         "reduction": runtime.options.reduction,
         "inputs": runtime.session.signature if runtime.started else None,
-        "at_start": runtime.at_start,
+        "in_stream": runtime.stream is not None,
         "history": None if learner.history is None else dataclasses.asdict(learner.history),
     }
     arrays = {name: _as_tensor(x) for name, x in _named(runtime).items()}
@@ -134,7 +134,7 @@ def save_learner(learner: OnlineLearner, path: str | os.PathLike) -> Path:
 
 def _weights(runtime: Runtime, learner: OnlineLearner) -> dict[str, torch.Tensor]:
     if isinstance(runtime.net, BridgedModule):
-        return {name: t.clone().contiguous() for name, t in learner.net.state_dict().items()}  # pyright: ignore
+        return {name: t.clone().contiguous() for name, t in learner.net.state_dict().items()}  # pyright: ignore[reportAttributeAccessIssue]
     if not runtime.started:
         return {}
     return {name: to_torch(x) for name, x in zip(runtime.session.weight_names, runtime.values.theta, strict=True)}
@@ -222,13 +222,11 @@ def restore_learner(learner: OnlineLearner, weights: dict, arrays: dict, facts: 
         _restore_groups(runtime.optimizer, facts.get("groups"))
     if facts["inputs"] is not None:
         examples = [np.zeros(shape, jnp.dtype(dtype)) for shape, dtype in facts["inputs"]]
-        runtime.prepare(examples, continues=False)
-        if any(name.startswith("trace ") for name in arrays):
-            runtime.need_trace()
+        runtime.prepare(examples, continues=facts["in_stream"])
         _restore_values(runtime, arrays)
     if runtime.torch_update is not None and facts.get("torch_optimizer"):
         _unpack_torch_optimizer(runtime, arrays, facts["torch_optimizer"])
-    runtime.steps, runtime.updates, runtime.at_start = facts["steps"], facts["updates"], facts["at_start"]
+    runtime.steps, runtime.updates = facts["steps"], facts["updates"]
 
 
 def _restore_values(runtime: Runtime, arrays: dict) -> None:

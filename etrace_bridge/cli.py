@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-
 from etrace_bridge._errors import BridgeError
 from etrace_bridge.check import check_gradients
 from etrace_bridge.cli_model import (

@@ -105,7 +105,8 @@ def run_fit(learner: OnlineLearner, batches: Any, epochs: int, options: FitOptio
                 record.update(run_validation(learner, options.validation))
             bar.end_epoch(record)
             _step_scheduler(options.scheduler, record)
-            if any([callback(learner, record) is True for callback in options.callbacks]):
+            asked = [callback(learner, record) is True for callback in options.callbacks]  # every callback runs
+            if any(asked):
                 history.stopped = f"a callback asked for it after epoch {epoch}"
             elif best.is_over(learner, record):
                 history.stopped = f"no improvement of {best.monitor} for {best.rule.patience} epochs"

@@ -20,6 +20,19 @@ def as_inputs(x: Any) -> tuple:
     return tuple(x) if isinstance(x, (tuple, list)) else (x,)
 
 
+def as_targets(targets: Any) -> Any:
+    """Targets as a tree of arrays; numbers and lists of numbers become arrays."""
+    if isinstance(targets, (int, float)) or (isinstance(targets, list) and not any(map(_is_array, targets))):
+        return np.asarray(targets)
+    if isinstance(targets, dict):
+        return {key: as_targets(value) for key, value in targets.items()}
+    return type(targets)(map(as_targets, targets)) if type(targets) in (list, tuple) else targets
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, (torch.Tensor, np.ndarray, jax.Array, dict, tuple))
+
+
 def as_array(x: Any, float_dtype: Any = None) -> Any:
     """A private copy of a torch tensor or NumPy array, in the dtype that JAX will use; JAX arrays as they are.
 

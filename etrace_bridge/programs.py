@@ -90,10 +90,18 @@ class Recipe:
         fine, alarm = full_verdict(old.alarm, [losses, *grads, *new.hidden])
         return hold_back(fine, new._replace(alarm=alarm), old._replace(alarm=alarm))
 
+    def begin(self, start: Any, other: Sequence[Any]) -> tuple[Any, Any, Any]:
+        """States and trace before a sequence of its own: what belongs to the model (running statistics, keys) is current."""
+        hidden, first = start
+        return hidden, [s if r else o for s, o, r in zip(first, other, self.resets, strict=True)], self.rule.init(self.program)
+
+    def end(self, before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
+        """The other arrays after such a sequence: what belongs to the model has moved on."""
+        return [b if r else a for b, a, r in zip(before, after, self.resets, strict=True)]
+
     def after_sequence(self, before: Values, after: Values) -> Values:
-        """What a sequence of its own leaves: weights and running statistics; hidden states and trace as before."""
-        other = [b if r else a for b, a, r in zip(before.other, after.other, self.resets, strict=True)]
-        return after._replace(hidden=before.hidden, other=other, trace=before.trace)
+        """What such a sequence leaves of all values: hidden states and trace are as before."""
+        return after._replace(hidden=before.hidden, other=self.end(before.other, after.other), trace=before.trace)
 
 
 def make_step(recipe: Recipe, with_loss: bool, own_update: bool) -> Callable:
@@ -129,7 +137,10 @@ def make_step(recipe: Recipe, with_loss: bool, own_update: bool) -> Callable:
 
 
 def make_gradients(recipe: Recipe, plan: ChunkPlan, carry: bool) -> Callable:
-    """`(theta, (hidden, other, trace), args, targets, mask) -> (gradients, losses, outputs, weights, state)`."""
+    """`(theta, (hidden, other, trace), args, targets, mask) -> (gradients, losses, outputs, weights, state)`.
+
+    Without `carry` the trace before the sequence is new, and the one after it is not wanted.
+    """
 
     def run(theta: Sequence[Any], state: Any, args: Sequence[Any], targets: Any, mask: Any):
         weights = step_weights(args[0].shape[0], mask, recipe.reduction).astype(theta[0].dtype)
@@ -155,10 +166,7 @@ def make_update(recipe: Recipe, plan: ChunkPlan, carry: bool, by_chunk: bool) ->
     """
 
     def run(values: Values, start: Any, args: Sequence[Any], targets: Any, mask: Any):
-        if carry:
-            state = (values.hidden, values.other, values.trace)
-        else:
-            state = (*start, recipe.rule.init(recipe.program))
+        state = (values.hidden, values.other, values.trace) if carry else recipe.begin(start, values.other)
         ones = jnp.ones(args[0].shape[0], values.theta[0].dtype)
         steps = ones if mask is None else mask.astype(ones.dtype)
         weights = step_weights(len(ones), mask, recipe.reduction).astype(ones.dtype)

@@ -1,10 +1,9 @@
-"""The learner's working part: arrays on the device, and the compiled programs that move them."""
+"""The learner's working part: compiled programs that move its arrays."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import brainstate
@@ -18,13 +17,14 @@ from etrace_bridge.engine.plan import ChunkPlan, choose_chunk, divide
 from etrace_bridge.engine.sequence import step_weights
 from etrace_bridge.frontend import BridgedModule, to_torch
 from etrace_bridge.guard import COUNT, FIRST, STOPPED, alarm_text, new_alarm, watched_names
-from etrace_bridge.inputs import FastReader, as_array, check_finite, check_float_dtypes, sequence_length, signature
-from etrace_bridge.losses import as_jax_loss
-from etrace_bridge.optimizers import Updater, make_updater
-from etrace_bridge.placement import Placement, private_copy
-from etrace_bridge.programs import Recipe, Values, make_gradients, make_prediction, make_step, make_update
+from etrace_bridge.inputs import FastReader, as_array, as_targets, check_finite, sequence_length
+from etrace_bridge.losses import as_jax_loss, jax_dtype
+from etrace_bridge.optimizers import make_updater
+from etrace_bridge.placement import Placement
+from etrace_bridge.programs import Recipe, make_gradients, make_prediction, make_step, make_update
 from etrace_bridge.rules import BPTT, Rule
-from etrace_bridge.session import Session, evaluation_mode
+from etrace_bridge.session import Session
+from etrace_bridge.store import Store
 from etrace_bridge.torch_update import TorchUpdate, has_hooks, run_hooks
 
 LOOK_EVERY = 64  # steps after which the guard's alarm is read, if nothing else asks for it
@@ -53,6 +53,18 @@ class Options:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise InputError(f"`{name}` is {value!r}; it must be positive, or None for no clipping.")
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """A sequence on the device, time-major, and what it needs to run."""
+
+    session: Session
+    args: list[Any]
+    targets: Any
+    mask: Any
+    length: int
+    loss: Callable | None
 
 
 class Runtime(Store):
@@ -139,30 +151,27 @@ class Runtime(Store):
         if fast is not None and self._lent is None and len(args) == len(fast[0]):
             arrays = [read(a) for read, a in zip(fast[0], args, strict=True)]
             wanted = None if target is None else fast[1](target)
-            known = None not in map(type, arrays) and (wanted is not None or target is None)
+            known = all(a is not None for a in arrays) and (wanted is not None or target is None)
             if known and not has_hooks(self.parameters.values()):
                 return self._run_step(fast[2], arrays, wanted)
         return self._checked_step(args, target)
 
     def _run_step(self, call: Callable, arrays: list[Any], target: Any) -> tuple[Any, Any]:
-        if self.updater is not None and self.updater.translated is not None:
-            self._refresh_numbers()
+        self._refresh_numbers()
         self._leaves, loss, output, _ = call(self._leaves, arrays, target)
-        self.at_start = False
         self.steps += 1
         if target is not None:
             self.updates += 1
         self._recent.append((arrays, target))
         if len(self._recent) >= LOOK_EVERY:
             self.look()
-            self._recent.clear()
         return loss, output
 
     def _checked_step(self, args: tuple, target: Any) -> tuple[Any, Any]:
         arrays = [as_array(a, self.float_dtype) for a in args]
         self._check_data(arrays, target)
         session = self.prepare(arrays, continues=True)
-        self.need_trace()
+        target = as_targets(target)
         loss = None if target is None else self.loss_for(target)
         wanted = jax.tree.map(as_array, target)
         host = target is not None and self._host_update
@@ -171,28 +180,29 @@ class Runtime(Store):
         arrays, wanted = self.placement.put_batch((arrays, wanted), 0, session.batch)
         if host:
             return self._host_step(call, arrays, wanted)
-        plain = self.placement.is_default and not self.options.check_inputs and not isinstance(target, (tuple, list, dict))
-        if plain:
+        if self.placement.is_default and not self.options.check_inputs and not isinstance(target, (tuple, list, dict)):
             readers = [FastReader(a, x) for a, x in zip(args, arrays, strict=True)]
             self._fast[target is None] = (readers, None if target is None else FastReader(target, wanted), call)
         return self._run_step(call, arrays, wanted)
 
     # -- sequences ---------------------------------------------------------------------------------------------
 
-    def _sequence(self, xs: tuple, targets: Any, mask: Any, carry: bool) -> tuple[list[Any], Any, Any, Session, int]:
-        """Checked, time-major arrays; the session for them; the number of steps."""
+    def _sequence(self, xs: tuple, targets: Any, mask: Any, carry: bool) -> _Sequence:
+        """A checked sequence, with its session active."""
+        self.look()
+        targets = as_targets(targets)
         args = [self._time_first(as_array(x, self.float_dtype)) for x in xs]
-        given, targets = targets, jax.tree.map(lambda t: self._time_first(as_array(t)), targets)
+        arrays = jax.tree.map(lambda t: self._time_first(as_array(t)), targets)
         mask = None if mask is None else as_array(mask, self.float_dtype)
-        length = sequence_length(args, targets, mask, self.batch_first)
-        self._check_data(args, targets)
+        length = sequence_length(args, arrays, mask, self.batch_first)
+        self._check_data(args, arrays)
         if mask is not None and self.options.reduction == "mean" and not np.sum(np.asarray(mask)) > 0:
             raise InputError("`mask` has no step with a positive weight, so there is no mean loss.")
         session = self.prepare([a[0] for a in args], carry)
-        if given is not None:
-            self.loss_for(jax.tree.map(lambda t: self._one_step(t), given))
+        loss = None if targets is None else self.loss_for(jax.tree.map(self._one_step, targets))
         place = self.placement
-        return *place.put_batch((args, targets), 1, session.batch), place.put(mask), session, length
+        args, arrays = place.put_batch((args, arrays), 1, session.batch)
+        return _Sequence(session, args, arrays, place.put(mask), length, loss)
 
     def plan(self, length: int) -> ChunkPlan:
         """The division of a sequence."""
@@ -202,36 +212,39 @@ class Runtime(Store):
         memory = jax.eval_shape(lambda: self.rule.init(self.session.program))
         return divide(length, choose_chunk(self.session.program, memory, length, chunk, self.options.budget))
 
+    def _start(self, session: Session) -> tuple[list[Any], list[Any]]:
+        """A session's initial hidden and other states, to be read only."""
+        if "start" not in session.compiled:
+            session.compiled["start"] = self.fresh_states(session)
+        return session.compiled["start"]
+
     def _start_state(self, session: Session) -> tuple[list[Any], list[Any]]:
-        """Initial hidden states, and the other arrays: initial or, if they belong to the model, current."""
-        hidden, other = session.initial
-        now = self.values.other
-        other = [o if r else n for o, n, r in zip(other, now, session.resets, strict=True)]
-        return self.placement.put_batch((hidden, other), 0, session.batch)
+        """Hidden and other states before a sequence of its own: what belongs to the model is current."""
+        hidden, other = self._start(session)
+        return hidden, [o if r else now for o, now, r in zip(other, self.values.other, session.resets, strict=True)]
 
     def gradients(self, xs: tuple, targets: Any, mask: Any, carry: bool):
         """Gradients by name, losses, outputs and the steps' weights."""
         if targets is None:
             raise InputError("`targets` is missing: a gradient needs a loss at one step at least.")
-        args, targets, mask, session, length = self._sequence(xs, targets, mask, carry)
-        loss = self.loss_for(jax.tree.map(lambda t: t[0], targets))
-        plan = self.plan(length)
-        key = ("gradients", loss, plan, carry)
+        data = self._sequence(xs, targets, mask, carry)
+        session, plan = data.session, self.plan(data.length)
+        key = ("gradients", data.loss, plan, carry)
         if key not in session.compiled:
-            session.compiled[key] = jax.jit(make_gradients(self.recipe(loss), plan, carry))
-        if carry:
-            self.need_trace()
+            session.compiled[key] = jax.jit(make_gradients(self.recipe(data.loss), plan, carry))
         values = self.values
         state = (values.hidden, values.other, values.trace) if carry else (*self._start_state(session), None)
-        grads, losses, outputs, weights, (hidden, other, trace) = session.compiled[key](values.theta, state, args, targets, mask)
+        grads, losses, outputs, weights, (hidden, other, trace) = session.compiled[key](
+            values.theta, state, data.args, data.targets, data.mask
+        )
         if carry:
             self.values = values._replace(hidden=hidden, other=other, trace=trace)
-            self.at_start = False
         else:
-            kept = [b if r else a for b, a, r in zip(values.other, other, session.resets, strict=True)]
-            self.values = values._replace(other=kept)
-        self.steps += length
-        return self.all_gradients(grads), losses, outputs, weights
+            self.values = values._replace(other=self.recipe(None).end(values.other, other))
+        self.steps += data.length
+        found = self.all_gradients(grads)
+        self.return_to_stream()
+        return found, losses, outputs, weights
 
     def update(self, xs: tuple, targets: Any, mask: Any, carry: bool, every: str):
         """Gradients and updates; losses, outputs and the steps' weights."""
@@ -241,52 +254,61 @@ class Runtime(Store):
             raise InputError("`targets` is missing: an update needs a loss at one step at least.")
         if self._host_update:
             return self._host_sequence(xs, targets, mask, carry, every)
-        args, targets, mask, session, length = self._sequence(xs, targets, mask, carry)
-        loss = self.loss_for(jax.tree.map(lambda t: t[0], targets))
-        if carry:
-            self.need_trace()
-        plan = divide(length, 1) if every == "step" else self.plan(length)
-        make = lambda: make_update(self.recipe(loss), plan, carry, every != "sequence")  # noqa: E731
-        call = self._compiled(("update", loss, plan, carry, every), make, donate=True)
-        self.look()
+        data = self._sequence(xs, targets, mask, carry)
+        plan = divide(data.length, 1) if every == "step" else self.plan(data.length)
+        make = lambda: make_update(self.recipe(data.loss), plan, carry, every != "sequence")  # noqa: E731
+        call = self._compiled(("update", data.loss, plan, carry, every), make, donate=True)
         self._refresh_numbers()
-        start = None if carry else jax.tree.map(private_copy, self._start_state(session))
-        self._leaves, losses, outputs, weights = call(self._leaves, start, args, targets, mask)
-        self.at_start = self.at_start and not carry
-        self.steps += length
-        self.updates += 1 if every == "sequence" else plan.full + (plan.rest > 0)
-        self.look()
+        start = None if carry else self._start(data.session)
+        self._leaves, losses, outputs, weights = call(self._leaves, start, data.args, data.targets, data.mask)
+        self.steps += data.length
+        before = self._seen_good
+        try:
+            self.look()
+        finally:
+            planned = 1 if every == "sequence" else plan.full + (plan.rest > 0)
+            self.updates += self._seen_good - before if self.options.guard else planned
+            self.return_to_stream()
         return losses, outputs, weights
 
     def predict(self, xs: tuple, carry: bool) -> Any:
         """Outputs of a sequence in evaluation mode; the learner stays as it is."""
-        args, _, _, session, _ = self._sequence(xs, None, None, carry)
-        key = "predict"
-        if key not in session.compiled:
-            self.lend(copy=False)
-            with evaluation_mode(self.net):
-                alike = Session(self.net, [a[0] for a in args])
-            session.compiled[key] = alike, jax.jit(make_prediction(alike.program))
-        alike, call = session.compiled[key]
+        return self._predict(self._sequence(xs, None, None, carry and self.stream is not None), carry)
+
+    def _predict(self, data: _Sequence, carry: bool) -> Any:
+        session = data.session
+        if "predict" not in session.compiled:
+            alike = session
+            if not session.is_evaluation:
+                self.lend()
+                alike = session.in_evaluation()
+                self._lent = None
+            session.compiled["predict"] = alike, jax.jit(make_prediction(alike.program))
+        alike, call = session.compiled["predict"]
         values = self.values
         hidden, other = (values.hidden, values.other) if carry else self._start_state(session)
-        known = dict(zip(session.hidden_names, hidden, strict=True)) | dict(zip(session.other_names, other, strict=True))
-        known |= dict(zip(session.weight_names, values.theta, strict=True))
-        pick = lambda names, initial: [known.get(n, o) for n, o in zip(names, initial, strict=True)]  # noqa: E731
+        names = [*session.weight_names, *session.hidden_names, *session.other_names]
+        known = dict(zip(names, [*values.theta, *hidden, *other], strict=True))
+
+        def pick(names: Sequence[str], instead: Sequence[Any]) -> list[Any]:
+            return [known.get(n, o) for n, o in zip(names, instead, strict=True)]
+
         theta = [known[n] for n in alike.weight_names]
-        return call(theta, pick(alike.hidden_names, alike.initial[0]), pick(alike.other_names, alike.initial[1]), args)
+        first = pick(alike.hidden_names, alike.initial[0]), pick(alike.other_names, alike.initial[1])
+        outputs = call(theta, *first, data.args)
+        self.return_to_stream()
+        return outputs
 
     def evaluate(self, xs: tuple, targets: Any, mask: Any):
         """Losses and the steps' weights of a sequence in evaluation mode."""
         if targets is None:
             raise InputError("`targets` is missing: an evaluation needs a loss.")
-        outputs = self.predict(xs, False)
-        _, targets, mask, session, length = self._sequence(xs, targets, mask, False)
-        loss = self.loss_for(jax.tree.map(lambda t: t[0], targets))
-        key = ("losses", loss)
-        if key not in session.compiled:
-            session.compiled[key] = jax.jit(jax.vmap(loss))
-        return session.compiled[key](outputs, targets), step_weights(length, mask, self.options.reduction)
+        data = self._sequence(xs, targets, mask, False)
+        key = ("losses", data.loss)
+        if key not in data.session.compiled:
+            data.session.compiled[key] = jax.jit(jax.vmap(data.loss))
+        losses = data.session.compiled[key](self._predict(data, False), data.targets)
+        return losses, step_weights(data.length, data.mask, self.options.reduction)
 
     # -- updates that pass through torch -----------------------------------------------------------------------
 
@@ -297,7 +319,7 @@ class Runtime(Store):
     def _host_step(self, call: Callable, arrays: list[Any], target: Any) -> tuple[Any, Any]:
         leaves, loss, output, grads = call(self._leaves, arrays, target)
         self._raise_if_bad(loss, grads)
-        self._leaves, self.at_start = leaves, False
+        self._leaves = leaves
         self._apply_on_host(self.all_gradients(grads))
         self.steps += 1
         return loss, output
@@ -305,8 +327,8 @@ class Runtime(Store):
     def _host_sequence(self, xs: tuple, targets: Any, mask: Any, carry: bool, every: str):
         if every != "sequence":
             raise InputError(
-                f"`every={every!r}` needs an update inside the compiled program; parameter hooks and torch optimizers without a "
-                "translation run outside it. Use `every='sequence'`, or call `step` for every time step."
+                f"`every={every!r}` needs an update inside the compiled program; parameter hooks and torch optimizers "
+                "without a translation run outside it. Use `every='sequence'`, or call `step` for every time step."
             )
         before = self.values if self.started else None
         grads, losses, outputs, weights = self.gradients(xs, targets, mask, carry)
@@ -320,6 +342,7 @@ class Runtime(Store):
         return losses, outputs, weights
 
     def _apply_on_host(self, grads: Mapping[str, Any]) -> None:
+        self._refresh_numbers()
         values, names = self.values, self.session.weight_names
         theta = dict(zip(names, values.theta, strict=True))
         finished = run_hooks({n: to_torch(g) for n, g in grads.items()}, self.parameters)
@@ -329,9 +352,8 @@ class Runtime(Store):
             key = "apply"
             if key not in self.session.compiled:
                 self.session.compiled[key] = jax.jit(self.updater.update)  # pyright: ignore[reportOptionalMemberAccess]
-            self._refresh_numbers()
             wanted = {n: as_array(finished[n]) for n in names}
-            new, opt = self.session.compiled[key](wanted, self.values.opt, theta)
+            new, opt = self.session.compiled[key](wanted, values.opt, theta)
         theta = self.placement.put([jnp.asarray(new[n]) for n in names])
         self.values = values._replace(theta=theta, opt=opt)
         self.updates += 1
@@ -341,16 +363,16 @@ class Runtime(Store):
         found = dict(zip(self.session.weight_names, grads, strict=True))
         if not self.parameters:
             return found
-        return {n: found[n] if n in found else np.zeros(p.shape, str(p.dtype).removeprefix("torch.")) for n, p in self.parameters.items()}
+        return {n: found[n] if n in found else np.zeros(p.shape, jax_dtype(p)) for n, p in self.parameters.items()}
 
     def _refresh_numbers(self) -> None:
-        if self.updater is None or self.updater.translated is None:
+        """Takes over what a torch scheduler changed."""
+        updater = self.updater
+        if updater is None or updater.translated is None or updater.translated.signature() == updater.seen:
             return
-        values = None
-        if self.updater.translated.signature() != self.updater.seen:
-            values = self.values
-            numbers = self.updater.numbers(values.theta)
-            self.values = values._replace(opt=values.opt._replace(numbers=self.placement.put(numbers)))
+        values = self.values
+        numbers = self.placement.put(updater.numbers(values.theta))
+        self.values = values._replace(opt=values.opt._replace(numbers=numbers))
 
     # -- the guard ---------------------------------------------------------------------------------------------
 

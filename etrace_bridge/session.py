@@ -66,6 +66,21 @@ class Session:
         self.initial = self._initial()
         self.compiled: dict[Any, Any] = {}
 
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether evaluation would run the same step: nothing in it depends on the mode."""
+        if not isinstance(self.net, BridgedModule):
+            return False
+        inputs = [jax.numpy.asarray(a) for a in self._examples]
+        now = str(self.net.traced_step(*inputs).jaxpr)
+        with evaluation_mode(self.net):
+            return str(self.net.traced_step(*inputs).jaxpr) == now
+
+    def in_evaluation(self) -> Session:
+        """The same step, compiled for evaluation."""
+        with evaluation_mode(self.net):
+            return Session(self.net, self._examples)
+
     def fit_states(self) -> None:
         """Makes the model's states fit this session's inputs, if they do not."""
         if isinstance(self.net, BridgedModule):

@@ -5,7 +5,7 @@ relation (`primitive(x, how the view is made(its parameters)) output shape as ke
 (`what arrives > what stands there > the states behind it`); a parameter's certificate; any other decision.
 """
 
-# ruff: noqa: E501  (one line a relation)
+
 
 from __future__ import annotations
 

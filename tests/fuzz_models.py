@@ -88,7 +88,7 @@ class Program:
         name = f"<program {hash(self.source)}>"
         linecache.cache[name] = (len(self.source), None, self.source.splitlines(True), name)
         scope: dict[str, Any] = {"torch": torch, "nn": nn, "F": nn.functional}
-        exec(compile(self.source, name, "exec"), scope)  # noqa: S102 - the source is this file's own
+        exec(compile(self.source, name, "exec"), scope)
         model = scope["Model"]().double()
         generator = torch.Generator().manual_seed(self.seed)
         with torch.no_grad():

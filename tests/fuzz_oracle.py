@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from fuzz_models import BATCH, STEPS, Program
-from oracle_compiler import Unrolled
 
 import etrace_bridge as eb
 from etrace_bridge.compiler.diagnostics import show_path
@@ -18,6 +16,8 @@ from etrace_bridge.engine.plan import divide
 from etrace_bridge.engine.program import StepProgram
 from etrace_bridge.engine.sequence import run_sequence
 from etrace_bridge.rules import DRTRL, RTRL, Carry, Chunk, Rule
+from fuzz_models import BATCH, STEPS, Program
+from oracle_compiler import Unrolled
 
 # Each program runs once on tiny arrays: compiling it is all of the cost.
 QUICK_COMPILE = {
@@ -125,7 +125,8 @@ def measure(program: Program) -> Measured:
             grads[name], outputs = _run_rule(step, rule, K, theta, hidden, other, xs)
         return grads, jax.tree.leaves(outputs), unrolled.d_rtrl()
 
-    grads, outputs, brute = jax.device_get(jax.jit(everything, compiler_options=QUICK_COMPILE)(theta, hidden, other, inputs))
+    found = jax.jit(everything, compiler_options=QUICK_COMPILE)(theta, hidden, other, inputs)
+    grads, outputs, brute = jax.tree.map(np.array, found)
     named = {run: dict(zip(names, values, strict=True)) for run, values in grads.items()}
     brute = {credit: dict(zip(names, values, strict=True)) for credit, values in brute.items()}
     return Measured(graph, torch_outputs, outputs, torch_grads, named, brute)

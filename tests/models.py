@@ -412,7 +412,7 @@ def alif(p, s, x):
     return {"v": v - z, "i": i, "a": 0.8 * s["a"] + z}, z
 
 
-@plain({n: (B, H) for n in "abcde"}, w=(I, H), tau=(H,))
+@plain(dict.fromkeys("abcde", (B, H)), w=(I, H), tau=(H,))
 def five_states(p, s, x):
     a = p["tau"] * s["a"] + x @ p["w"]
     b = jnp.tanh(s["b"] + a)

@@ -11,11 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from etrace_bridge._jax_compat import Literal, bind_equation
-
 
 # Each program runs once, so compiling it is all that costs; these options make that four times faster.
 QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
@@ -34,7 +32,7 @@ class Step:
         self.graph, self.args = graph, jax.tree.leaves(tuple(args))
         self.jaxpr, self.consts = minfo.jaxpr, minfo.closed_jaxpr.consts
         at = len(self.args)
-        self.values = {v: a for v, a in zip(self.jaxpr.invars[at:], self._state_values(), strict=True)}
+        self.values = dict(zip(self.jaxpr.invars[at:], self._state_values(), strict=True))
         self.hidden = list(minfo.hidden_path_to_invar)
         self.new = [minfo.hidden_path_to_outvar[p] for p in self.hidden]
 
@@ -188,11 +186,10 @@ class Unrolled:
             def new(hidden, weights):
                 return self._run(args, [*hidden, *others], weights, list(facts.cuts))[1][:n]
 
-            direct = jax.grad(loss, argnums=1)(hidden, weights, [])
-            backs = {
-                "step": jax.grad(loss)(hidden, weights, []),
-                "core": jax.grad(loss)(hidden, weights, list(facts.pre_cuts)),
-            }
+            back, direct = jax.grad(loss, argnums=(0, 1))(hidden, weights, [])
+            backs = {"step": back, "core": back}
+            if facts.pre_cuts:
+                backs["core"] = jax.grad(loss)(hidden, weights, list(facts.pre_cuts))
             grads = {
                 credit: [
                     grad + d.ravel() + sum(b.ravel() @ row[j] for b, row in zip(backs[credit], influence, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, ClassVar
 
 import jax
@@ -19,7 +20,7 @@ from etrace_bridge.check_reference import map_tensors
 from etrace_bridge.footprint import parse_bytes
 from etrace_bridge.rules import BPTT, DRTRL, RTRL, EProp
 
-T, B, I, H, O = 9, 2, 3, 4, 2
+T, B, IN, H, OUT = 6, 2, 3, 4, 2
 
 
 class Net(nn.Module):
@@ -27,8 +28,8 @@ class Net(nn.Module):
 
     def __init__(self, batch_first: bool = False) -> None:
         super().__init__()
-        self.gru = nn.GRU(I, H, batch_first=batch_first)
-        self.out = nn.Linear(H, O)
+        self.gru = nn.GRU(IN, H, batch_first=batch_first)
+        self.out = nn.Linear(H, OUT)
 
     def forward(self, x):
         return self.out(self.gru(x)[0])
@@ -39,7 +40,7 @@ class Leaky(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fc = nn.Linear(I, H)
+        self.fc = nn.Linear(IN, H)
         self.decay = nn.Parameter(torch.linspace(0.1, 0.9, H))
         self.h = None
 
@@ -66,7 +67,7 @@ class Spiking(nn.Module):
 
     def __init__(self, gain: float = 2.0) -> None:
         super().__init__()
-        self.fc = nn.Linear(I, H)
+        self.fc = nn.Linear(IN, H)
         self.gain = gain
         self.v = None
 
@@ -90,8 +91,8 @@ class Wrong(RTRL):
         return replace(result, grads=[first.at[2, 1].add(1e-4), *result.grads[1:]])
 
 
-def data(width: int = O) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(T, B, I), torch.randn(T, B, width)
+def data(width: int = OUT) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(T, B, IN), torch.randn(T, B, width)
 
 
 def torch_gradients(model: nn.Module, xs: torch.Tensor, ys: torch.Tensor) -> dict[str, np.ndarray]:
@@ -104,12 +105,19 @@ def torch_gradients(model: nn.Module, xs: torch.Tensor, ys: torch.Tensor) -> dic
     return {name: p.grad.numpy() for name, p in double.named_parameters()}
 
 
+@cache
+def shared(rule: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor, eb.GradientReport]:
+    """A model, its data and its report, for tests that only look."""
+    torch.manual_seed(0)
+    model, (xs, ys) = Net(), data()
+    return model, xs, ys, eb.check_gradients(model, xs, ys, loss=mse_loss, rule=rule)
+
+
 # ---- what is reported
 
 
 def test_exact_rule_agrees_and_the_report_reads_well():
-    model, (xs, ys) = Net(), data()
-    report = eb.check_gradients(model, xs, ys, loss=mse_loss, rule="rtrl")
+    model, _, _, report = shared("rtrl")
     assert report.ok and bool(report)
     assert list(report.parameters) == [name for name, _ in model.named_parameters()]
     for p in report:
@@ -123,9 +131,8 @@ def test_exact_rule_agrees_and_the_report_reads_well():
 
 
 def test_numbers_are_those_of_the_gradients():
-    model, (xs, ys) = Net(), data()
-    report = eb.check_gradients(model, xs, ys, loss=mse_loss, rule="d_rtrl", chunk=4)
-    assert report.ok and report.chunk == 4 and report.steps == T
+    model, xs, ys, report = shared("d_rtrl")
+    assert report.ok and report.chunk == 2 and report.steps == T
     wanted = torch_gradients(model, xs, ys)
     for p in report:
         a, b = p.online_gradient, wanted[p.name]
@@ -174,30 +181,30 @@ def test_rules_that_promise_nothing_are_reported_and_ok():
 
 
 def test_unused_parameter_has_no_gradient():
-    model = Net()
+    model = Leaky()
     model.extra = nn.Parameter(torch.ones(2))
-    report = eb.check_gradients(model, *data(), loss=mse_loss, rule="rtrl")
+    report = eb.check_gradients(model, *data(H), loss=mse_loss, rule="d_rtrl")
     assert report.ok and report["extra"].verdict == "no gradient (as certified)"
     assert report["extra"].expectation.reason == "the step does not use it"
+    content = json.loads(report.to_json())  # strict JSON, though the cosine is NaN
+    assert {p["name"]: p["cosine"] for p in content["parameters"]}["extra"] is None
 
 
 # ---- what is wrong
 
 
 def test_a_wrong_gradient_is_found_and_reads_like_assert_close():
-    model, (xs, ys) = Net(), data()
+    model, xs, ys, _ = shared("rtrl")
     report = eb.check_gradients(model, xs, ys, loss=mse_loss, rule=Wrong())
     assert not report.ok and report.worst().name == "gru.weight_ih_l0"
     assert [p.name for p in report if not p.ok] == ["gru.weight_ih_l0"]
     wrong = report["gru.weight_ih_l0"]
     assert wrong.verdict == "MISMATCH" and wrong.max_index == (2, 1)
-    with pytest.raises(AssertionError) as caught:
-        eb.assert_gradients_close(model, xs, ys, mse_loss, Wrong())
-    text = str(caught.value)
+    text = "\n\n".join(report.mismatches())
     assert "`gru.weight_ih_l0` is not close" in text and "index (2, 1)" in text
     assert repr(wrong.found) in text and repr(wrong.expected) in text and "up to 1e-09 allowed" in text
-    assert f"Mismatched elements: 1 / {3 * H * I}" in text
-    assert text in str(report) or "Mismatched elements: 1 /" in str(report)
+    assert f"Mismatched elements: 1 / {3 * H * IN}" in text
+    assert text in str(report)
 
 
 def test_a_contradicted_certificate_is_found(monkeypatch):
@@ -212,8 +219,7 @@ def test_a_contradicted_certificate_is_found(monkeypatch):
 
 def test_assert_gradients_close_passes_and_asks_for_a_cosine():
     model, (xs, ys) = Net(), data()
-    assert eb.assert_gradients_close(model, xs, ys, mse_loss).ok
-    assert eb.assert_gradients_close(model, xs, ys, mse_loss, "d_rtrl", min_cosine=0.5).ok
+    assert eb.assert_gradients_close(Leaky(), *data(H), mse_loss, "d_rtrl", min_cosine=0.99999).ok
     with pytest.raises(AssertionError, match=r"`gru\.\w+` has cosine 0\.\d+ to torch's; at least 0\.99999"):
         eb.assert_gradients_close(model, xs, ys, mse_loss, "d_rtrl", min_cosine=0.99999)
 
@@ -235,17 +241,17 @@ def only_problem(report: eb.GradientReport) -> str:
     return text
 
 
-@pytest.mark.parametrize("rule", ["rtrl", "d_rtrl"])
-def test_one_chunk_never_uses_the_trace(rule):
-    xs, ys = data()
-    assert "one chunk" in only_problem(eb.check_gradients(Net(), xs, ys, mse_loss, rule, chunk=T))
-    assert "one step" in only_problem(eb.check_gradients(Net(), xs[:1], ys[:1], mse_loss, rule, allow_zero=["gru.weight_hh_l0"]))
+def test_one_chunk_never_uses_the_trace():
+    xs, ys = data(H)
+    assert "one chunk" in only_problem(eb.check_gradients(Leaky(), xs, ys, mse_loss, "rtrl", chunk=T))
+    report = eb.check_gradients(Leaky(), xs[:1], ys[:1], mse_loss, "d_rtrl", allow_zero=["decay"])
+    assert "one step" in only_problem(report)
 
 
 def test_loss_in_the_first_chunk_never_uses_the_trace():
     mask = torch.zeros(T)
     mask[:3] = 1
-    assert "only the first chunk" in only_problem(eb.check_gradients(Net(), *data(), mse_loss, "rtrl", chunk=3, mask=mask))
+    assert "only the first chunk" in only_problem(eb.check_gradients(Leaky(), *data(H), mse_loss, "rtrl", chunk=3, mask=mask))
 
 
 def test_detached_state_never_uses_the_trace():
@@ -258,8 +264,8 @@ def test_silent_network_is_not_ok():
 
 
 def test_zero_input_is_not_ok():
-    xs, ys = data()
-    assert "input is zero" in eb.check_gradients(Net(), 0 * xs, ys, mse_loss, "rtrl").problems[0]
+    xs, ys = data(H)
+    assert "input is zero" in eb.check_gradients(Leaky(), 0 * xs, ys, mse_loss, "d_rtrl").problems[0]
 
 
 def test_zero_gradients_are_not_ok():
@@ -271,25 +277,24 @@ def test_zero_gradients_are_not_ok():
 
 
 def test_loss_that_ignores_the_model_is_not_ok():
-    report = eb.check_gradients(Net(), *data(), lambda y, t: (y.detach() * 0 + t).mean(), "rtrl")
+    report = eb.check_gradients(Leaky(), *data(H), lambda y, t: (y.detach() * 0 + t).mean(), "d_rtrl")
     assert "loss does not depend on the model" in only_problem(report)
-    assert "loss does not depend" in only_problem(eb.check_gradients(Net(), *data(), lambda y, t: 0 * y.sum(), "rtrl"))
+    report = eb.check_gradients(Leaky(), *data(H), lambda y, t: 0 * y.sum(), "d_rtrl")
+    assert "loss does not depend" in only_problem(report)
 
 
 def test_a_parameter_with_zero_gradient_is_not_ok_unless_allowed():
-    class Saturated(Net):
+    class Dead(Leaky):
         def forward(self, x):
-            return super().forward(x) * torch.sign(self.scale) ** 2
+            return super().forward(x) + torch.relu(self.scale)
 
-    model = Saturated()
-    model.scale = nn.Parameter(torch.ones(()))
-    xs, ys = data()
-    report = eb.check_gradients(model, xs, ys, mse_loss, "rtrl")
-    if report["scale"].expectation.kind == "none":
-        pytest.skip("the compiler knows that `sign` has no derivative")
+    model = Dead()
+    model.scale = nn.Parameter(torch.tensor(-1.0))
+    xs, ys = data(H)
+    report = eb.check_gradients(model, xs, ys, mse_loss, "d_rtrl")
     assert not report.ok and report["scale"].verdict == "nothing to compare"
     assert "allow_zero=['scale']" in str(report)
-    assert eb.check_gradients(model, xs, ys, mse_loss, "rtrl", allow_zero=["scale"]).ok
+    assert eb.check_gradients(model, xs, ys, mse_loss, "d_rtrl", allow_zero=["scale"]).ok
 
 
 def test_different_outputs_are_a_problem(monkeypatch):
@@ -303,7 +308,7 @@ def test_different_outputs_are_a_problem(monkeypatch):
         return found
 
     monkeypatch.setattr(check, "torch_reference", other)
-    assert "outputs differ at step 4" in eb.check_gradients(Net(), *data(), mse_loss, "rtrl").problems[0]
+    assert "outputs differ at step 4" in eb.check_gradients(Leaky(), *data(H), mse_loss, "d_rtrl").problems[0]
 
 
 # ---- the user's world stays as it was
@@ -330,7 +335,7 @@ def test_float64_check_in_a_float32_world_changes_nothing():
 @pytest.mark.x32
 def test_float32_and_the_models_own_precision():
     model, (xs, ys) = Net(), data()
-    for dtype in ("float32", torch.float32, None):
+    for dtype in (torch.float32, None):
         report = eb.check_gradients(model, xs, ys, mse_loss, "rtrl", dtype=dtype)
         assert report.ok and report.dtype == "float32" and report.tolerance == 1e-5
         assert 1e-10 < report.worst().relative_error < 1e-5
@@ -346,7 +351,7 @@ def test_model_is_restored_when_the_check_fails():
 
 
 def test_weights_in_closures_and_constants_in_tuples_are_cast_too():
-    weight = nn.Parameter(torch.randn(H, I))
+    weight = nn.Parameter(torch.randn(H, IN))
     scale = torch.tensor([0.5, 1.0, 1.5, 2.0])
 
     class Closure(Leaky):
@@ -354,7 +359,7 @@ def test_weights_in_closures_and_constants_in_tuples_are_cast_too():
             super().__init__()
             self.weight = weight
             self.constants = (scale, "name")
-            self.run = lambda x: x @ weight.t() * self.constants[0]  # noqa: E731 - a copy would keep the old weight
+            self.run = lambda x: x @ weight.t() * self.constants[0]
 
         def forward(self, x):
             return super().forward(x) + self.run(x)
@@ -367,18 +372,20 @@ def test_weights_in_closures_and_constants_in_tuples_are_cast_too():
 def test_a_fixed_precision_gives_advice():
     class Fixed(Leaky):
         def forward(self, x):
-            return super().forward(x) @ torch.ones(H, H, dtype=torch.float32)
+            return super().forward(x) @ torch.eye(H, dtype=torch.float32)
 
-    with pytest.raises(eb.BridgeError, match="dtype=None"):
-        eb.check_gradients(Fixed(), *data(H), mse_loss, "d_rtrl")
+    model, (xs, ys) = Fixed(), data(H)
+    with pytest.raises(eb.InputError, match="dtype=None"):
+        eb.check_gradients(model, xs, ys, mse_loss, "d_rtrl", dtype="float64")
+    report = eb.check_gradients(model, xs, ys, mse_loss, "d_rtrl")
+    assert report.dtype == "float32" and "cannot run in float64" in report.notes[0] and report.ok
 
 
 # ---- losses, layouts, data
 
 
 def test_jax_loss_equals_torch_loss():
-    model, (xs, ys) = Net(), data()
-    by_torch = eb.check_gradients(model, xs, ys, mse_loss, "d_rtrl")
+    model, xs, ys, by_torch = shared("d_rtrl")
     by_jax = eb.check_gradients(model, xs, ys, lambda y, t: jnp.mean(jnp.square(jnp.subtract(y, t))), "d_rtrl")
     assert by_jax.ok and by_jax.torch_loss == pytest.approx(by_torch.torch_loss, rel=1e-12)
     for p in by_torch:
@@ -402,7 +409,7 @@ def test_tokens_and_several_outputs():
     class Words(nn.Module):
         def __init__(self):
             super().__init__()
-            self.embed, self.cell, self.h = nn.Embedding(5, I), nn.GRUCell(I, H), None
+            self.embed, self.cell, self.h = nn.Embedding(5, IN), nn.GRUCell(IN, H), None
 
         def forward(self, x):
             self.h = self.cell(self.embed(x), self.h)
@@ -427,10 +434,10 @@ def test_random_model_is_compared_in_evaluation_mode():
 
 
 def test_hooks_on_parameters_are_part_of_the_gradient():
-    model, (xs, ys) = Net(), data()
-    plain = eb.check_gradients(model, xs, ys, mse_loss, "rtrl")
-    model.out.bias.register_hook(lambda g: 3 * g)
+    model, xs, ys, plain = shared("rtrl")
+    handle = model.out.bias.register_hook(lambda g: 3 * g)
     hooked = eb.check_gradients(model, xs, ys, mse_loss, "rtrl")
+    handle.remove()
     assert hooked.ok
     np.testing.assert_allclose(hooked["out.bias"].torch_gradient, 3 * plain["out.bias"].torch_gradient, rtol=1e-9)
 
@@ -467,7 +474,7 @@ def test_a_bridged_module_is_not_the_torch_model():
 
 
 def test_report_as_dict_json_html_and_picture(tmp_path):
-    report = eb.check_gradients(Net(), *data(), mse_loss, "d_rtrl")
+    report = shared("d_rtrl")[-1]
     content = report.to_dict()
     assert json.loads(report.to_json(tmp_path / "r.json")) == content == json.loads((tmp_path / "r.json").read_text())
     assert content["ok"] is True and [p["name"] for p in content["parameters"]] == list(report.parameters)
@@ -480,13 +487,6 @@ def test_report_as_dict_json_html_and_picture(tmp_path):
         report.to_html(tmp_path / "no" / "r.html")
     with pytest.raises(eb.InputError, match="no parameter `x` in this report"):
         report["x"]
-
-
-def test_json_has_no_nan(tmp_path):
-    model = Net()
-    model.extra = nn.Parameter(torch.ones(2))  # its cosine is NaN
-    content = json.loads(eb.check_gradients(model, *data(), mse_loss, "rtrl").to_json())
-    assert content["parameters"][0]["name"] == "extra" and content["parameters"][0]["cosine"] is None
 
 
 # ---- several rules, memory
@@ -536,7 +536,7 @@ def test_memory_is_that_of_the_learners_own_program(comparison):
 
 
 def test_recommend_picks_the_most_faithful_rule_that_fits():
-    model, x = Net(), torch.randn(B, I)
+    model, x = Net(), torch.randn(B, IN)
     rules = ["rtrl", "d_rtrl", "pp_prop"]
     best = eb.recommend(model, x, budget="100MB", rules=rules, steps=8)
     assert best.rule == "rtrl" and best.ok and best.memory <= 100e6
@@ -551,7 +551,7 @@ def test_recommend_picks_the_most_faithful_rule_that_fits():
 
 
 def test_recommend_prefers_the_smaller_of_two_exact_rules():
-    best = eb.recommend(Leaky(), torch.randn(B, I), rules=["rtrl", "d_rtrl"], steps=8)
+    best = eb.recommend(Leaky(), torch.randn(B, IN), rules=["rtrl", "d_rtrl"], steps=8)
     assert {c.cosine > 1 - 1e-6 for c in best.candidates} == {True}
     assert best.memory == min(c.memory for c in best.candidates)
 

@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import jax.numpy as jnp
-import models
 import numpy as np
 import pytest
-from models import B, H, I
-from oracle_compiler import Step
 
 import etrace_bridge as eb
+import models
+from models import B, H, I
+from oracle_compiler import Step
 
 
 def test_names_are_exported():

@@ -7,12 +7,12 @@ import warnings
 import brainstate
 import braintrace
 import jax.numpy as jnp
-import models
 import pytest
-from models import B, H, I
 
 import etrace_bridge as eb
+import models
 from etrace_bridge.compiler.contacts import _RULES
+from models import B, H, I
 
 X = jnp.ones((B, I))
 CELLS = [

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-import models
 import numpy as np
 import pytest
+
+import models
 from oracle_compiler import Unrolled, compute
 
 STEPS = 6

@@ -6,16 +6,16 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import models
 import numpy as np
 import pytest
 from brainstate import HiddenState, ParamState
 from jax import lax
-from models import B, H, Plain
-from oracle_compiler import compute
 
 import etrace_bridge as eb
+import models
 from etrace_bridge.compiler.control_flow import UNROLL_LIMIT
+from models import B, H, Plain
+from oracle_compiler import compute
 
 
 def cell(step, **params):

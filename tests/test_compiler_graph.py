@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import models
 import pytest
-from expected_graphs import EXPECTED
 
+import models
 from etrace_bridge.compiler.diagnostics import DiagnosticKind, show_path
+from expected_graphs import EXPECTED
 
 TOLD_ELSEWHERE = {
     DiagnosticKind.RELATION_INCLUDED,

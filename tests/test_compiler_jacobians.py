@@ -7,14 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import models
 import numpy as np
 import pytest
-from oracle_compiler import Step, compute
 
+import models
 from etrace_bridge.compiler.core import split_leaf
 from etrace_bridge.compiler.graph import ETraceGraph
 from etrace_bridge.compiler.jaxpr import evaluate
+from oracle_compiler import Step, compute
 
 TOLERANCE = {"rtol": 1e-12, "atol": 1e-12}
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import models
 import numpy as np
 import pytest
 from brainstate import HiddenState, ParamState
-from models import B, H, I, Plain
-from oracle_compiler import compute
 
 import etrace_bridge as eb
+import models
+from models import B, H, I, Plain
+from oracle_compiler import compute
 
 
 def loss(out, new):

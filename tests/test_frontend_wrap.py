@@ -352,6 +352,33 @@ def test_weights_are_copied_both_ways() -> None:
     np.testing.assert_array_equal(net(x), wanted)
 
 
+class Aliased(nn.Module):
+    """Uses its weight also through `.data` and an old view: current values, and no gradient where torch has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(H, H, bias=False)
+        self.frozen, self.row = self.fc.weight.data, self.fc.weight.detach()[1]
+
+    def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        h = torch.zeros_like(x) if h is None else h
+        h = torch.tanh(self.fc(x) + h @ self.frozen + self.row)
+        return h, h
+
+
+def test_aliases_of_a_parameter() -> None:
+    module = double(Aliased())
+    module.frozen, module.row = module.fc.weight.data, module.fc.weight.detach()[1]
+    x = torch.randn(B, H, dtype=torch.float64)
+    report = eb.verify(module, x)
+    assert report.ok and not report.dead, report
+    net = eb.wrap(module)
+    net.init_state(B)
+    changed = {"fc.weight": torch.eye(H, dtype=torch.float64)}
+    net.load_state_dict(changed)
+    np.testing.assert_allclose(net(x), torch.tanh(x + torch.eye(H, dtype=torch.float64)[1]), atol=1e-12)
+
+
 # ---- modes and randomness
 
 

@@ -8,12 +8,12 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
-from fuzz_models import Program, programs
-from fuzz_oracle import find_faults, measure
 from hypothesis import given
 
 import etrace_bridge as eb
 from etrace_bridge.compiler.diagnostics import show_path
+from fuzz_models import Program, programs
+from fuzz_oracle import find_faults, measure
 
 pytestmark = pytest.mark.fuzz
 

@@ -209,7 +209,7 @@ class _Normaliser:
         if np.shape(v.val) == shape or (not v.paths and not v.is_data and np.ndim(v.val) == 0):
             return v
         dims = tuple(range(len(shape) - np.ndim(v.val), len(shape)))
-        params = dict(shape=shape, broadcast_dimensions=dims, sharding=None)
+        params = {"shape": shape, "broadcast_dimensions": dims, "sharding": None}
         return self.widened(v, params) if v.from_product else self._broadcast(v, params)
 
     def contact(self, v: _Value) -> _Value:

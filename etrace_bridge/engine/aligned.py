@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -48,18 +49,19 @@ def follow_places(
     structure = program.graph.structure
     ends: list[Edge] = []
     for i, eqn in enumerate(program.eqns):
-        reached = [k for k, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in places]
+        operands: list[Any] = list(eqn.invars)
+        reached = [k for k, v in enumerate(operands) if not isinstance(v, Literal) and v in places]
         if not reached or not passes_derivative(eqn):
             continue
         going = [k for k in reached if (i, k) not in structure.alignment.cuts and (i, k) not in stops]
         if i in structure.use.contact_of_eqn:
             found, agreeing = {}, []
         else:
-            found, agreeing = _pass_on(eqn, {k: places[eqn.invars[k]] for k in going}, program.constants)
+            found, agreeing = _pass_on(eqn, {k: places[operands[k]] for k in going}, program.constants)
         ends += [(i, k) for k in reached if k not in agreeing]
         for v, array in found.items():
             places.setdefault(v, array)
-            origins[v] = frozenset().union(*(origins.get(eqn.invars[k], frozenset()) for k in agreeing))
+            origins[v] = frozenset().union(*(origins.get(operands[k], frozenset()) for k in agreeing))
     held: dict[int, tuple[int, ...]] = {}
     for i, k in ends:
         held[id(program.eqns[i])] = (*held.get(id(program.eqns[i]), ()), k)

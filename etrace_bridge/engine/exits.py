@@ -68,9 +68,9 @@ def find_exits(program: StepProgram) -> list[GroupExits]:
         back = _reaching(program.eqns, group.hidden_outvars)
         edges: dict[Var, list[Edge]] = {}
         for i, k in aligned.ends:
-            outs = program.eqns[i].outvars
+            outs, operand = program.eqns[i].outvars, _operand(program, (i, k))
             if (i, k) not in pre_cuts and any(v in to_output for v in outs) and not any(v in back for v in outs):
-                edges.setdefault(program.eqns[i].invars[k], []).append((i, k))
+                edges.setdefault(operand, []).append((i, k))
         outputs: dict[Var, list[int]] = {}
         for n, v in enumerate(program.out_vars):
             if not isinstance(v, Literal) and v in aligned.places:
@@ -83,6 +83,10 @@ def find_exits(program: StepProgram) -> list[GroupExits]:
         earlier = {e.var for own in result for e in own.exits}
         result.append(GroupExits(tuple(exits), tuple(e.var in earlier for e in exits), aligned.held))
     return result
+
+
+def _operand(program: StepProgram, edge: Edge) -> Any:
+    return program.eqns[edge[0]].invars[edge[1]]
 
 
 def _reaching(eqns: Sequence[JaxprEqn], targets: Sequence[Any]) -> set[Var]:
@@ -145,7 +149,7 @@ def exit_cotangents(
 ) -> list[list[Any]]:
     """Derivative of each step's loss by the exits, [group][exit], each at its group's places."""
     edges = sorted({edge for own in exits for e in own.exits for edge in e.edges})
-    shapes = [program.eqns[i].invars[k].aval for i, k in edges]
+    shapes = [_operand(program, edge).aval for edge in edges]
     length = data.args[0].shape[0]
 
     def total(deltas: Sequence[Any], shifts: Sequence[Any]) -> Any:

@@ -93,7 +93,7 @@ def loss_gradient(
     apart = core is not None and program.weights_reach_pre_cuts
     held = None if apart else core
     _, pull, (losses, outputs) = jax.vjp(
-        lambda *at: total(*at, held), list(theta), forward.hidden, deltas, has_aux=True
+        lambda theta, hidden, deltas: total(theta, hidden, deltas, held), list(theta), forward.hidden, deltas, has_aux=True
     )
     direct, b, ybar = pull(jnp.ones_like(jnp.sum(losses * weights)))
     if apart:

@@ -265,7 +265,7 @@ class StepProgram:
     def weights_reach_pre_cuts(self) -> bool:
         """Whether a value that `credit="core"` holds constant depends on weights within the step."""
         facts = self.graph.structure.facts
-        held = [self.eqns[i].invars[k] for i, k in facts.pre_cuts]
+        held: list[Any] = [self.eqns[i].invars[k] for i, k in facts.pre_cuts]
         return any(source[0] == "weight" for v in held for source in facts.at.get(v, {}))
 
     # -- running -----------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch.autograd.function import _is_setup_context_defined, _SingleLevelFunct
 
 from etrace_bridge._jax_compat import evaluate_jaxpr
 from etrace_bridge.frontend.tensor import TracedTensor
-from etrace_bridge.frontend.tracer import current
+from etrace_bridge.frontend.tracer import active, current
 
 
 @contextlib.contextmanager
@@ -33,7 +33,7 @@ def intercepted() -> Iterator[None]:
             return apply_function(cls, args, kwargs)
         if plain is not None:
             return plain(cls, *args, **kwargs)
-        return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+        return super(_SingleLevelFunction, cls).apply(*args, **kwargs)  # type: ignore[arg-type]
 
     _SingleLevelFunction.apply = classmethod(apply)
     try:
@@ -82,7 +82,7 @@ class Context:
 
 def apply_function(cls: type, args: tuple, kwargs: dict) -> Any:
     """Run a Function's forward on traced tensors and give the result the gradient of its own `backward`."""
-    tracer = current()
+    tracer = active()
     slots = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
     values = [tracer.read(args[i]) for i in slots]
     traced = [tracer.find(args[i]) for i in slots]
@@ -213,12 +213,12 @@ class _FunctionCall:
         return _with_vjp(run_forward, run_backward, self.differentiable_outputs)
 
     def _values(self) -> list[Any]:
-        return [current().read(self.args[i]) for i in self.slots]
+        return [active().read(self.args[i]) for i in self.slots]
 
 
 @contextlib.contextmanager
 def _inside_function() -> Iterator[Any]:
-    tracer = current()
+    tracer = active()
     outer, tracer.inside_function = tracer.inside_function, True
     try:
         yield tracer

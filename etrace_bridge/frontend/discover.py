@@ -34,6 +34,7 @@ class Call:
     """One recorded call of a module that has an adapter."""
 
     module: nn.Module
+    adapter: Adapter
     index: int
     inputs: tuple
     given: tuple
@@ -57,7 +58,7 @@ class Recorder:
         rest, _, given = bind_state_arguments(module.forward, adapter.arguments(module), args, kwargs)
         index = self._counts.get(id(module), 0)
         self._counts[id(module)] = index + 1
-        call = Call(module, index, _copied(rest), _copied(given), None)  # the call may write to its arguments
+        call = Call(module, adapter, index, _copied(rest), _copied(given), None)  # the call may write to its arguments
         self.calls.append(call)
         call.returned = plain_call(module, *args, **kwargs)
         return call.returned
@@ -107,15 +108,16 @@ def find_plan(
 
 def _call_root(model: nn.Module, plan: StepPlan, given: tuple | None, args: tuple, recorder: Recorder) -> Any:
     """Call the model on plain tensors with its initial state, if it takes one and the state is known."""
-    names = () if plan.root is None else plan.root.arguments(model)
+    root = plan.root
+    names = () if root is None else root.arguments(model)
     states = given
-    if names and given is None:
+    if root is not None and names and given is None:
         with restored(model, values=False):
-            states = plan.root.initial(model, args)
+            states = root.initial(model, args)
     with restored(model, values=False), intercepted_calls(recorder):
-        if not names or states is None:
+        if root is None or not names or states is None:
             return model(*args)
-        return call_with_state(model, names, args, {}, plan.root.pack(model, _copied(states)), model.forward)
+        return call_with_state(model, names, args, {}, root.pack(model, _copied(states)), model.forward)
 
 
 def _find_attribute_slots(model: nn.Module, inputs: tuple, plan: StepPlan, paths: dict[int, str]) -> tuple[list, list]:
@@ -194,7 +196,7 @@ def _layers_see_time(model: nn.Module, inputs: tuple, layout: str) -> bool:
     except Exception:  # the model does not take this layout; what it raises is its own affair
         return False
     for call in recorder.calls:
-        own = find_adapter(call.module).sequence(call.module)
+        own = call.adapter.sequence(call.module)
         if own is not None and call.inputs and isinstance(call.inputs[0], torch.Tensor):
             x = call.inputs[0]
             if x.shape[1 if own == "batch_first" and x.dim() == 3 else 0] == length:
@@ -218,7 +220,7 @@ def _loops_over_first_axis(model: nn.Module, inputs: tuple) -> bool:
     return counts[0] != counts[1]
 
 
-def repeat_in_time(inputs: tuple, layout: str, length: int) -> tuple:
+def repeat_in_time(inputs: tuple, layout: str | None, length: int) -> tuple:
     """Make sequences that repeat one time step."""
     axis = 1 if layout == "batch_first" else 0
     return tuple(torch.stack([x] * length, min(axis, x.dim())) if isinstance(x, torch.Tensor) else x for x in inputs)
@@ -253,15 +255,15 @@ def _find_argument_slots(model: nn.Module, inputs: tuple, plan: StepPlan, paths:
     recorder = Recorder(model, plan.root)
     _call_root(model, plan, given, add_time_axis(inputs, plan.layout), recorder)
     for call in recorder.calls:
-        if call.module is model or plan.layout is not None:
-            adapter = plan.root if call.module is model else find_adapter(call.module)
-            if adapter.arguments(call.module):
-                with restored(model, values=False):
-                    plan.arguments.append(_argument_slot(call, adapter, paths[id(call.module)]))
+        carried = call.module is model or plan.layout is not None
+        if carried and call.adapter.arguments(call.module):
+            with restored(model, values=False):
+                plan.arguments.append(_argument_slot(call, paths[id(call.module)]))
     plan.arguments.sort(key=lambda slot: slot.module is not model)
 
 
-def _argument_slot(call: Call, adapter: Adapter, path: str) -> ArgumentSlot:
+def _argument_slot(call: Call, path: str) -> ArgumentSlot:
+    adapter = call.adapter
     names = adapter.arguments(call.module)
     values = None if all(value is None for value in call.given) else adapter.adopt(call.module, call.given)
     if values is None or not _keeps_shape(values, adapter.split(call.module, call.returned)[1]):

@@ -207,7 +207,7 @@ def dispatch(func: Callable, args: tuple, kwargs: dict) -> Any:
     if name in _SHAPE_ONLY and not (_any_live(tracer, args[1:]) or _any_live(tracer, kwargs)):
         return func(_stand_in(args[0]), *args[1:], **kwargs)  # a constant: known while tracing, and no state
     if name == "__getitem__" and masked.is_mask_of(args[1], args[0]):
-        source, mask = tracer.find(args[0]), args[1]
+        source, mask = tracer.traced(args[0]), args[1]
         return masked.MaskedTensor.select(source.value, mask.value, tracer.place(), source.origin | mask.origin)
     special = _SPECIAL.get(func)
     if special is not None:
@@ -292,7 +292,7 @@ def _apply(tracer: Tracer, rule: registry.OpRule, args: tuple, kwargs: dict) -> 
     if out is not None:
         return _write_out(tracer, out, result, origin)
     if rule.writes_input(args, kwargs):
-        target = args[0] if args else kwargs.get("input", kwargs.get("self"))
+        target = args[0] if args else kwargs["input" if "input" in kwargs else "self"]
         _write(tracer, target, result, origin)
         return None if rule.name == "setitem_" else target
     if not torch.is_grad_enabled() and not tracer.inside_function:
@@ -363,9 +363,7 @@ def _wrap_views(rule: registry.OpRule, source: TracedTensor, values: tuple, name
 
 def _write(tracer: Tracer, target: torch.Tensor, value: Any, origin: int) -> torch.Tensor:
     """Write a value into a tensor as torch's in-place ops do: same shape, same dtype, gradients kept under `no_grad`."""
-    traced = tracer.find(target)
-    if traced is None:
-        traced = tracer.promote(target)
+    traced = tracer.traced(target)
     tracer.refuse_parameter_write(traced)
     old = traced.value
     value = cast(value, torch_dtype(old.dtype))
@@ -388,7 +386,7 @@ def _write_out(tracer: Tracer, out: Any, result: Any, origin: int) -> Any:
 
 def _grad_flag(tracer: Tracer, func: Callable, name: str, args: tuple) -> Any:
     """Answer for `requires_grad` and its relatives, which torch stores in the tensor."""
-    target = tracer.find(args[0])
+    target = tracer.traced(args[0])
     if name == "register_hook":
         raise messages.tensor_hook(tracer.place())
     if name == "requires_grad":
@@ -425,7 +423,7 @@ def _to_traced(tracer: Tracer, value: Any) -> Any:
 
 def _get_data(tracer: Tracer, tensor: torch.Tensor) -> TracedTensor:
     """`x.data`: the same memory without gradient."""
-    source = tracer.find(tensor)
+    source = tracer.traced(tensor)
     return TracedTensor(lax.stop_gradient(source.value), base=source, view=lax.stop_gradient, origin=source.origin, differentiable=False)
 
 

@@ -11,11 +11,9 @@ import jax
 import torch
 import torch2jax
 
-import etrace_bridge
-
-_FOREIGN = tuple(
-    os.path.join(os.path.dirname(os.path.abspath(package.__file__)), "") for package in (torch, jax, torch2jax, etrace_bridge)
-) + (os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""),)
+_FOREIGN = tuple(os.path.join(os.path.dirname(os.path.abspath(str(package.__file__))), "") for package in (torch, jax, torch2jax)) + (
+    os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""),
+)
 _ADAPTERS = f"{os.sep}adapters{os.sep}"
 
 

@@ -111,13 +111,12 @@ class BridgedModule(brainstate.nn.Module):
         """Make the states for inputs of this shape, or put existing ones back to their initial values."""
         old = self._session
         same = old is not None and old.batch_size == batch_size and _same_shapes(old.inputs, inputs) and old.mode == self._core.mode
-        if not same:
-            self._plan_states(inputs, batch_size, guessed)
-        for leaf in self._session.plan.leaves:
+        session = old if same and old is not None else self._plan_states(inputs, batch_size, guessed)
+        for leaf in session.plan.leaves:
             if leaf.hidden or leaf.path not in self._core.tensor_paths:  # statistics in buffers outlive a sequence
                 lookup(self._tree, leaf.path).value = to_jax(leaf.initial)
 
-    def _start_from(self, values: tuple, batch_size: int | None) -> None:
+    def _start_from(self, values: tuple, batch_size: int | None) -> Session:
         """Make the states for an input that the user gave; if the torch model does not take it, say so."""
         examples = self._core.example_like(values)
         try:
@@ -126,8 +125,9 @@ class BridgedModule(brainstate.nn.Module):
             raise
         except Exception as error:
             raise messages.model_fails(type(self.model).__name__, [tuple(x.shape) for x in examples], error) from error
+        return self._ready()
 
-    def _plan_states(self, inputs: tuple, batch_size: int | None, guessed: bool) -> None:
+    def _plan_states(self, inputs: tuple, batch_size: int | None, guessed: bool) -> Session:
         """Find the plan of a step and bring the tree of states to it; states that fit keep their values."""
         core = self._core
         with jax.ensure_compile_time_eval():  # the states belong to the module, also if they are made during a trace
@@ -148,6 +148,7 @@ class BridgedModule(brainstate.nn.Module):
                 insert(self._tree, _KEY_PATH, outside_traces(KeyState(jax.random.PRNGKey(core.options.seed))))
         self._session, self._pending = session, _NOT_INITIALISED
         self._made = tuple(leaf.path for leaf in session.plan.leaves)
+        return session
 
     def _insert_tensors(self) -> None:
         """Give every parameter and buffer that a step can read its state, unless it has one."""
@@ -230,18 +231,16 @@ class BridgedModule(brainstate.nn.Module):
 
     def _session_for(self, values: tuple) -> Session:
         """Give the session, made now if the states wait for an input; check that the input fits."""
-        if self._session is None and self._pending is not _NOT_INITIALISED:
+        if self._session is None and not isinstance(self._pending, _NotInitialised):
             self._start_from(values, self._pending)
         session = self._ready()
         if session.mode != self._core.mode:  # `model.train()` or `.eval()` since: other layers are random or keep statistics
-            self._plan_states(session.inputs, session.batch_size, session.guessed)
-            session = self._session
+            session = self._plan_states(session.inputs, session.batch_size, session.guessed)
         if len(values) == len(session.inputs) and all(v.shape == tuple(x.shape) for v, x in zip(values, session.inputs, strict=True)):
             return session
         fits = session.batch_size is None or all(v.ndim > 0 and v.shape[0] == session.batch_size for v in values)
         if session.guessed and fits and all(is_concrete(v) for v in values):
-            self._start_from(values, session.batch_size)
-            return self._session
+            return self._start_from(values, session.batch_size)
         raise messages.wrong_input([tuple(v.shape) for v in values], [tuple(x.shape) for x in session.inputs], session.batch_size)
 
     def ensure_state(self, *inputs: Any) -> None:
@@ -347,7 +346,7 @@ def _flatten(net: BridgedModule) -> tuple[list[tuple[str, Any]], tuple]:
     return sorted(net._tree.items()), (type(net), net._core, net._session, net._pending, net._made)
 
 
-def _set_key(net: BridgedModule, key: str, value: Any) -> None:
+def _set_key(net: BridgedModule, key: Any, value: Any) -> None:
     old = net._tree.get(key)
     if isinstance(old, brainstate.State) and isinstance(value, brainstate.TreefyState):
         old.update_from_ref(value)
@@ -367,7 +366,7 @@ brainstate.graph.register_graph_node_type(
     BridgedModule,
     flatten=_flatten,
     set_key=_set_key,
-    pop_key=lambda net, key: net._tree.pop(key),
+    pop_key=lambda net, key: net._tree.pop(str(key)),
     create_empty=_create_empty,
     clear=lambda net: net._tree.clear(),
 )

@@ -244,11 +244,10 @@ class Injector:
         def forward(*args: Any, **kwargs: Any) -> Any:
             rest, kept, given = bind_state_arguments(original, names, args, kwargs)
             slot = self._slots.get(key)
-            origin = _origin(given) if slot is not None else 0
-            if origin & STATE:
+            if slot is not None and _origin(given) & STATE:
                 slot = None  # the model passes its own recurrent state: that one counts
-            elif origin & INPUT:
-                raise messages.computed_initial_state(".".join(slot.leaves[0].path[:-1]), names[0])
+            elif slot is not None and _origin(given) & INPUT:
+                raise messages.computed_initial_state(".".join(slot.leaves[0].path[:-1]), ", ".join(names))
             states = given if slot is None else slot.states(self._values[key])
             if adapter.forward is not None and not self.native:
                 returned, new = adapter.forward(module, rest, states, **kept)

@@ -107,19 +107,14 @@ def _run_whole(model: nn.Module, plan: StepPlan, sequences: tuple) -> TorchRun:
         leaves, skeleton = flatten_state(plan.output_of(model, returned))
         return [t for _, t in leaves], skeleton
 
-    if None in plan.output_time_axes:  # the model gives its last step only: run every prefix
-        runs = [call(steps + 1) for steps in range(length)]
-        outputs = [
-            unflatten_state(
-                skeleton,
-                [t if a is None else t.select(a, -1) for t, a in zip(tensors, plan.output_time_axes, strict=True)],
-            )
-            for tensors, skeleton in runs
-        ]
+    axes = [axis for axis in plan.output_time_axes if axis is not None]
+    if len(axes) < len(plan.output_time_axes):  # the model gives its last step only: run every prefix
+        outputs = []
+        for steps in range(1, length + 1):
+            tensors, skeleton = call(steps)
+            last = [t if a is None else t.select(a, -1) for t, a in zip(tensors, plan.output_time_axes, strict=True)]
+            outputs.append(unflatten_state(skeleton, last))
         return TorchRun(outputs, [])
     tensors, skeleton = call(length)
-    outputs = [
-        unflatten_state(skeleton, [t.select(a, step) for t, a in zip(tensors, plan.output_time_axes, strict=True)])
-        for step in range(length)
-    ]
+    outputs = [unflatten_state(skeleton, [t.select(a, step) for t, a in zip(tensors, axes, strict=True)]) for step in range(length)]
     return TorchRun(outputs, [])

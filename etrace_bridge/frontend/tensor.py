@@ -18,6 +18,7 @@ from etrace_bridge.frontend.views import read_positions, write_positions
 
 ViewFunction = Callable[[Any], Any]
 STATE, INPUT = 1, 2
+_CPU = torch.device("cpu")
 
 
 class TracedTensor(torch.Tensor, torch2jax.Torchish):
@@ -38,7 +39,7 @@ class TracedTensor(torch.Tensor, torch2jax.Torchish):
 
     @staticmethod
     def __new__(cls, value: Any, **_: Any) -> TracedTensor:
-        return torch.Tensor._make_wrapper_subclass(cls, value.shape, dtype=torch_dtype(value.dtype), device="cpu")
+        return torch.Tensor._make_wrapper_subclass(cls, value.shape, dtype=torch_dtype(value.dtype), device=_CPU)
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class TracedTensor(torch.Tensor, torch2jax.Torchish):
     @property
     def value(self) -> Any:
         """The JAX array; a view reads its base again after the base was written."""
-        if self.base is not None and self._version_seen != self.root._writes:
+        if self.base is not None and self._view is not None and self._version_seen != self.root._writes:
             self._value = self._view(self.base.value)
             self._version_seen = self.root._writes
         return self._value
@@ -123,11 +124,15 @@ class TracedTensor(torch.Tensor, torch2jax.Torchish):
         return f"TracedTensor(shape={tuple(self._value.shape)}, dtype={self._value.dtype})"
 
 
-def strided_view(tensor: torch.Tensor, owner: TracedTensor) -> TracedTensor:
+def strided_view(tensor: torch.Tensor, owner: TracedTensor, stop_gradient: bool = False) -> TracedTensor:
     """Make the traced view of `owner` (the whole storage, flat) that a plain torch tensor is of its storage."""
     positions = torch.arange(owner._value.size).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).numpy()
-    view = lambda flat: read_positions(flat, positions)  # noqa: E731
-    return TracedTensor(view(owner.value), base=owner, view=view, origin=owner.origin, differentiable=False)
+
+    def view(flat: Any) -> Any:
+        value = read_positions(flat, positions)
+        return jax.lax.stop_gradient(value) if stop_gradient else value
+
+    return TracedTensor(view(owner.value), base=owner, view=view, origin=owner.origin, differentiable=not stop_gradient)
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:

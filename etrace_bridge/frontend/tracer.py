@@ -29,6 +29,14 @@ def current() -> Tracer | None:
     return getattr(_active, "tracer", None)
 
 
+def active() -> Tracer:
+    """Give the tracer of this thread, which must be tracing."""
+    tracer = current()
+    if tracer is None:
+        raise messages.escaped_tensor("a traced operation")
+    return tracer
+
+
 @contextlib.contextmanager
 def activated(tracer: Tracer) -> Iterator[None]:
     """Make a tracer this thread's current one."""
@@ -81,8 +89,14 @@ class Tracer:
         found = self._tracked.get(id(tensor))
         if found is not None:
             return found[1]
-        owner = self._storages.get(_storage(tensor)) if self._storages else None
+        storage = _storage(tensor) if self._storages else None
+        owner = None if storage is None else self._storages.get(storage)
         return None if owner is None else self._alias(tensor, *owner)
+
+    def traced(self, tensor: torch.Tensor) -> TracedTensor:
+        """Give the traced tensor that a tensor is or stands for; a constant becomes one."""
+        found = self.find(tensor)
+        return self.promote(tensor) if found is None else found
 
     def _alias(self, tensor: torch.Tensor, plain: torch.Tensor, owner: TracedTensor) -> TracedTensor:
         """Make the traced tensor of a plain one that shares the memory of a tracked one (`weight.data`, an old view)."""
@@ -93,8 +107,8 @@ class Tracer:
         if tensor.dtype != plain.dtype or not plain.is_contiguous() or plain.storage_offset() != 0:
             raise messages.unfollowed_view("a tensor shares the memory of a parameter or buffer in another layout", self.place())
         flat = TracedTensor(lax.reshape(owner.value, (owner.value.size,)), base=owner, origin=owner.origin, view=lambda v: v.reshape(-1))
-        alias = strided_view(tensor, flat)
-        alias.differentiable = False
+        constant_alias = isinstance(plain, nn.Parameter) and not tensor.requires_grad  # `weight.data`, `weight.detach()`
+        alias = strided_view(tensor, flat, stop_gradient=constant_alias)
         self._tracked[id(tensor)] = (tensor, alias)
         return alias
 

@@ -131,7 +131,7 @@ def _weights(run: TorchRun) -> list[list[np.ndarray]]:
 
 
 def _torch_gradients(module: nn.Module, net: BridgedModule, run: TorchRun, weights: list, inputs: list) -> tuple[list[str], list]:
-    loss = sum(
+    loss: Any = sum(
         (torch.tensor(w).to(t.dtype) * t).sum()
         for output, ws in zip(run.outputs, weights, strict=True)
         for (_, t), w in zip(flatten_state(output)[0], ws, strict=True)

@@ -123,7 +123,8 @@ class DRTRL(Rule):
 
     def differentiate(self, program: StepProgram, theta, env: dict, forward: Forward, data: Chunk) -> LossGradient:
         """The one-step losses and their derivatives; rules with another `b_t` override this."""
-        return loss_gradient(program, theta, forward, data.args, data.loss, data.targets, data.weights, self.credit)
+        loss: Any = data.loss
+        return loss_gradient(program, theta, forward, data.args, loss, data.targets, data.weights, self.credit)
 
     def gradient(self, program, theta, env, forward, data, found, core, xs, a: Grouped) -> list[Any]:
         """Direct gradient and credit within the chunk."""

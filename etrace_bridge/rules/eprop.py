@@ -149,19 +149,16 @@ class EProp(DRTRL):
         """`dl_t/doutput_t` projected to each exit."""
         outputs = step_outputs(program, env, forward, data.args)
         flat, tree = jax.tree.flatten(outputs)
-
-        def total(flat: Sequence[Any]) -> Any:
-            return jnp.sum(jax.vmap(data.loss)(jax.tree.unflatten(tree, flat), data.targets) * data.weights)
-
         floats = [n for n, v in enumerate(program.out_vars) if is_float(v)]
+        loss: Any = data.loss
 
-        def of_floats(some: Sequence[Any]) -> Any:
+        def total(some: Sequence[Any]) -> Any:
             full = list(flat)
             for n, x in zip(floats, some, strict=True):
                 full[n] = x
-            return total(full)
+            return jnp.sum(jax.vmap(loss)(jax.tree.unflatten(tree, full), data.targets) * data.weights)
 
-        by_output = jax.grad(of_floats)([flat[n] for n in floats])
+        by_output = jax.grad(total)([flat[n] for n in floats])
         signals: dict[Var, Any] = {}
         for (var, n), matrix in self.feedback_matrices(program).items():
             got = by_output[floats.index(n)]
@@ -257,6 +254,7 @@ def _differentiate_with(
     stopped = {n for own in exits for e in own.exits for n in e.outputs}
     exit_vars = list(signals)
     tap_vars = [t.part.var for t in program.taps]
+    loss_of_step: Any = data.loss
 
     def total(theta: Sequence[Any], hidden: Sequence[Any], deltas: Sequence[Any], held: dict):
         env = program.weight_env(theta)
@@ -267,7 +265,7 @@ def _differentiate_with(
             done = program.run_step(start, saved_t, taps, [*program.out_vars, *exit_vars], held)
             flat = [read(done, v) for v in program.out_vars]
             output = program.output_tree([lax.stop_gradient(o) if n in stopped else o for n, o in enumerate(flat)])
-            loss = data.loss(output, target_t)
+            loss = loss_of_step(output, target_t)
             surrogate = sum(jnp.sum(s * done[v]) for s, v in zip(signals_t, exit_vars, strict=True))
             return weight_t * loss + surrogate, (loss, output)
 

@@ -27,7 +27,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from etrace_bridge.compiler.contacts import ContactForm
 from etrace_bridge.compiler.views import Contact
 from etrace_bridge.engine.aligned import follow_places, pairs_of_places
 from etrace_bridge.engine.forward import Forward
@@ -143,12 +142,12 @@ def _entries(tap: Tap, y_places: np.ndarray, x_places: np.ndarray) -> KeptEntrie
     index = at | of_y
     if part.letter:
         index[part.letter] = index[part.letter] + part.start
-    whole = contact.form.sizes if part.letter else form.sizes
-    view = np.ravel_multi_index([index[c] for c in form.view], [whole[c] for c in form.view]) if form.view else y * 0
+    whole: Any = contact.form if part.letter else form
+    view = np.ravel_multi_index([index[c] for c in form.view], whole.shape(form.view)) if form.view else y * 0
     return KeptEntries(contact, tap.index, y[fits], source[feature][fits], np.broadcast_to(view, y.shape)[fits])
 
 
-def _feature_sources(form: ContactForm, shape: tuple[int, ...]) -> np.ndarray:
+def _feature_sources(form: Any, shape: tuple[int, ...]) -> np.ndarray:
     """For each feature, the element of `x` that it is a copy of (-1: padding)."""
     numbers = np.arange(1, int(np.prod(shape, dtype=np.int64)) + 1, dtype=np.float32).reshape(shape)
     with jax.ensure_compile_time_eval(), jax.default_matmul_precision("highest"):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
 
 from etrace_bridge._errors import TracingError
+from etrace_bridge._jax_compat import is_concrete
 from etrace_bridge.frontend.ops.arrays import axis, expand_to, select
 from etrace_bridge.frontend.ops.dtypes import cast, dtype_of
 from etrace_bridge.frontend.ops.elementwise import add, mul
@@ -86,7 +86,7 @@ def _as_places(rest: list[Any]) -> list[Any]:
     """Turn masks into the integer indices of their true entries; that needs their values."""
     places: list[Any] = []
     for entry in rest:
-        if isinstance(entry, jax.core.Tracer) and _is_mask(entry):
+        if not is_concrete(entry) and _is_mask(entry):
             raise data_dependent_shape("x[mask]", "`torch.where(mask, x, other)` or `x.masked_fill(mask, value)`")
         if entry is not Ellipsis:
             places += list(np.asarray(entry).nonzero()) if _is_mask(entry) else [entry]

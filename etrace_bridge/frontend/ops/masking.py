@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 import torch
 from jax import lax
 
 from etrace_bridge._errors import NotSupportedError
+from etrace_bridge._jax_compat import is_concrete
 from etrace_bridge.frontend.ops.arrays import axis, expand_to, scalar, select, zeros_like
 from etrace_bridge.frontend.ops.dtypes import cast, dtype_of, result_type, to_jax_dtype
 from etrace_bridge.frontend.ops.indexing import data_dependent_shape, setitem
@@ -185,7 +185,7 @@ def functional_embedding(
 def one_hot(input: Any, num_classes: int = -1) -> Any:
     """Code integers as unit vectors."""
     if num_classes == -1:
-        if isinstance(input, jax.core.Tracer):
+        if not is_concrete(input):
             raise data_dependent_shape("one_hot(x)", "`one_hot(x, num_classes)`")
         num_classes = int(np.max(np.asarray(input))) + 1
     shape = (*np.shape(input), num_classes)

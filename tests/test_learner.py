@@ -1,0 +1,218 @@
+"""OnlineLearner against torch: gradients, updates, streams, resets, layouts, batch sizes."""
+
+from __future__ import annotations
+
+import numpy as np
+import optax
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+
+import etrace_bridge as eb
+from learner_models import B, I, O, T, assert_same, make_data, make_net, torch_gradients, torch_loss
+
+
+def weights(learner) -> dict[str, torch.Tensor]:
+    return {name: t.clone() for name, t in learner.net.state_dict().items()}
+
+
+def test_gradients_of_an_exact_rule_are_torchs():
+    model, (xs, ys) = make_net(), make_data()
+    learner = eb.OnlineLearner(model, rule="rtrl", loss=mse_loss, chunk=2)
+    found = learner.gradients(xs, ys)
+    expected = torch_gradients(model, xs, ys)
+    assert_same(found.grads, expected)
+    assert found.loss == pytest.approx(torch_loss(model, xs, ys).item(), rel=1e-12)
+    assert torch.allclose(found.outputs, model(xs), rtol=1e-12)
+    assert found.losses.shape == (T,)
+    assert not found.grads["spare.weight"].any()
+    assert "none: the step does not use it" in learner.graph.report()
+
+    learner.gradients(xs[:3], ys[:3], carry=True)
+    second = learner.gradients(xs[3:], ys[3:], carry=True)
+    whole = {n: (2 * expected[n] - torch_gradients(model, xs[:3], ys[:3])[n]) for n in expected}
+    assert_same(second.grads, whole)  # the trace carried what the first half did
+
+    masked = learner.gradients(xs, ys, mask=torch.tensor([0.0, 0, 1, 0, 0, 1]))
+    model.zero_grad()
+    out = model(xs)
+    ((mse_loss(out[2], ys[2]) + mse_loss(out[5], ys[5])) / 2).backward()
+    for name, grad in masked.grads.items():
+        own = dict(model.named_parameters())[name].grad
+        assert torch.allclose(grad, torch.zeros_like(grad) if own is None else own, rtol=1e-9, atol=1e-12)
+
+
+def test_updates_are_those_of_a_torch_loop():
+    model, mine = make_net(), make_net()
+    optimizer = torch.optim.Adam([{"params": model.rnn.parameters()}, {"params": model.out.parameters(), "lr": 0.1}], lr=0.02)
+    other = torch.optim.Adam([{"params": mine.rnn.parameters()}, {"params": mine.out.parameters(), "lr": 0.1}], lr=0.02)
+    learner = eb.OnlineLearner(mine, rule="bptt", loss=mse_loss, optimizer=other)
+    for n in range(20):
+        xs, ys = make_data(seed=n)
+        torch_gradients(model, xs, ys)
+        optimizer.step()
+        result = learner.update(xs, ys)
+    assert result.loss == pytest.approx(result.losses.mean().item())
+    assert learner.updates == 20 and learner.steps == 20 * T
+    assert_same({n: p.detach() for n, p in mine.named_parameters()}, dict(make_net().named_parameters()), 0)  # untouched
+    learner.sync_to_torch()
+    assert_same(dict(mine.named_parameters()), {n: p.detach() for n, p in model.named_parameters()}, 1e-10)
+
+
+@pytest.fixture(scope="module")
+def stream():
+    """A learner with a plain step, and its own copy of the start."""
+    learner = eb.OnlineLearner(make_net(), rule="d_rtrl", loss=mse_loss, optimizer=optax.sgd(0.1), chunk=2)
+    xs, ys = make_data()
+    learner.step(xs[0], ys[0])
+    return learner
+
+
+def restart(learner) -> None:
+    learner.reset()
+    learner.net.load_state_dict(make_net().state_dict())
+
+
+def test_a_stream_of_steps_is_an_update_per_step(stream):
+    xs, ys = make_data()
+    restart(stream)
+    losses = [stream.step(x, y).loss for x, y in zip(xs, ys, strict=True)]
+    by_step = weights(stream)
+    restart(stream)
+    together = stream.update(xs, ys, every="step", carry=True)
+    assert np.allclose(losses, together.losses, rtol=1e-12)
+    assert_same(weights(stream), by_step, 1e-12)
+    # The first step's update is the gradient of one step, which torch knows.
+    restart(stream)
+    start = weights(stream)
+    info = stream.step(xs[0], ys[0])
+    model = make_net()
+    expected = torch_gradients(model, xs[:1], ys[:1])
+    moved = {n: (start[n] - w) / 0.1 for n, w in weights(stream).items()}
+    for name, grad in expected.items():
+        assert torch.allclose(moved[name], grad, rtol=1e-8, atol=1e-12), name
+    assert torch.allclose(info.output, model(xs[:1])[0])
+
+
+def test_a_step_without_target_advances_states_and_trace(stream):
+    xs, ys = make_data()
+    restart(stream)
+    for x in xs[:-1]:
+        assert stream.step(x).loss is None
+    assert_same(weights(stream), make_net().state_dict(), 0)
+    start = weights(stream)
+    whole = stream.gradients(xs, ys, mask=torch.eye(T)[-1])
+    stream.step(xs[-1], ys[-1])
+    moved = {n: (start[n] - w) / 0.1 for n, w in weights(stream).items()}
+    assert_same(moved, whole.grads)
+
+
+def test_reset_of_some_batch_elements(stream):
+    xs, ys = make_data()
+    restart(stream)
+    stream.step(xs[0]), stream.step(xs[1])
+    stream.reset(mask=[True, False, False])
+    mixed = stream.step(xs[2]).output
+    restart(stream)
+    fresh = stream.step(xs[2]).output
+    restart(stream)
+    stream.step(xs[0]), stream.step(xs[1])
+    kept = stream.step(xs[2]).output
+    assert torch.equal(mixed[0], fresh[0]) and torch.equal(mixed[1:], kept[1:])
+    assert not torch.allclose(fresh[0], kept[0])
+    with pytest.raises(eb.InputError, match=r"`mask` has shape \(2,\); it must be \(3,\)"):
+        stream.reset(mask=[True, False])
+
+
+def test_another_batch_size(stream):
+    restart(stream)
+    xs, ys = make_data()
+    stream.step(xs[0], ys[0])
+    small_x, small_y = make_data(batch=1)
+    with pytest.raises(eb.InputError, match=r"They cannot go on with another batch.*`reset\(\)`"):
+        stream.step(small_x[0], small_y[0])
+    before = stream.net.hidden_values()[0]
+    result = stream.gradients(small_x, small_y)  # a sequence of its own may have any batch size ...
+    assert result.outputs.shape == (T, 1, O)
+    assert np.array_equal(stream.net.hidden_values()[0], before)  # ... and the stream goes on
+    stream.step(xs[1], ys[1])
+    stream.reset()
+    assert stream.step(small_x[0], small_y[0]).output.shape == (1, O)
+    stream.reset()
+    stream.step(xs[0], ys[0])
+
+
+def test_batch_first_and_prediction():
+    model = make_net(batch_first=True, dropout=0.5)
+    xs, ys = make_data()
+    learner = eb.OnlineLearner(model, rule="bptt", loss=mse_loss, optimizer=optax.sgd(0.0))
+    one = learner.gradients(xs.transpose(0, 1), ys.transpose(0, 1))
+    assert one.outputs.shape == (B, T, O)
+    other = learner.gradients(xs.transpose(0, 1), ys.transpose(0, 1))
+    assert not torch.allclose(one.outputs, other.outputs)  # dropout draws anew, as in torch
+    predicted = learner.predict(xs.transpose(0, 1))
+    assert model.training
+    assert torch.allclose(predicted, model.eval()(xs.transpose(0, 1)), rtol=1e-12)
+    model.train()
+    mean = learner.evaluate([(xs.transpose(0, 1), ys.transpose(0, 1))])
+    assert mean == pytest.approx(torch.stack([mse_loss(p, y) for p, y in zip(predicted.transpose(0, 1), ys, strict=True)]).mean().item())
+
+
+def test_running_statistics_move_on_and_come_home():
+    class Normed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(I, momentum=0.5)
+            self.cell = torch.nn.RNNCell(I, 3)
+
+        def forward(self, x, h=None):
+            h = self.cell(self.norm(x), h)
+            return h, h
+
+    torch.manual_seed(0)
+    model = Normed().double()
+    learner = eb.OnlineLearner(model, rule="bptt", loss=mse_loss, optimizer=optax.sgd(0.0))
+    xs, _ = make_data()
+    ys = torch.zeros(T, B, 3, dtype=torch.float64)
+    learner.update(xs, ys)
+    learner.reset()
+    expected = torch.nn.BatchNorm1d(I, momentum=0.5).double()
+    for x in xs:
+        expected(x)
+    assert not model.norm.running_mean.any()
+    kept = model.norm.running_mean
+    learner.sync_to_torch()
+    assert model.norm.running_mean is kept and torch.allclose(kept, expected.running_mean, rtol=1e-10)
+
+
+def test_clipping_and_accumulation_in_the_learner():
+    model, mine = make_net(), make_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    learner = eb.OnlineLearner(
+        mine, rule="bptt", loss=mse_loss, optimizer=torch.optim.SGD(mine.parameters(), lr=0.5, momentum=0.9), accumulate=2, clip_norm=0.1
+    )  # fmt: skip
+    for n in range(2):
+        first = torch_gradients(model, *make_data(seed=2 * n))
+        second = torch_gradients(model, *make_data(seed=2 * n + 1))
+        for name, p in model.named_parameters():
+            p.grad = (first[name] + second[name]) / 2
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1) > 0.1
+        optimizer.step()
+        learner.update(*make_data(seed=2 * n))
+        learner.update(*make_data(seed=2 * n + 1))
+    learner.sync_to_torch()
+    assert_same(dict(mine.named_parameters()), {n: p.detach() for n, p in model.named_parameters()}, 1e-10)
+
+
+def test_brainstate_modules_learn_too():
+    import brainstate
+    import jax.numpy as jnp
+
+    net = brainstate.nn.GRUCell(I, 3)
+    brainstate.nn.init_all_states(net, batch_size=B)
+    learner = eb.OnlineLearner(net, rule="d_rtrl", loss=lambda y, t: jnp.mean((y - t) ** 2), optimizer=optax.sgd(0.1), chunk=3)
+    xs = np.asarray(make_data()[0])
+    first = learner.update(xs, np.zeros((T, B, 3))).loss
+    assert learner.update(xs, np.zeros((T, B, 3))).loss < first
+    with pytest.raises(eb.InputError, match="no torch model"):
+        learner.sync_to_torch()
