@@ -149,9 +149,7 @@ def _named(runtime: Runtime) -> dict[str, Any]:
     named |= {f"hidden state {n}": x for n, x in zip(session.hidden_names, values.hidden, strict=True)}
     named |= {f"carried {n}": x for n, x in zip(session.other_names, values.other, strict=True)}
     for kind, tree in (("trace", values.trace), ("optimizer", values.opt), ("alarm", values.alarm)):
-        named |= {
-            f"{kind} {jax.tree_util.keystr(keys)}": x for keys, x in jax.tree_util.tree_flatten_with_path(tree)[0]
-        }
+        named |= {f"{kind} {jax.tree_util.keystr(keys)}": x for keys, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
     return named
 
 

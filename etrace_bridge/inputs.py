@@ -51,9 +51,7 @@ def as_array(x: Any, float_dtype: Any = None) -> Any:
     except Exception as error:
         raise InputError(f"A `{type(x).__name__}` is no array. Pass a torch tensor, a NumPy or a JAX array.") from error
     if array.dtype == object or array.dtype.kind in "US":
-        raise InputError(
-            f"A `{type(x).__name__}` of {array.dtype} is no array of numbers. Pass a torch tensor, a NumPy or a JAX array."
-        )
+        raise InputError(f"A `{type(x).__name__}` of {array.dtype} is no array of numbers. Pass a torch tensor, a NumPy or a JAX array.")
     if array.dtype == np.float64 and float_dtype is not None:
         return array.astype(float_dtype)
     return array.astype(jax.dtypes.canonicalize_dtype(array.dtype))

@@ -71,9 +71,7 @@ class OnlineLearner:
         net = wrap(model, seed=seed) if isinstance(model, torch.nn.Module) else model
         if not isinstance(net, brainstate.nn.Module):
             raise InputError(f"`model` is a {type(model).__name__}; it must be a torch or a brainstate module.")
-        options = Options(
-            chunk, reduction, budget, clip_norm, clip_value, accumulate, schedule, guard, check_inputs
-        )
+        options = Options(chunk, reduction, budget, clip_norm, clip_value, accumulate, schedule, guard, check_inputs)
         self.rule = make_rule(rule)
         self.history: History | None = None
         self._runtime = Runtime(net, self.rule, loss, optimizer, options, Placement(device, mesh))
@@ -128,9 +126,7 @@ class OnlineLearner:
         grads, *rest = self._runtime.gradients(as_inputs(xs), targets, mask, carry)
         return GradientResult(grads, self._after_hooks, *rest, self._runtime.batch_first)
 
-    def update(
-        self, xs: Any, targets: Any, mask: Any = None, carry: bool = False, every: str = "sequence"
-    ) -> SequenceResult:
+    def update(self, xs: Any, targets: Any, mask: Any = None, carry: bool = False, every: str = "sequence") -> SequenceResult:
         """Gradients of a sequence, and updates.
 
         Args:
@@ -195,9 +191,7 @@ class OnlineLearner:
             max_batches: most batches in an epoch, for streams.
             progress: show a progress bar; by default where the error output is a terminal.
         """
-        options = FitOptions(
-            validation, tuple(callbacks), early_stopping, scheduler, every, carry, max_batches, progress
-        )
+        options = FitOptions(validation, tuple(callbacks), early_stopping, scheduler, every, carry, max_batches, progress)
         return run_fit(self, batches, epochs, options)
 
     def reset(self, mask: Any = None) -> None:

@@ -72,8 +72,7 @@ def _try_jax(loss: Callable, output: Any, target: Any) -> tuple[Callable | None,
         return None, error
     if shape != ():
         raise InputError(
-            f"The loss `{_name(loss)}` must return a scalar for one step; it returned shape {shape}. "
-            "Take its mean or sum over the batch."
+            f"The loss `{_name(loss)}` must return a scalar for one step; it returned shape {shape}. Take its mean or sum over the batch."
         )
     return loss, None
 

@@ -76,8 +76,7 @@ class Translated:
     def _structure(self) -> tuple:
         groups = self.optimizer.param_groups
         return tuple(
-            (tuple(map(id, g["params"])), tuple(self.rule.slots(g)), tuple(bool(g.get(k)) for k in self.rule.fixed))
-            for g in groups
+            (tuple(map(id, g["params"])), tuple(self.rule.slots(g)), tuple(bool(g.get(k)) for k in self.rule.fixed)) for g in groups
         )
 
     def _init(self, theta: Arrays) -> TranslatedState:

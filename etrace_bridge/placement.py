@@ -54,9 +54,7 @@ class Placement:
                 f"The batch of {batch} cannot be divided over the mesh's {self.mesh.size} devices. Use a multiple of {self.mesh.size}."
             )
         spec = NamedSharding(self.mesh, PartitionSpec(*(None,) * axis, self.mesh.axis_names))
-        return jax.tree.map(
-            lambda x: jax.device_put(x, spec) if np.ndim(x) > axis and np.shape(x)[axis] == batch else self.put(x), tree
-        )
+        return jax.tree.map(lambda x: jax.device_put(x, spec) if np.ndim(x) > axis and np.shape(x)[axis] == batch else self.put(x), tree)
 
 
 def find_device(device: Any) -> Any:

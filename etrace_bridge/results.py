@@ -87,9 +87,7 @@ class GradientResult(SequenceResult):
         raw_grads: JAX arrays by torch name, without the parameters' hooks.
     """
 
-    def __init__(
-        self, raw_grads: Mapping[str, Any], finish: Callable[[Mapping[str, torch.Tensor]], dict], *rest: Any
-    ) -> None:
+    def __init__(self, raw_grads: Mapping[str, Any], finish: Callable[[Mapping[str, torch.Tensor]], dict], *rest: Any) -> None:
         super().__init__(*rest)
         self.raw_grads, self._finish = raw_grads, finish
 

@@ -77,9 +77,7 @@ class Runtime(Store):
         updates: updates made.
     """
 
-    def __init__(
-        self, net: brainstate.nn.Module, rule: Rule, loss: Any, optimizer: Any, options: Options, placement: Placement
-    ) -> None:
+    def __init__(self, net: brainstate.nn.Module, rule: Rule, loss: Any, optimizer: Any, options: Options, placement: Placement) -> None:
         self.given_loss, self.optimizer, self.options = loss, optimizer, options
         is_torch = isinstance(net, BridgedModule)
         named = net.model.named_parameters() if is_torch else ()
@@ -89,9 +87,7 @@ class Runtime(Store):
         self.torch_update = None
         if updater is None:
             if options.schedule is not None:
-                raise InputError(
-                    f"`schedule` cannot act on `{type(optimizer).__name__}`, which runs in torch. Use a torch scheduler."
-                )
+                raise InputError(f"`schedule` cannot act on `{type(optimizer).__name__}`, which runs in torch. Use a torch scheduler.")
             self.torch_update = TorchUpdate(optimizer, self.parameters, *clipping)
         super().__init__(net, rule, updater, placement)
         self.steps = self.updates = 0
@@ -111,9 +107,7 @@ class Runtime(Store):
     def loss_for(self, target: Any) -> Callable:
         """The loss for targets like this one, of one step and as the user gave it."""
         if self.given_loss is None:
-            raise InputError(
-                "This learner has no loss. Give one: `OnlineLearner(model, loss=torch.nn.functional.mse_loss)`."
-            )
+            raise InputError("This learner has no loss. Give one: `OnlineLearner(model, loss=torch.nn.functional.mse_loss)`.")
         leaves, tree = jax.tree.flatten(target)
         where = (self.session.signature, tree)
         given = (where, tuple((tuple(np.shape(t)), str(t.dtype)) for t in leaves))

@@ -60,9 +60,7 @@ class Session:
         self.hidden_names = [show_path(leaf.path) for leaf in self.program.leaves]
         self.other_names = _leaf_names([(p or ("outside",), s.value) for p, s in self._other_states])
         persistent = _persistent_paths(net)
-        self.resets = [
-            _resets(p, s, persistent) for p, s in self._other_states for _ in jax.tree.leaves(s.value)
-        ]
+        self.resets = [_resets(p, s, persistent) for p, s in self._other_states for _ in jax.tree.leaves(s.value)]
         self.initial = self._initial()
         self.compiled: dict[Any, Any] = {}
 
@@ -72,14 +70,20 @@ class Session:
         if not isinstance(self.net, BridgedModule):
             return False
         inputs = [jax.numpy.asarray(a) for a in self._examples]
+        self.fit_states()
         now = str(self.net.traced_step(*inputs).jaxpr)
         with evaluation_mode(self.net):
-            return str(self.net.traced_step(*inputs).jaxpr) == now
+            self.fit_states()
+            then = str(self.net.traced_step(*inputs).jaxpr)
+        self.fit_states()
+        return now == then
 
     def in_evaluation(self) -> Session:
         """The same step, compiled for evaluation."""
         with evaluation_mode(self.net):
-            return Session(self.net, self._examples)
+            made = Session(self.net, self._examples)
+        self.fit_states()
+        return made
 
     def fit_states(self) -> None:
         """Makes the model's states fit this session's inputs, if they do not."""
@@ -162,7 +166,5 @@ def _resets(path: Path | None, state: brainstate.State, persistent: set[Path] | 
 
 def _leaf_names(values: Sequence[tuple[Path, Any]]) -> list[str]:
     return [
-        show_path(path) + jax.tree_util.keystr(keys)
-        for path, value in values
-        for keys, _ in jax.tree_util.tree_flatten_with_path(value)[0]
+        show_path(path) + jax.tree_util.keystr(keys) for path, value in values for keys, _ in jax.tree_util.tree_flatten_with_path(value)[0]
     ]

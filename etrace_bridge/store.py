@@ -65,9 +65,7 @@ class Store:
     def session(self) -> Session:
         """The compiled model."""
         if self._active is None:
-            raise StateError(
-                "The learner has seen no input yet, so there is no graph. Call `step` or `gradients` first."
-            )
+            raise StateError("The learner has seen no input yet, so there is no graph. Call `step` or `gradients` first.")
         return self._active
 
     @property
@@ -130,9 +128,7 @@ class Store:
             trace = None
         else:
             if session.weight_names != before.weight_names:
-                raise StateError(
-                    "The model uses other parameters for inputs of this shape. Make a learner for each shape."
-                )
+                raise StateError("The model uses other parameters for inputs of this shape. Make a learner for each shape.")
             old = self.values
             theta, opt, alarm = old.theta, old.opt, old.alarm
             if before is self.stream:
@@ -173,9 +169,7 @@ class Store:
             return
         gone = jnp.asarray(as_array(mask)).astype(bool)
         if gone.shape != (session.batch,):
-            raise InputError(
-                f"`mask` has shape {gone.shape}; it must be ({session.batch},), one entry a batch element."
-            )
+            raise InputError(f"`mask` has shape {gone.shape}; it must be ({session.batch},), one entry a batch element.")
 
         def put_back(old: Any, new: Any) -> Any:
             return jnp.where(gone.reshape(-1, *(1,) * (old.ndim - 1)), new, old)

@@ -149,9 +149,7 @@ TORCH_RULES: dict[type, TorchRule] = {
     torch.optim.Adam: _ADAM,
     torch.optim.AdamW: _ADAM,
     torch.optim.RMSprop: TorchRule(_rmsprop_numbers, _rmsprop_slots, _rmsprop, ("centered", "maximize")),
-    torch.optim.Adagrad: TorchRule(
-        _adagrad_numbers, lambda group: {"sum": group["initial_accumulator_value"]}, _adagrad, ("maximize",)
-    ),
+    torch.optim.Adagrad: TorchRule(_adagrad_numbers, lambda group: {"sum": group["initial_accumulator_value"]}, _adagrad, ("maximize",)),
 }
 
 

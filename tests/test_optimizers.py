@@ -28,9 +28,7 @@ CASES = {
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
     "rmsprop-all": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.7, centered=True, weight_decay=0.1, alpha=0.9),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
-    "adagrad-all": lambda p: torch.optim.Adagrad(
-        p, lr=0.1, lr_decay=0.05, weight_decay=0.1, initial_accumulator_value=0.2
-    ),
+    "adagrad-all": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.05, weight_decay=0.1, initial_accumulator_value=0.2),
 }
 
 
@@ -166,9 +164,7 @@ def test_schedule_scales_the_learning_rate():
     mine = parameters()
     schedule = optax.piecewise_constant_schedule(1.0, {2: 0.5})
     theta, _ = bridge_steps(make_updater(optax.sgd(0.1), mine, schedule=schedule), mine, range(4))
-    expected = {
-        n: p.detach() - 0.1 * sum(gradients(s)[n] * (1.0 if s < 2 else 0.5) for s in range(4)) for n, p in mine.items()
-    }
+    expected = {n: p.detach() - 0.1 * sum(gradients(s)[n] * (1.0 if s < 2 else 0.5) for s in range(4)) for n, p in mine.items()}
     assert_equal(theta, expected, 1e-12)
 
 
