@@ -151,7 +151,7 @@ def _cell(result: dict[str, Any] | None, key: str) -> str:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows as text: ratios to torch BPTT, the time of torch BPTT, and peak memory."""
-    names = list(MAKERS)
+    names = list(dict.fromkeys([*MAKERS, *(name for row in rows for name in row["programs"])]))
     header = ["workload", "sizes", "reach", *names, f"{REFERENCE} ms", *(f"{name} mem" for name in names)]
     lines = [header]
     for row in rows:

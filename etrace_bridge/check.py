@@ -64,7 +64,9 @@ class _Check:
 @overload
 def check_gradients(model: nn.Module, xs: Any, targets: Any, loss: Callable, rule: str | Rule = ..., **options: Any) -> GradientReport: ...
 @overload
-def check_gradients(model: nn.Module, xs: Any, targets: Any, loss: Callable, rule: Sequence[str | Rule], **options: Any) -> RuleComparison: ...
+def check_gradients(
+    model: nn.Module, xs: Any, targets: Any, loss: Callable, rule: Sequence[str | Rule], **options: Any
+) -> RuleComparison: ...
 
 
 def check_gradients(
@@ -118,7 +120,9 @@ def check_gradients(
     rules = [make_rule(r) for r in rule] if several else [make_rule(rule)]  # pyright: ignore[reportGeneralTypeIssues, reportArgumentType]
     if not rules:
         raise InputError("`rule` is an empty list; name at least one rule.")
-    job = _Job(model, xs, targets, loss, rules, several, chunk, reduction, mask, tolerance, frozenset(allow_zero), state, sequence, batch_first)
+    job = _Job(
+        model, xs, targets, loss, rules, several, chunk, reduction, mask, tolerance, frozenset(allow_zero), state, sequence, batch_first
+    )
     if dtype != "auto":
         return job.run(torch_dtype(dtype) or float_dtype(model))
     try:
@@ -382,5 +386,7 @@ def _trace_problems(check: _Check, chunk: int, certificates: dict, parameters: d
     if not carried:
         return ["The trace is never used: no parameter reaches the loss through a hidden state, so this model has no recurrence to learn."]
     if all((parameters[name].past or 0.0) <= check.tolerance for name in carried if name in parameters):
-        return ["The trace is never used: no gradient comes from before the chunk of the loss. The states may be detached or reset at every step."]
+        return [
+            "The trace is never used: no gradient comes from before the chunk of the loss. The states may be detached or reset at every step."
+        ]
     return []

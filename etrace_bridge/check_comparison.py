@@ -71,7 +71,9 @@ class RuleComparison:
         fitting = [r for r in self.reports if r.ok and r.memory is not None and r.memory <= limit]
         if not fitting:
             sizes = ", ".join(f"{r.rule} {size(r.memory)}{'' if r.ok else ' (not ok)'}" for r in self.reports)
-            raise InputError(f"No rule of this comparison is ok and fits into {size(limit)}: {sizes}. Raise the budget, or use a smaller batch.")
+            raise InputError(
+                f"No rule of this comparison is ok and fits into {size(limit)}: {sizes}. Raise the budget, or use a smaller batch."
+            )
         return min(fitting, key=lambda r: (round(_distance(r), 6), r.memory))
 
     def __str__(self) -> str:

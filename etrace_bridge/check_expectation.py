@@ -81,7 +81,7 @@ def _expect_d_rtrl(rule: DRTRL, certificate: ParameterCertificate, length: int, 
     if exact:
         return Expectation(EXACT, certificate.reason)
     if certificate.exact:
-        return Expectation(APPROXIMATE, "`credit=\"core\"` drops what an output reads of an old state past the core")
+        return Expectation(APPROXIMATE, '`credit="core"` drops what an output reads of an old state past the core')
     return Expectation(APPROXIMATE, certificate.reason)
 
 

@@ -50,7 +50,9 @@ def draw_report(report: GradientReport, path: str | PathLike | None = None) -> A
         axes.invert_yaxis()
     if parameters:
         _draw_worst(points, report)
-    figure.suptitle(f"{report.rule} against torch BPTT: {'ok' if report.ok else 'NOT OK'}  ({report.steps} steps, chunks of {report.chunk}, {report.dtype})")
+    figure.suptitle(
+        f"{report.rule} against torch BPTT: {'ok' if report.ok else 'NOT OK'}  ({report.steps} steps, chunks of {report.chunk}, {report.dtype})"
+    )
     if path is not None:
         try:
             figure.savefig(path)

@@ -76,9 +76,7 @@ def map_tensors(tree: Any, fun: Callable[[torch.Tensor], Any]) -> Any:
     return tree
 
 
-def torch_reference(
-    model: nn.Module, names: Sequence[str], data: CheckData, loss: Callable, options: Mapping[str, Any]
-) -> Reference:
+def torch_reference(model: nn.Module, names: Sequence[str], data: CheckData, loss: Callable, options: Mapping[str, Any]) -> Reference:
     """Runs torch BPTT.
 
     Args:

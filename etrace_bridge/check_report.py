@@ -242,7 +242,9 @@ class GradientReport:
             if p.verdict == MISMATCH:
                 texts.append(p.mismatch(self.rule))
             elif not p.ok:
-                texts.append(f"The gradient of `{p.name}` is zero in torch, so nothing was compared. If that is right, pass `allow_zero=[{p.name!r}]`.")
+                texts.append(
+                    f"The gradient of `{p.name}` is zero in torch, so nothing was compared. If that is right, pass `allow_zero=[{p.name!r}]`."
+                )
         return texts
 
     def __str__(self) -> str:

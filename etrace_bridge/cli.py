@@ -53,7 +53,9 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_check(commands: Any) -> None:
     """`check`: gradients next to torch BPTT."""
-    parser = commands.add_parser("check", help="compare a rule's gradients with torch BPTT", description=check_gradients.__doc__.splitlines()[0])
+    parser = commands.add_parser(
+        "check", help="compare a rule's gradients with torch BPTT", description=check_gradients.__doc__.splitlines()[0]
+    )
     add_model_arguments(parser)
     parser.add_argument("--steps", type=int, default=30, help="time steps of the random sequence (default 30)")
     parser.add_argument("--rule", action="append", metavar="NAME", help="rule, several for a comparison: " + ", ".join(rule_names()))
@@ -219,5 +221,3 @@ def _fail(message: str, args: argparse.Namespace, hint: str = "") -> int:
     if hint:
         print(hint, file=sys.stderr)
     return BAD_USE
-
-

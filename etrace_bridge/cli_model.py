@@ -33,11 +33,12 @@ def load_object(reference: str) -> Any:
     path = Path(file)
     if not path.is_file():
         raise InputError(f"There is no file `{file}`.")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name_in_python = f"_from_command_line_{path.stem}"  # never the name of a module that is there already
+    spec = importlib.util.spec_from_file_location(name_in_python, path)
     if spec is None or spec.loader is None:
         raise InputError(f"`{file}` is not a Python file.")
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(path.stem, module)
+    sys.modules[name_in_python] = module  # classes find their own module
     sys.path.insert(0, str(path.resolve().parent))  # so that the file can import its neighbours
     try:
         spec.loader.exec_module(module)
@@ -99,7 +100,9 @@ def in_layout(sequence: torch.Tensor, batch_first: bool) -> torch.Tensor:
     return sequence.transpose(0, 1).contiguous() if batch_first and sequence.dim() > 1 else sequence
 
 
-def make_loss_and_targets(model: nn.Module, xs: torch.Tensor, loss: str, batch_first: bool, seed: int, options: dict) -> tuple[Callable, Any]:
+def make_loss_and_targets(
+    model: nn.Module, xs: torch.Tensor, loss: str, batch_first: bool, seed: int, options: dict
+) -> tuple[Callable, Any]:
     """A loss by name, and random targets of the kind that it takes, for the model's output."""
     with torch.no_grad():
         run = run_torch(model, xs, **options)

@@ -137,7 +137,9 @@ def recommend(
     precision = float_dtype(model)
     with in_precision(model, precision) if precision == torch.float64 else contextlib.nullcontext():
         inputs = tuple(to_jax(_in_model_dtype(a, precision)) for a in (x if isinstance(x, (tuple, list)) else (x,)))
-        net = wrap(model, state, example_input=tuple(torch.tensor(np.asarray(a)) for a in inputs), sequence=sequence, batch_first=batch_first)
+        net = wrap(
+            model, state, example_input=tuple(torch.tensor(np.asarray(a)) for a in inputs), sequence=sequence, batch_first=batch_first
+        )
         trial = _Trial(net, inputs, steps)
         reference = trial.reference()
         candidates = [_look_at(trial, rule, limit, reference) for rule in chosen]

@@ -20,7 +20,7 @@ from torch import nn
 
 BATCH, STEPS, WIDTH = 2, 4, 3
 
-_HEADER = '''\
+_HEADER = """\
 class Spike(torch.autograd.Function):
     @staticmethod
     def forward(ctx, v, slope):
@@ -37,7 +37,7 @@ class Spike(torch.autograd.Function):
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-'''
+"""
 
 UNARY = (
     "torch.tanh({a})", "torch.sigmoid({a})", "torch.relu({a})", "F.softplus({a})", "torch.sin({a})", "-{a}",
@@ -304,11 +304,15 @@ def _assemble(w: _Writer, states: list[tuple[str, str, str]], result: str, style
     else:
         for name, shape, new in states:
             if style == "buffer":
-                init.append(f'self.register_buffer("{name}", torch.linspace(-0.5, 0.5, {BATCH}).reshape(-1, *[1] * {shape.count(",") + 1}) * torch.ones({shape}))')
+                init.append(
+                    f'self.register_buffer("{name}", torch.linspace(-0.5, 0.5, {BATCH}).reshape(-1, *[1] * {shape.count(",") + 1}) * torch.ones({shape}))'
+                )
                 start.append(f"{name} = self.{name}")
             else:
                 init.append(f"self.{name} = None")
-                start.append(f"{name} = torch.zeros({BATCH}, {shape}, dtype={w.weights[0][0]}.dtype) if self.{name} is None else self.{name}")
+                start.append(
+                    f"{name} = torch.zeros({BATCH}, {shape}, dtype={w.weights[0][0]}.dtype) if self.{name} is None else self.{name}"
+                )
             end.append(f"self.{name} = {new}")
         end.append(f"return {result}")
         signature = "def forward(self, x):"

@@ -20,9 +20,7 @@ from fuzz_models import BATCH, STEPS, Program
 from oracle_compiler import Unrolled
 
 # Each program runs once on tiny arrays: compiling it is all of the cost.
-QUICK_COMPILE = {
-    "xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True, "xla_cpu_use_fusion_emitters": False
-}
+QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True, "xla_cpu_use_fusion_emitters": False}
 
 
 def runs_of(seed: int) -> dict[str, tuple[Rule, int]]:
