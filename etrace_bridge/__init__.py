@@ -63,10 +63,12 @@ from etrace_bridge.frontend import (
     wrap,
 )
 from etrace_bridge.learner import OnlineLearner
+from etrace_bridge.plot import plot_graph
 from etrace_bridge.recommend import recommend
 from etrace_bridge.results import GradientResult, SequenceResult, StepInfo
 
 __all__ = [
+    "plot_graph",
     "GradientReport",
     "RuleComparison",
     "assert_gradients_close",

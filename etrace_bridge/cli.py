@@ -1,4 +1,4 @@
-"""The command line: `python -m etrace_bridge check|explain|recommend …`.
+"""The command line: `python -m etrace_bridge check|explain|recommend|demo …`.
 
 A command is one function that adds a parser to the sub-parsers and sets `run=`, a function of the parsed arguments that returns
 the exit status. `COMMANDS` lists them; to add one, write such a function and append it.
@@ -161,8 +161,27 @@ def run_recommend(args: argparse.Namespace) -> int:
     return OK if found.ok else NOT_OK
 
 
+def add_demo(commands: Any) -> None:
+    """`demo`: a torch GRU wrapped, explained, checked and trained online."""
+    parser = commands.add_parser("demo", help="wrap, explain, check and train a torch GRU online, next to torch BPTT")
+    parser.add_argument("--folder", default="demo-report", help="where the report goes (default demo-report)")
+    parser.add_argument("--epochs", type=int, default=10, help="passes over the training images (default 10)")
+    add_common_arguments(parser)
+    parser.set_defaults(run=run_demo_command)
+
+
+def run_demo_command(args: argparse.Namespace) -> int:
+    """Runs `demo`."""
+    from etrace_bridge.demo import run_demo  # imports scikit-learn and matplotlib, which the other commands do not need
+
+    page = run_demo(args.folder, at_least_one(args.epochs, "--epochs"))
+    if args.json:
+        print(json.dumps({"report": str(page)}))
+    return OK
+
+
 # One function a command; others add theirs here.
-COMMANDS: list[Callable[[Any], None]] = [add_check, add_explain, add_recommend]
+COMMANDS: list[Callable[[Any], None]] = [add_check, add_explain, add_recommend, add_demo]
 
 
 class UsageError(Exception):

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 from etrace_bridge._errors import InputError
+from etrace_bridge.compiler.hidden_group import HiddenGroup
 from etrace_bridge.engine.program import StepProgram
 
 
@@ -134,6 +135,15 @@ def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
     """Raises unless an option has one of its values."""
     if value not in allowed:
         raise InputError(f"`{name}` is {value!r}; it must be one of {', '.join(map(repr, allowed))}.")
+
+
+def check_batch_axis(group: HiddenGroup, keep: Any) -> None:
+    """Raises unless the batch is the first axis of a group's states."""
+    if not group.varshape or group.varshape[0] != keep.shape[0]:
+        raise InputError(
+            f"The hidden state `{group.name}` has shape {group.varshape}, so its first axis is not the batch of {keep.shape[0]}. "
+            "Single batch elements can only be reset where the batch comes first; call `reset()` without a mask."
+        )
 
 
 def batch_rows(places: Any, places_per_row: int, keep: Any) -> Any:

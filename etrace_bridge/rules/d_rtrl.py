@@ -54,7 +54,7 @@ from etrace_bridge.engine.linearise import (
 )
 from etrace_bridge.engine.program import StepProgram
 from etrace_bridge.engine.suffix import suffix_scan
-from etrace_bridge.rules.base import Carry, Chunk, ChunkResult, Rule, batch_rows, check_choice, register_rule
+from etrace_bridge.rules.base import Carry, Chunk, ChunkResult, Rule, batch_rows, check_batch_axis, check_choice, register_rule
 
 Traces = list[list[Any]]  # [leg][state]
 
@@ -180,6 +180,7 @@ class DRTRL(Rule):
         cleared = []
         for leg, states in zip(program.legs, trace, strict=True):
             group = program.groups[program.place_of(leg)]
+            check_batch_axis(group, keep)
             per_row = group.leaves[0].num_places // group.varshape[0]
             rows = batch_rows(leg.places, per_row, keep)
             form = leg.part.form
