@@ -48,11 +48,17 @@ def _samples(op: Any) -> list[tuple[OpRule, Call]]:
     return chosen
 
 
+# torch finds out only in the backward pass that it has no derivative for the in-place form.
+NO_INPLACE_DERIVATIVE = frozenset({"acosh", "asinh", "atanh"})
+
+
 def _inplace_calls(op: Any, calls: list[Call]) -> list[Call]:
     """Keep the calls that torch accepts in place: same shape, a dtype that can hold the result, a derivative if need be."""
     accepted = []
     for c in calls:
         for prepare in (torch.clone, lambda t: t.detach().clone()):
+            if prepare is torch.clone and op.name in NO_INPLACE_DERIVATIVE:
+                continue
             args, kwargs = map_tensors(prepare, c.args), map_tensors(prepare, c.kwargs)
             try:
                 quietly(op.inplace_variant, *args, **kwargs)
@@ -127,10 +133,14 @@ def _covered_names() -> set[str]:
     return covered
 
 
+# It takes no traced values, so it has a test of its own: test_op_table.py.
+CONSTANTS_ONLY = frozenset({"aten::repeat_interleave.Tensor"})
+
+
 def test_every_entry_has_a_case() -> None:
     """An entry is covered by its own case, or by one of another name for the same rule."""
-    covered = _covered_names() | RANDOM | UNSET_MEMORY | REFUSED
-    names = set(op_names())
+    covered = _covered_names() | RANDOM | UNSET_MEMORY | REFUSED | CONSTANTS_ONLY
+    names = {name for name in op_names() if not name.startswith("etrace_bridge_tests::")}  # what other tests registered
     body = lambda name: registry._RULES[name].rule.__wrapped__  # noqa: E731
     bodies = {body(name) for name in covered & names}
     assert sorted(name for name in names - covered if body(name) not in bodies) == []
