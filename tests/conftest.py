@@ -35,6 +35,13 @@ hypothesis.settings.load_profile("quick")
 
 
 @pytest.fixture(autouse=True)
+def _programs_to_try(request: pytest.FixtureRequest) -> None:
+    """Load the profile again for fuzz tests: torch's own test helpers, once imported, put a profile of theirs in its place."""
+    if request.node.get_closest_marker("fuzz") is not None:
+        hypothesis.settings.load_profile(request.config.getoption("--hypothesis-profile", None) or "quick")
+
+
+@pytest.fixture(autouse=True)
 def _precision(request: pytest.FixtureRequest) -> Iterator[None]:
     """Run tests marked `x32` in JAX's default 32-bit mode."""
     if request.node.get_closest_marker("x32") is None:

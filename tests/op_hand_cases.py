@@ -83,7 +83,6 @@ INDEXING = [
     call(aten._unsafe_index_put.default, x(4, 5), [torch.tensor([0, 2])], x(5), False),
     call(aten._index_put_impl_.default, x(4, 5), [mask(4, 5)], x(), False),
     call(aten.select.int, x(3, 4), 1, -1),
-    call(aten.repeat_interleave.Tensor, torch.tensor([1, 2, 0, 3])),
     call(aten.slice.Tensor, x(3, 4), 1, 1, 9223372036854775807),
 ]
 

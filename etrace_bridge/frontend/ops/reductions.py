@@ -58,8 +58,6 @@ def sum_(input: Any, dim: Dim = None, keepdim: bool = False, *, dtype: torch.dty
 def sum_to_size(input: Any, *size: Any) -> Any:
     """Sum over the dimensions along which a tensor of the given size would be broadcast."""
     target = ints(size)
-    if not target:
-        return sum_(input)
     extra = np.ndim(input) - len(target)
     x = sum_(input, tuple(range(extra))) if extra else input
     over = tuple(d for d, n in enumerate(target) if n == 1 and np.shape(x)[d] != 1)
