@@ -51,7 +51,9 @@ format: setup ## Let ruff format the code and fix what it can.
 	$(BIN)/ruff format .
 
 bench: setup ## Run the benchmarks.
-	@set -e; for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script; done
+	$(BIN)/python benchmarks/compile_cost.py
+	$(BIN)/python benchmarks/bridge_cost.py
+	$(BIN)/python -m benchmarks
 
 fuzz: setup ## Try N=2000 random programs on each fuzz test.
 	FUZZ_PROGRAMS=$(N) $(BIN)/python -m pytest -n $(JOBS) --hypothesis-profile fuzz -m fuzz tests
