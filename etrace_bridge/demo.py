@@ -186,7 +186,7 @@ def _accuracy(model: nn.Module, test: Any) -> float:
 
 def _summary(*runs: Run) -> Table:
     table = Table(title="sequential digits, one row a step, test accuracy after the last row")
-    for column in ("", "accuracy", "first batch", "all others", "kept, 8 steps", "kept, 1,000 steps"):
+    for column in ("", "accuracy", "first batch", "all others", "kept, 8 steps", "kept, 1,000 steps (scaled up)"):
         table.add_column(column)
     for run in runs:
         longer = run.memory if run.name.startswith("online") else run.memory / 8 * 1000
