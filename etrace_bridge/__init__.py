@@ -19,9 +19,7 @@ from etrace_bridge._errors import (
     TracingError,
     UnsupportedOpError,
 )
-from etrace_bridge.check import assert_gradients_close, check_gradients
-from etrace_bridge.check_comparison import RuleComparison
-from etrace_bridge.check_report import GradientReport
+from etrace_bridge.check import GradientReport, RuleComparison, assert_gradients_close, check_gradients, recommend
 from etrace_bridge.compiler import (
     CompilationRecord,
     ContactForm,
@@ -47,7 +45,6 @@ from etrace_bridge.compiler import (
     register_contact,
     register_elementwise,
 )
-from etrace_bridge.fit import EarlyStopping, History
 from etrace_bridge.frontend import (
     Adapter,
     BridgedModule,
@@ -62,10 +59,8 @@ from etrace_bridge.frontend import (
     verify,
     wrap,
 )
-from etrace_bridge.learner import OnlineLearner
+from etrace_bridge.learning import EarlyStopping, GradientResult, History, OnlineLearner, SequenceResult, StepInfo
 from etrace_bridge.plot import plot_graph
-from etrace_bridge.recommend import recommend
-from etrace_bridge.results import GradientResult, SequenceResult, StepInfo
 
 __all__ = [
     "plot_graph",

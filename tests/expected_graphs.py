@@ -5,8 +5,6 @@ relation (`primitive(x, how the view is made(its parameters)) output shape as ke
 (`what arrives > what stands there > the states behind it`); a parameter's certificate; any other decision.
 """
 
-
-
 from __future__ import annotations
 
 EXPECTED: dict[str, str] = {}

@@ -92,10 +92,7 @@ def plain(states: dict, x: Any = (B, I), **params: Any) -> Callable:
 
     def add(step: Callable) -> Callable:
         def make(rng: np.random.Generator):
-            ps = {
-                n: ParamState(jax.tree.map(partial(_normal, rng), shapes, is_leaf=_is_shape))
-                for n, shapes in params.items()
-            }
+            ps = {n: ParamState(jax.tree.map(partial(_normal, rng), shapes, is_leaf=_is_shape)) for n, shapes in params.items()}
             ss = {n: HiddenState(_normal(rng, s)) if _is_shape(s) else s(rng) for n, s in states.items()}
             return Plain(ps, ss, step), (x(rng) if callable(x) else _normal(rng, x),)
 
@@ -731,9 +728,7 @@ class Chain(brainstate.nn.Module):
 @module
 def linear_gru_linear(rng):
     nn = brainstate.nn
-    model = Chain(
-        encode=nn.Linear(I, 5, **ZEROS), cell=nn.GRUCell(5, H, **ZEROS), readout=nn.Linear(H, 2, **ZEROS)
-    )
+    model = Chain(encode=nn.Linear(I, 5, **ZEROS), cell=nn.GRUCell(5, H, **ZEROS), readout=nn.Linear(H, 2, **ZEROS))
     nn.init_all_states(model, batch_size=B)
     return model, (_normal(rng, (B, I)),)
 

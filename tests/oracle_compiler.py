@@ -39,9 +39,7 @@ class Step:
     def _state_values(self) -> list[Any]:
         return [leaf for s in self.minfo.compiled_model_states for leaf in jax.tree.leaves(s.value)]
 
-    def run(
-        self, replaced: dict, added: dict, cuts: Sequence[tuple[int, int]] = (), args: Sequence[Any] | None = None
-    ) -> dict:
+    def run(self, replaced: dict, added: dict, cuts: Sequence[tuple[int, int]] = (), args: Sequence[Any] | None = None) -> dict:
         """The values of all variables.
 
         Args:

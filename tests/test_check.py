@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import etrace_bridge as eb
-from etrace_bridge.check_reference import map_tensors
-from etrace_bridge.footprint import parse_bytes
+from etrace_bridge.check.reference import map_tensors
+from etrace_bridge.learning.footprint import parse_bytes
 from etrace_bridge.rules import BPTT, DRTRL, RTRL, EProp
 
 T, B, IN, H, OUT = 6, 2, 3, 4, 2
@@ -298,7 +298,7 @@ def test_a_parameter_with_zero_gradient_is_not_ok_unless_allowed():
 
 
 def test_different_outputs_are_a_problem(monkeypatch):
-    from etrace_bridge import check
+    from etrace_bridge.check import gradients as check
 
     real = check.torch_reference
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from etrace_bridge import cli
+from etrace_bridge.cli import commands as cli
 
 MODELS = """
 import torch

@@ -199,12 +199,7 @@ def test_report():
         "u          dot_general  1: k          exact\n"
         "mix        dot_general  1: k          exact"
     )
-    assert groups == (
-        "hidden group  state  shape\n"
-        "------------  -----  ------\n"
-        "0             h      (2, 4)\n"
-        "1             k      (2, 6)"
-    )
+    assert groups == ("hidden group  state  shape\n------------  -----  ------\n0             h      (2, 4)\n1             k      (2, 6)")
     assert cuts.splitlines()[1].startswith("  [1] h, w -> product with `mix` (tests/models.py:")
     assert cuts.endswith("(two_shapes)) -> k")
 

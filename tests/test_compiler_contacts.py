@@ -46,8 +46,7 @@ def test_the_form_is_the_equation(name):
                 if part.letter:
                     axis = contact.form.view.index(part.letter)
                     view = lax.slice_in_dim(view, part.start, part.start + part.form.sizes[part.letter], axis=axis)
-                pairs.append((by_form(part.form, view, step.read(env, contact.x) if contact.x is not None else None),
-                              env[part.var]))
+                pairs.append((by_form(part.form, view, step.read(env, contact.x) if contact.x is not None else None), env[part.var]))
         return [(a.reshape(b.shape), b) for a, b in pairs]
 
     for got, expected in compute(run):

@@ -33,9 +33,7 @@ def describe(graph) -> str:
         x = "" if r.x_var is None else "x, "
         keys = "/".join(r.trainable_paths)
         groups = ", ".join(str(g.index) for g in r.hidden_groups)
-        lines.append(
-            f"{r.primitive}({x}{view}) {r.y_var.aval.shape} as {keys} -> {groups}: {names(r.connected_hidden_paths)}"
-        )
+        lines.append(f"{r.primitive}({x}{view}) {r.y_var.aval.shape} as {keys} -> {groups}: {names(r.connected_hidden_paths)}")
     for record in graph.explain(kind="cut"):
         sources = (*record.context["from"], *record.context["parameters"])
         lines.append(f"cut: {names(sources)} > {record.context['cut'].reason} > {names(record.context['into'])}")

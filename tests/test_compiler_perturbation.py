@@ -117,9 +117,7 @@ def assert_equals(graph, model, args, step, scale):
         out, hidden, _, _ = graph.call_hidden_perturb(args, [q[p[0]] for p, _ in _perturbed(graph)])
         return loss(out, [hidden[(n,)] for n in q])
 
-    (value, grads), (value_by_hand, grads_by_hand) = compute(
-        lambda: (jax.value_and_grad(by_graph)(q), jax.value_and_grad(by_hand)(q))
-    )
+    (value, grads), (value_by_hand, grads_by_hand) = compute(lambda: (jax.value_and_grad(by_graph)(q), jax.value_and_grad(by_hand)(q)))
     np.testing.assert_allclose(value, value_by_hand, rtol=1e-12)
     for name, grad in grads.items():
         np.testing.assert_allclose(grad, grads_by_hand[name], rtol=1e-12, atol=1e-12)
@@ -193,14 +191,11 @@ def test_on_the_zoo(name):
     perturb, minfo = graph.hidden_perturb, graph.module_info
     rng = np.random.default_rng(0)
     zeros = perturb.init_perturb_data()
-    assert [(z.shape, z.dtype) for z in zeros] == [
-        (v.aval.shape, v.aval.dtype) for v in minfo.hidden_path_to_invar.values()
-    ]
+    assert [(z.shape, z.dtype) for z in zeros] == [(v.aval.shape, v.aval.dtype) for v in minfo.hidden_path_to_invar.values()]
     noise = [jnp.asarray(rng.standard_normal(z.shape)) for z in zeros]
 
     def all_steps():
-        one_at_a_time = [[n if i == j else z for j, (n, z) in enumerate(zip(noise, zeros, strict=True))]
-                         for i in range(len(zeros))]
+        one_at_a_time = [[n if i == j else z for j, (n, z) in enumerate(zip(noise, zeros, strict=True))] for i in range(len(zeros))]
         return (
             minfo.jaxpr_call(*args),
             graph.call_hidden_perturb(args, zeros),

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from etrace_bridge import InputError, NotSupportedError
-from etrace_bridge.inputs import as_array
-from etrace_bridge.optimizers import make_updater
-from etrace_bridge.torch_update import TorchUpdate
+from etrace_bridge.learning.inputs import as_array
+from etrace_bridge.learning.optimizers import make_updater
+from etrace_bridge.learning.torch_update import TorchUpdate
 
 STEPS = 20
 

@@ -237,9 +237,7 @@ def test_snap1_keeps_the_diagonal_of_products(name):
     assert_close(run(name, SnAp1(upstream="step")).grads, dense(name).snap1())
 
 
-@pytest.mark.parametrize(
-    "name", ["torch_lstm", "layer_norm", "stacked", "low_rank", "carried_elsewhere", "encoder_readout", "GRUCell"]
-)
+@pytest.mark.parametrize("name", ["torch_lstm", "layer_norm", "stacked", "low_rank", "carried_elsewhere", "encoder_readout", "GRUCell"])
 def test_rtrl_is_bptt(name):
     # What states that are not hidden carry ends at a chunk's boundary.
     assert_close(run(name, RTRL(), T if case(name).values.other else K).grads, dense(name).bptt()[0])
@@ -409,9 +407,7 @@ def test_inexact_certificates_that_measure_exact_are_known():
 # -- exits, by which e-prop reads a group ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["torch_lstm", "stacked", "two_groups_one_weight", "reads_old_state", "packed_concat", "two_readings"]
-)
+@pytest.mark.parametrize("name", ["torch_lstm", "stacked", "two_groups_one_weight", "reads_old_state", "packed_concat", "two_readings"])
 def test_exits_carry_all_credit_of_the_core(name):
     """`b_t` of `credit="core"` and the cotangents at contacts are what the exits' learning signals pull back."""
     c = case(name)
@@ -424,9 +420,7 @@ def test_exits_carry_all_credit_of_the_core(name):
         data = Chunk(xs, targets, jnp.ones(K), loss_of)
         found = loss_gradient(c.program, theta, forward, xs, loss_of, targets, data.weights, "core")
         signals = exit_cotangents(c.program, env, forward, data, exits)
-        pulled = [
-            linearise_exits(c.program, env, forward, xs, g, own)(signals[g]) for g, own in enumerate(exits)
-        ]
+        pulled = [linearise_exits(c.program, env, forward, xs, g, own)(signals[g]) for g, own in enumerate(exits)]
         taps = [sum(x for x in column if x is not None) for column in zip(*(t for _, t in pulled), strict=True)]
         return (found.b, found.ybar), ([b for b, _ in pulled], taps)
 

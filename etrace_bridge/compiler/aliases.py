@@ -15,9 +15,7 @@ from etrace_bridge._jax_compat import JaxprEqn, Literal, Var
 from etrace_bridge.compiler.jaxpr import variables
 from etrace_bridge.compiler.primitives import is_float
 
-_REARRANGING = frozenset(
-    {"reshape", "squeeze", "expand_dims", "transpose", "rev", "copy", "concatenate", "stack", "convert_element_type"}
-)
+_REARRANGING = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "rev", "copy", "concatenate", "stack", "convert_element_type"})
 
 
 def is_alias(eqn: JaxprEqn) -> bool:

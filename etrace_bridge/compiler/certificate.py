@@ -234,9 +234,7 @@ def certify(
     """One certificate a parameter, in the order the model takes them."""
     path_of = dict(minfo.invar_to_hidden_path)
     ends: list[tuple[Var, Any, bool]] = []  # (before, after, is hidden) of states that matter
-    for state, ins, outs in zip(
-        minfo.compiled_model_states, minfo.state_tree_invars, minfo.state_tree_outvars, strict=True
-    ):
+    for state, ins, outs in zip(minfo.compiled_model_states, minfo.state_tree_invars, minfo.state_tree_outvars, strict=True):
         for n, (i, o) in enumerate(zip(ins, outs, strict=True)):
             if i in minfo.invar_to_weight_path or isinstance(o, Literal):
                 continue
@@ -249,10 +247,7 @@ def certify(
     for i, o, is_hidden in ends:
         for source, tags in facts.at.get(o, {}).items():
             entered.setdefault(source, []).append((i, is_hidden, tags))
-    return {
-        path: _certify_one(("weight", path), facts, entered, at_outputs, path_of, group_of)
-        for path in minfo.weight_path_to_invars
-    }
+    return {path: _certify_one(("weight", path), facts, entered, at_outputs, path_of, group_of) for path in minfo.weight_path_to_invars}
 
 
 def _certify_one(source: Source, facts: StepFacts, entered, at_outputs, path_of, group_of) -> ParameterCertificate:

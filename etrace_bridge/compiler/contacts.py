@@ -145,9 +145,7 @@ def _dot_general(eqn: JaxprEqn, weight: int) -> ContactForm:
                 free.append(axes[side][d])
     sizes = {c: n for side in (0, 1) for c, n in zip(axes[side], shapes[side], strict=True)}
     x = 1 - weight
-    return ContactForm(
-        weight, x, sizes, out="".join(batch + free), view="".join(axes[weight]), feature="".join(axes[x]), phi=_same
-    )
+    return ContactForm(weight, x, sizes, out="".join(batch + free), view="".join(axes[weight]), feature="".join(axes[x]), phi=_same)
 
 
 def _same(x: Any) -> Any:
@@ -180,7 +178,12 @@ def _conv(eqn: JaxprEqn, weight: int) -> ContactForm | None:
 
     def patches(x: Any) -> Any:
         cols = lax.conv_general_dilated_patches(
-            x, window, p["window_strides"], p["padding"], p["lhs_dilation"], p["rhs_dilation"],
+            x,
+            window,
+            p["window_strides"],
+            p["padding"],
+            p["lhs_dilation"],
+            p["rhs_dilation"],
             dimension_numbers=dn,
         )
         return cols.reshape([sizes[c] for c in feature])
@@ -231,9 +234,7 @@ def _dynamic_slice(eqn: JaxprEqn, weight: int) -> ContactForm | None:
         return jax.nn.one_hot(jnp.clip(index, 0, table[axis] - 1), table[axis], dtype=dtype)
 
     out = "".join(c for d, c in enumerate(view) if d != axis)
-    return ContactForm(
-        0, 1 + axis, dict(zip(view, table, strict=True)), out=out, view=view, feature=view[axis], phi=one_hot
-    )
+    return ContactForm(0, 1 + axis, dict(zip(view, table, strict=True)), out=out, view=view, feature=view[axis], phi=one_hot)
 
 
 def _custom_lookup(eqn: JaxprEqn, weight: int) -> ContactForm | None:
@@ -272,4 +273,3 @@ register_contact("conv_general_dilated", _conv)
 register_contact("gather", _gather)
 register_contact("dynamic_slice", _dynamic_slice)
 register_contact("custom_vjp_call", _custom_lookup)
-

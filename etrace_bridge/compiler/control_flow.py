@@ -299,9 +299,7 @@ class _Normaliser:
                 "its rounds depends on data, so no gradient can pass through it. Use `jax.lax.scan` or a "
                 "`fori_loop` with a fixed number of rounds, or compute what needs the parameter outside the loop."
             )
-        self.record(
-            DiagnosticKind.WHILE_OPAQUE, eqn, "a `while` loop stays one opaque node; no gradient passes through it"
-        )
+        self.record(DiagnosticKind.WHILE_OPAQUE, eqn, "a `while` loop stays one opaque node; no gradient passes through it")
         stopped = [_Value(lax.stop_gradient(v.val), v.paths, v.is_data) for v in operands]
         return self.bind(eqn, stopped)
 

@@ -41,9 +41,7 @@ class Core:
         return bind_equation(eqn, [lax.stop_gradient(v) if k in held else v for k, v in enumerate(operands)])
 
 
-def build_core(
-    eqns: Sequence[JaxprEqn], alignment: Alignment, outvars: Sequence[Any], given: Sequence[Var] = ()
-) -> Core:
+def build_core(eqns: Sequence[JaxprEqn], alignment: Alignment, outvars: Sequence[Any], given: Sequence[Var] = ()) -> Core:
     """The part of the core that makes the given new states; values `given` from outside are not computed."""
     chosen = needed_equations([eqns[i] for i in alignment.core], outvars, given)
     held = held_operands(eqns, alignment.cuts)

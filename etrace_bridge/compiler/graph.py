@@ -108,9 +108,7 @@ class ETraceGraph:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
 
-def compile_etrace_graph(
-    model: brainstate.nn.Module, *args: Any, include_hidden_perturb: bool = True, **kwargs: Any
-) -> ETraceGraph:
+def compile_etrace_graph(model: brainstate.nn.Module, *args: Any, include_hidden_perturb: bool = True, **kwargs: Any) -> ETraceGraph:
     """Reads one step of a model into an `ETraceGraph`.
 
     Args:

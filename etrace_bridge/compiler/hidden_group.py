@@ -105,9 +105,7 @@ class HiddenGroup:
     def split_hidden(self, array: Any) -> list[Any]:
         """One value a hidden state, from an array with the states along the last axis."""
         if array.shape[-1] != self.num_state:
-            raise InputError(
-                f"Hidden group {self.index} has {self.num_state} states; the last axis of the array is {array.shape[-1]}."
-            )
+            raise InputError(f"Hidden group {self.index} has {self.num_state} states; the last axis of the array is {array.shape[-1]}.")
         values, at = [], 0
         for leaf in self.leaves:
             parts = [array[..., at + n] for n in range(leaf.count)]
@@ -137,9 +135,7 @@ def find_alignment(minfo: ModuleInfo):
     return use, align(minfo, use, leaves, targets), matter
 
 
-def build_groups(
-    minfo: ModuleInfo, use: WeightUse, alignment: Alignment
-) -> tuple[list[HiddenGroup], dict[Path, HiddenGroup]]:
+def build_groups(minfo: ModuleInfo, use: WeightUse, alignment: Alignment) -> tuple[list[HiddenGroup], dict[Path, HiddenGroup]]:
     """Joins states whose old value reaches another's new value through the core.
 
     A state that does not matter later stays alone: in a group with others, every trace would carry it along.
@@ -164,8 +160,7 @@ def build_groups(
     for leaf in leaves:
         members.setdefault(find(leaf.index), []).append(leaf)
     groups = [
-        _make_group(minfo, alignment if part[0].index in targets else aside, n, tuple(part))
-        for n, part in enumerate(members.values())
+        _make_group(minfo, alignment if part[0].index in targets else aside, n, tuple(part)) for n, part in enumerate(members.values())
     ]
     return groups, {path: g for g in groups for path in g.hidden_paths}
 

@@ -90,9 +90,7 @@ class ModuleInfo:
         for v in extra:
             if v not in made:
                 raise InputError(f"`{v}` is not a variable of this step's jaxpr, so it cannot be returned.")
-        jaxpr = self.jaxpr.replace(
-            outvars=[*self.jaxpr.outvars, *extra], debug_info=self.jaxpr.debug_info.with_unknown_names()
-        )
+        jaxpr = self.jaxpr.replace(outvars=[*self.jaxpr.outvars, *extra], debug_info=self.jaxpr.debug_info.with_unknown_names())
         return dataclasses.replace(self, closed_jaxpr=ClosedJaxpr(jaxpr, self.closed_jaxpr.consts))
 
     def split_state_outvars(self) -> tuple[dict[Path, list[Any]], dict[Path, Any], dict[Any, list[Any]]]:
@@ -128,8 +126,7 @@ class ModuleInfo:
             old_state_vals = [s.value for s in self.compiled_model_states]
         if len(old_state_vals) != len(self.compiled_model_states):
             raise InputError(
-                f"`old_state_vals` has {len(old_state_vals)} values, but the step takes "
-                f"{len(self.compiled_model_states)} states."
+                f"`old_state_vals` has {len(old_state_vals)} values, but the step takes {len(self.compiled_model_states)} states."
             )
         flat = [*jax.tree.leaves(tuple(args)), *jax.tree.leaves(list(old_state_vals))]
         if len(flat) != len(self.jaxpr.invars):
@@ -161,8 +158,7 @@ def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) 
     """
     if not isinstance(model, brainstate.nn.Module):
         raise InputError(
-            f"`model` is a {type(model).__name__}, not a brainstate module. "
-            "For a torch module, call `etrace_bridge.wrap(module)` first."
+            f"`model` is a {type(model).__name__}, not a brainstate module. For a torch module, call `etrace_bridge.wrap(module)` first."
         )
     retrieved = dict(model.states())
     _check_states(model, retrieved)
@@ -190,9 +186,7 @@ def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) 
         if isinstance(s, brainstate.HiddenState) and id(s) in id_to_path
     ]
     weights = {
-        id_to_path[id(s)]: i
-        for s, i in zip(compiled, invars, strict=True)
-        if isinstance(s, brainstate.ParamState) and id(s) in id_to_path
+        id_to_path[id(s)]: i for s, i in zip(compiled, invars, strict=True) if isinstance(s, brainstate.ParamState) and id(s) in id_to_path
     }
     if not hidden:
         raise CompilationError(

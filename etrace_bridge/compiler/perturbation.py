@@ -69,9 +69,7 @@ class HiddenPerturbation:
         """Zeros of the right shape and dtype, one array a hidden state."""
         return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in self.perturb_vars]
 
-    def perturb_data_to_hidden_group_data(
-        self, perturb_data: Sequence[Any], hidden_groups: Sequence[HiddenGroup]
-    ) -> list[Any]:
+    def perturb_data_to_hidden_group_data(self, perturb_data: Sequence[Any], hidden_groups: Sequence[HiddenGroup]) -> list[Any]:
         """One array a group, the states along its last axis."""
         self._check(perturb_data)
         by_path = dict(zip(self.perturb_hidden_paths, perturb_data, strict=True))
@@ -181,8 +179,6 @@ def add_hidden_perturbation_from_minfo(minfo: ModuleInfo) -> HiddenPerturbation:
     )
 
 
-def add_hidden_perturbation_in_module(
-    model: brainstate.nn.Module, *args: Any, **kwargs: Any
-) -> HiddenPerturbation:
+def add_hidden_perturbation_in_module(model: brainstate.nn.Module, *args: Any, **kwargs: Any) -> HiddenPerturbation:
     """Adds a perturbation to every hidden state of a model."""
     return add_hidden_perturbation_from_minfo(extract_module_info(model, *args, **kwargs))

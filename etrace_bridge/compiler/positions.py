@@ -147,9 +147,7 @@ def align(minfo: ModuleInfo, use: WeightUse, leaves: tuple[HiddenLeaf, ...], tar
 
 
 class _Aligner:
-    def __init__(
-        self, minfo: ModuleInfo, use: WeightUse, leaves: tuple[HiddenLeaf, ...], targets: frozenset[int]
-    ) -> None:
+    def __init__(self, minfo: ModuleInfo, use: WeightUse, leaves: tuple[HiddenLeaf, ...], targets: frozenset[int]) -> None:
         self.eqns = minfo.jaxpr.eqns
         self.leaves, self.targets = leaves, targets
         constants = dict(zip(minfo.jaxpr.constvars, minfo.closed_jaxpr.consts, strict=True))
@@ -258,10 +256,7 @@ class _Aligner:
 
     def _carry(self, i: int, kind: str) -> None:
         eqn = self.eqns[i]
-        live = [
-            (k, v) for k, v in enumerate(eqn.invars)
-            if not isinstance(v, Literal) and v in self.comes and (i, k) not in self.cuts
-        ]
+        live = [(k, v) for k, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in self.comes and (i, k) not in self.cuts]
         if not live:
             return
         origins = frozenset().union(*(self.origins[v] for _, v in live))
@@ -276,11 +271,14 @@ class _Aligner:
                 for part in parts[1:]:
                     places = np.where(places >= 0, places, part)
             else:
-                joined = np.concatenate([
-                    self.comes[v].reshape(-1) if (k, v) in live
-                    else np.full(int(np.prod(v.aval.shape, dtype=np.int64)), -1, dtype=np.int64)
-                    for k, v in enumerate(eqn.invars)
-                ])
+                joined = np.concatenate(
+                    [
+                        self.comes[v].reshape(-1)
+                        if (k, v) in live
+                        else np.full(int(np.prod(v.aval.shape, dtype=np.int64)), -1, dtype=np.int64)
+                        for k, v in enumerate(eqn.invars)
+                    ]
+                )
                 ids = self.maps[i][n]
                 places = np.where(ids >= 0, joined[np.maximum(ids, 0)], -1)
             if (places >= 0).any():

@@ -165,9 +165,7 @@ def _indexed(eqn: JaxprEqn, ids: list[np.ndarray], constants: dict) -> list[np.n
         indices.append(np.asarray(value))
     if name.startswith("dynamic"):
         sizes = eqn.params["slice_sizes"] if name == "dynamic_slice" else ids[1].shape
-        starts = [
-            int(np.clip(i, 0, n - s)) for i, n, s in zip(indices, ids[0].shape, sizes, strict=True)
-        ]
+        starts = [int(np.clip(i, 0, n - s)) for i, n, s in zip(indices, ids[0].shape, sizes, strict=True)]
         window = tuple(slice(i, i + s) for i, s in zip(starts, sizes, strict=True))
         if name == "dynamic_slice":
             return [ids[0][window]]

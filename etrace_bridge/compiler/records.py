@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 LARGE_TRACE_BYTES = 256 * 2**20
 
 
-def records_of(
-    minfo: ModuleInfo, structure: StepStructure, groups: Sequence[HiddenGroup]
-) -> list[CompilationRecord]:
+def records_of(minfo: ModuleInfo, structure: StepStructure, groups: Sequence[HiddenGroup]) -> list[CompilationRecord]:
     """What was noticed while reading the model, then one record a decision, in the order of the step."""
     enters = _states_entered(minfo, structure)
     return [
@@ -79,7 +77,11 @@ def _parameters(structure: StepStructure) -> Iterator[CompilationRecord]:
             DiagnosticLevel.WARNING,
             "reaches the states only through another weight or a mixing operation: it has no trace of its own",
         ),
-        "unused": (DiagnosticKind.UNUSED_PARAMETER, DiagnosticLevel.WARNING, "gets no gradient: no output and no state that matters can be differentiated by it"),
+        "unused": (
+            DiagnosticKind.UNUSED_PARAMETER,
+            DiagnosticLevel.WARNING,
+            "gets no gradient: no output and no state that matters can be differentiated by it",
+        ),
     }
     for path, certificate in structure.certificates.items():
         if certificate.kind in kinds:
@@ -153,15 +155,18 @@ def _cuts(minfo: ModuleInfo, structure: StepStructure, enters: dict[Var, int]) -
             parameters[0] if parameters and not states else None,
             tuple(dict.fromkeys((*states, *into))),
             {
-                "line": cut.line, "module": cut.module, "edge": edge, "cut": cut, "from": states,
-                "parameters": parameters, "into": into,
+                "line": cut.line,
+                "module": cut.module,
+                "edge": edge,
+                "cut": cut,
+                "from": states,
+                "parameters": parameters,
+                "into": into,
             },
         )
 
 
-def _stopped(
-    minfo: ModuleInfo, structure: StepStructure, cut: Cut, operand: Var
-) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+def _stopped(minfo: ModuleInfo, structure: StepStructure, cut: Cut, operand: Var) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
     """The states and parameters that arrive at a cut uncut."""
     if operand in structure.use.weight_paths:
         return (), structure.use.weight_paths[operand]

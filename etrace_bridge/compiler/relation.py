@@ -63,9 +63,7 @@ class HiddenParamOpRelation:
         """The path of the parameter; of the first one, if the view is computed from several."""
         return next(iter(self.trainable_paths.values()))
 
-    def y_to_hidden_groups(
-        self, y_val: Any, const_vals: dict[Var, Any], concat_hidden_vals: bool = True
-    ) -> list[Any]:
+    def y_to_hidden_groups(self, y_val: Any, const_vals: dict[Var, Any], concat_hidden_vals: bool = True) -> list[Any]:
         """New hidden values of each group from the contact's output.
 
         Args:
@@ -94,9 +92,7 @@ class HiddenParamOpRelation:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
 
-def build_relations(
-    minfo: ModuleInfo, structure: StepStructure, groups: Sequence[HiddenGroup]
-) -> list[HiddenParamOpRelation]:
+def build_relations(minfo: ModuleInfo, structure: StepStructure, groups: Sequence[HiddenGroup]) -> list[HiddenParamOpRelation]:
     """The relations of a step, in the order of its equations."""
     readers = _readers(minfo.jaxpr.eqns)
     group_of = {path: group for group in groups for path in group.hidden_paths}
@@ -182,8 +178,6 @@ def find_hidden_param_op_relations_from_minfo(minfo: ModuleInfo) -> list[HiddenP
     return list(compile_graph_from_minfo(minfo, include_hidden_perturb=False).hidden_param_op_relations)
 
 
-def find_hidden_param_op_relations_from_module(
-    model: brainstate.nn.Module, *args: Any, **kwargs: Any
-) -> list[HiddenParamOpRelation]:
+def find_hidden_param_op_relations_from_module(model: brainstate.nn.Module, *args: Any, **kwargs: Any) -> list[HiddenParamOpRelation]:
     """The relations of a model."""
     return find_hidden_param_op_relations_from_minfo(extract_module_info(model, *args, **kwargs))

@@ -38,9 +38,7 @@ class Aligned:
     held: dict[int, tuple[int, ...]]
 
 
-def follow_places(
-    program: StepProgram, group: HiddenGroup, with_contacts: bool, stops: frozenset[Edge] = frozenset()
-) -> Aligned:
+def follow_places(program: StepProgram, group: HiddenGroup, with_contacts: bool, stops: frozenset[Edge] = frozenset()) -> Aligned:
     """Follows a group's places from its old states, and from contacts that feed it if wanted, but not over `stops`."""
     places: dict[Var, np.ndarray] = {leaf.invar: leaf.places() for leaf in group.leaves}
     if with_contacts:

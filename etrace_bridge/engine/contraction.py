@@ -40,9 +40,7 @@ def features(form: ContactForm, x: Any) -> Any:
     return jax.vmap(form.phi)(x).reshape(lead, *form.shape(form.feature))
 
 
-def view_gradients(
-    program: StepProgram, env: dict[Var, Any], ybar: Sequence[Any], xs: dict[int, Any]
-) -> dict[int, Any]:
+def view_gradients(program: StepProgram, env: dict[Var, Any], ybar: Sequence[Any], xs: dict[int, Any]) -> dict[int, Any]:
     """Gradient of each traced contact's view, from cotangents (K, …) at its taps; in the view's letters."""
     result = {}
     for contact in program.traced_contacts:
@@ -159,9 +157,7 @@ def contract_traces(legs: Sequence[Leg], a: Sequence[Sequence[Any]], traces: Seq
     zeros = [jnp.zeros(states[0].shape[1:], xs[0].dtype) for xs, states in zip(a, traces, strict=True)]
     travels = all(x.ndim and x.shape[0] == count for x in jax.tree.leaves(kept))
     sums, carried = lax.fori_loop(0, count, add, (zeros, jax.tree.map(jnp.zeros_like, kept) if travels else None))
-    return [_to_view(leg, total, leg.part.form.trace[1:]) for leg, total in zip(legs, sums, strict=True)], (
-        carried if travels else kept
-    )
+    return [_to_view(leg, total, leg.part.form.trace[1:]) for leg, total in zip(legs, sums, strict=True)], (carried if travels else kept)
 
 
 def _contract_leg(leg: Leg, a: Sequence[Any], traces: Sequence[Any]) -> Any:

@@ -107,9 +107,7 @@ def at_exit(program: StepProgram, g: int, exit_: Exit, value: Any) -> Any:
     return flat.reshape(*front, *program.groups[g].varshape)
 
 
-def linearise_exits(
-    program: StepProgram, env: dict[Var, Any], forward: Forward, args: Sequence[Any], g: int, own: GroupExits
-):
+def linearise_exits(program: StepProgram, env: dict[Var, Any], forward: Forward, args: Sequence[Any], g: int, own: GroupExits):
     """The pull-back of a group's exits for all steps of a chunk: cotangents of the exits -> (states, taps).
 
     States are the group's own; taps that do not feed it get None.
@@ -144,9 +142,7 @@ def linearise_exits(
     return run
 
 
-def exit_cotangents(
-    program: StepProgram, env: dict[Var, Any], forward: Forward, data: Any, exits: Sequence[GroupExits]
-) -> list[list[Any]]:
+def exit_cotangents(program: StepProgram, env: dict[Var, Any], forward: Forward, data: Any, exits: Sequence[GroupExits]) -> list[list[Any]]:
     """Derivative of each step's loss by the exits, [group][exit], each at its group's places."""
     edges = sorted({edge for own in exits for e in own.exits for edge in e.edges})
     shapes = [_operand(program, edge).aval for edge in edges]
@@ -159,9 +155,7 @@ def exit_cotangents(
             flat = [o if s is None else o + s for o, s in zip(flat, shifts_t, strict=True)]
             return data.loss(program.output_tree(flat), target_t)
 
-        losses = jax.vmap(one)(
-            list(data.args), forward.hidden, forward.other, forward.saved, deltas, shifts, data.targets
-        )
+        losses = jax.vmap(one)(list(data.args), forward.hidden, forward.other, forward.saved, deltas, shifts, data.targets)
         return jnp.sum(losses * data.weights)
 
     deltas = [jnp.zeros((length, *a.shape), a.dtype) for a in shapes]
@@ -169,10 +163,7 @@ def exit_cotangents(
     by_edge, by_output = jax.grad(total, argnums=(0, 1))(deltas, shifts)
     found = dict(zip(edges, by_edge, strict=True))
     return [
-        [
-            at_exit(program, g, e, sum([found[edge] for edge in e.edges] + [by_output[n] for n in e.outputs]))
-            for e in own.exits
-        ]
+        [at_exit(program, g, e, sum([found[edge] for edge in e.edges] + [by_output[n] for n in e.outputs])) for e in own.exits]
         for g, own in enumerate(exits)
     ]
 

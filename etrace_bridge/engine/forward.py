@@ -33,9 +33,7 @@ class Forward:
     new_other: list[Any]
 
 
-def run_forward(
-    program: StepProgram, env: dict[Var, Any], hidden: Sequence[Any], other: Sequence[Any], args: Sequence[Any]
-) -> Forward:
+def run_forward(program: StepProgram, env: dict[Var, Any], hidden: Sequence[Any], other: Sequence[Any], args: Sequence[Any]) -> Forward:
     """Runs K steps.
 
     Args:

@@ -56,9 +56,7 @@ def step_env(program: StepProgram, env: dict[Var, Any], args: Sequence[Any], hid
 
 def group_states(program: StepProgram, hidden: Sequence[Any]) -> Grouped:
     """Hidden leaves -> [group][state]."""
-    return [
-        [part for leaf in g.leaves for part in split_leaf(leaf, hidden[leaf.index], g.varshape)] for g in program.groups
-    ]
+    return [[part for leaf in g.leaves for part in split_leaf(leaf, hidden[leaf.index], g.varshape)] for g in program.groups]
 
 
 def loss_gradient(

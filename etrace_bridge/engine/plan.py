@@ -69,8 +69,7 @@ def choose_chunk(program: StepProgram, trace: Any, length: int, chunk: int | str
     each = max(bytes_per_step(program), 1)
     if budget is not None and budget < each:
         raise InputError(
-            f"The budget of {budget} bytes is less than one step's buffers, about {each} bytes. "
-            "Raise `budget`, or use a smaller batch."
+            f"The budget of {budget} bytes is less than one step's buffers, about {each} bytes. Raise `budget`, or use a smaller batch."
         )
     size = trace_bytes(trace)
     alone = budget if budget is not None else max(ONE_CHUNK * size, FLOOR_BYTES)

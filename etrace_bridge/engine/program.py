@@ -143,9 +143,7 @@ class StepProgram:
         legs = self.graph.structure.legs
         traced = {leg.contact.index for leg in legs}
         pieces = [(c, p) for c in self.graph.structure.use.contacts if c.index in traced for p in c.parts]
-        return tuple(
-            Tap(n, c, p, tuple(leg for leg in legs if leg.part is p)) for n, (c, p) in enumerate(pieces)
-        )
+        return tuple(Tap(n, c, p, tuple(leg for leg in legs if leg.part is p)) for n, (c, p) in enumerate(pieces))
 
     @cached_property
     def legs(self) -> tuple[Leg, ...]:
@@ -197,9 +195,7 @@ class StepProgram:
     @cached_property
     def upstream_weights(self) -> bool:
         traced = {c.index for c in self.traced_contacts}
-        return any(
-            c.index not in traced and c.y in self._reaches_state for c in self.graph.structure.use.contacts
-        )
+        return any(c.index not in traced and c.y in self._reaches_state for c in self.graph.structure.use.contacts)
 
     # -- core --------------------------------------------------------------------------------------------------
 

@@ -50,9 +50,7 @@ def run_sequence(run: ChunkFunction, carry: Any, data: Any, plan: ChunkPlan, fre
     def loop(count: int) -> None:
         nonlocal total, carry, at
         span = count * plan.steps
-        parts = jax.tree.map(
-            lambda x: lax.slice_in_dim(x, at, at + span).reshape(count, plan.steps, *x.shape[1:]), data
-        )
+        parts = jax.tree.map(lambda x: lax.slice_in_dim(x, at, at + span).reshape(count, plan.steps, *x.shape[1:]), data)
 
         def body(state: Any, part: Any) -> tuple[Any, Any]:
             inner, summed = state
@@ -88,5 +86,3 @@ def step_weights(length: int, mask: Any, reduction: str) -> Any:
     """Factors of the steps' losses: `mask` normalised to a mean, or as it is for a sum."""
     weights = jnp.ones(length) if mask is None else jnp.asarray(mask, dtype=float)
     return weights / jnp.sum(weights) if reduction == "mean" else weights
-
-

@@ -31,8 +31,7 @@ def suffix_scan(b: Grouped, D: list[list[list[Any]]], with_products: bool):
     """
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), b)
     eye = [
-        [[jnp.ones_like(h) if i == j else jnp.zeros_like(h) for j, h in enumerate(states)] for i in range(len(states))]
-        for states in zeros
+        [[jnp.ones_like(h) if i == j else jnp.zeros_like(h) for j, h in enumerate(states)] for i in range(len(states))] for states in zeros
     ]
     start = (zeros, eye if with_products else None)
     if not jax.tree.leaves(b):  # no state matters later
@@ -44,9 +43,7 @@ def suffix_scan(b: Grouped, D: list[list[list[Any]]], with_products: bool):
         before = [_times(bs, a_g, D_g) for bs, a_g, D_g in zip(b_t, a, D_t, strict=True)]
         M_before = None
         if M is not None:
-            M_before = [
-                [_times([None] * len(row), row, D_g, like=row) for row in M_g] for M_g, D_g in zip(M, D_t, strict=True)
-            ]
+            M_before = [[_times([None] * len(row), row, D_g, like=row) for row in M_g] for M_g, D_g in zip(M, D_t, strict=True)]
         return (before, M_before), (a, M)
 
     length = jax.tree.leaves(b)[0].shape[0]

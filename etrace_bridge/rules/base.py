@@ -86,9 +86,7 @@ class Rule:
         """The memory before the first step."""
         raise InputError(f"The rule `{type(self).__name__}` does not define `init(program)`.")
 
-    def chunk(
-        self, program: StepProgram, theta: Sequence[Any], carry: Carry, data: Chunk, fresh: bool, final: bool
-    ) -> ChunkResult:
+    def chunk(self, program: StepProgram, theta: Sequence[Any], carry: Carry, data: Chunk, fresh: bool, final: bool) -> ChunkResult:
         """Advances K steps; returns their gradient and the new memory."""
         raise InputError(f"The rule `{type(self).__name__}` does not define `chunk(...)`.")
 

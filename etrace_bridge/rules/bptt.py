@@ -26,9 +26,7 @@ class BPTT(Rule):
     def init(self, program: StepProgram) -> Any:
         return ()
 
-    def chunk(
-        self, program: StepProgram, theta: Sequence[Any], carry: Carry, data: Chunk, fresh: bool, final: bool
-    ) -> ChunkResult:
+    def chunk(self, program: StepProgram, theta: Sequence[Any], carry: Carry, data: Chunk, fresh: bool, final: bool) -> ChunkResult:
         if data.loss is None:
             outputs, hidden, other = scan_steps(program, theta, carry.hidden, carry.other, data.args)
             return ChunkResult(None, None, outputs, Carry(hidden, other, ()))

@@ -88,9 +88,7 @@ class DRTRL(Rule):
             traces.append([jnp.zeros(shape, dtype) for _ in range(group.num_state)])
         return traces
 
-    def chunk(
-        self, program: StepProgram, theta: Sequence[Any], carry: Carry, data: Chunk, fresh: bool, final: bool
-    ) -> ChunkResult:
+    def chunk(self, program: StepProgram, theta: Sequence[Any], carry: Carry, data: Chunk, fresh: bool, final: bool) -> ChunkResult:
         env = program.weight_env(theta)
         forward = run_forward(program, env, carry.hidden, carry.other, data.args)
         core = self.linearise(program, env, forward, data.args)

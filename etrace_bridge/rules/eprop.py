@@ -94,9 +94,7 @@ class EProp(DRTRL):
             return super().reset(program, trace, keep)
         return {name: super(EProp, self).reset(program, traces, keep) for name, traces in trace.items()}
 
-    def chunk(
-        self, program: StepProgram, theta: Sequence[Any], carry: Carry, data: Chunk, fresh: bool, final: bool
-    ) -> ChunkResult:
+    def chunk(self, program: StepProgram, theta: Sequence[Any], carry: Carry, data: Chunk, fresh: bool, final: bool) -> ChunkResult:
         if not self.kappa:
             return super().chunk(program, theta, carry, data, fresh, final)
         env = program.weight_env(theta)

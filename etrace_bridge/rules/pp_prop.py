@@ -72,8 +72,7 @@ class PPProp(Rule):
             raise InputError(f"`time_constant` is {self.time_constant}; it is a number of steps and must be positive.")
         if not 0 <= self.decay < 1:
             raise InputError(
-                f"`decay` is {self.decay}; it must be at least 0 and below 1. A time constant in steps goes into "
-                "`time_constant=`."
+                f"`decay` is {self.decay}; it must be at least 0 and below 1. A time constant in steps goes into `time_constant=`."
             )
 
     @property
@@ -94,9 +93,7 @@ class PPProp(Rule):
         n = [jnp.zeros(g.varshape[:1], g.hidden_invars[0].aval.dtype) for g in program.groups]
         return {"x": x, "f": f, "n": n}
 
-    def chunk(
-        self, program: StepProgram, theta: Sequence[Any], carry: Carry, data: Chunk, fresh: bool, final: bool
-    ) -> ChunkResult:
+    def chunk(self, program: StepProgram, theta: Sequence[Any], carry: Carry, data: Chunk, fresh: bool, final: bool) -> ChunkResult:
         env = program.weight_env(theta)
         forward = run_forward(program, env, carry.hidden, carry.other, data.args)
         core = linearise_core(program, env, forward, data.args)
@@ -106,9 +103,7 @@ class PPProp(Rule):
         if data.loss is None:
             outputs = step_outputs(program, env, forward, data.args)
         else:
-            found = loss_gradient(
-                program, theta, forward, data.args, data.loss, data.targets, data.weights, self.credit
-            )
+            found = loss_gradient(program, theta, forward, data.args, data.loss, data.targets, data.weights, self.credit)
             losses, outputs = found.losses, found.outputs
             here = view_gradients(program, env, found.ybar, xs)
             past = self._past(program, found.b, before)

@@ -38,14 +38,9 @@ class RTRL(Rule):
 
     def init(self, program: StepProgram) -> Influence:
         weights = [program.weight_vars[n] for n in _reaching(program)]
-        return [
-            [jnp.zeros((*leaf.invar.aval.shape, *w.aval.shape), leaf.invar.aval.dtype) for w in weights]
-            for leaf in program.leaves
-        ]
+        return [[jnp.zeros((*leaf.invar.aval.shape, *w.aval.shape), leaf.invar.aval.dtype) for w in weights] for leaf in program.leaves]
 
-    def chunk(
-        self, program: StepProgram, theta: Sequence[Any], carry: Carry, data: Chunk, fresh: bool, final: bool
-    ) -> ChunkResult:
+    def chunk(self, program: StepProgram, theta: Sequence[Any], carry: Carry, data: Chunk, fresh: bool, final: bool) -> ChunkResult:
         reaching = _reaching(program)
         grads = losses = None
         if data.loss is None:
@@ -74,8 +69,7 @@ class RTRL(Rule):
             return by_weight
         return [
             [
-                new + sum(jnp.tensordot(by_hidden[i][j], carry.trace[j][n], axes=carry.hidden[j].ndim)
-                          for j in range(len(carry.hidden)))
+                new + sum(jnp.tensordot(by_hidden[i][j], carry.trace[j][n], axes=carry.hidden[j].ndim) for j in range(len(carry.hidden)))
                 for n, new in enumerate(row)
             ]
             for i, row in enumerate(by_weight)

@@ -85,9 +85,7 @@ class SnAp1(DRTRL):
         for kept in _kept_entries(program):
             colour = next(c for c, members in enumerate(program.colours) if kept.group in members)
             pull = _pull_through(program, env, forward, args, kept)
-            D[kept.group] = [
-                _add(row, pull(df), kept.states) for row, df in zip(D[kept.group], core.df[colour], strict=False)
-            ]
+            D[kept.group] = [_add(row, pull(df), kept.states) for row, df in zip(D[kept.group], core.df[colour], strict=False)]
         return replace(core, D=D)
 
     def differentiate(self, program: StepProgram, theta, env: dict, forward: Forward, data: Chunk) -> LossGradient:
@@ -103,9 +101,7 @@ class SnAp1(DRTRL):
 
 def _add(row: Sequence[Any], added: Sequence[Any], states: Sequence[int]) -> list[Any]:
     """Adds to the entries of the given states; None stands for zero."""
-    return [
-        (added[j] if old is None else old + added[j]) if j in states else old for j, old in enumerate(row)
-    ]
+    return [(added[j] if old is None else old + added[j]) if j in states else old for j, old in enumerate(row)]
 
 
 def _kept_entries(program: StepProgram) -> list[KeptProducts]:

@@ -19,7 +19,7 @@ import torch
 
 from etrace_bridge._errors import InputError, NotSupportedError
 from etrace_bridge.frontend import to_torch
-from etrace_bridge.torch_rules import TORCH_RULES, Arrays
+from etrace_bridge.learning.torch_rules import TORCH_RULES, Arrays
 
 # -- translation ------------------------------------------------------------------------------------------------
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from etrace_bridge._errors import InputError
-from etrace_bridge.check_expectation import AS_EXPECTED, EXACT, MISMATCH, NONE, ZERO, Expectation
-from etrace_bridge.check_html import render_page
-from etrace_bridge.check_plot import draw_report
-from etrace_bridge.check_text import render_report
+from etrace_bridge.check.expectation import AS_EXPECTED, EXACT, MISMATCH, NONE, ZERO, Expectation
+from etrace_bridge.check.html import render_page
+from etrace_bridge.check.plot import draw_report
+from etrace_bridge.check.text import render_report
 
 
 @dataclass(frozen=True)

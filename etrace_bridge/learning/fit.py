@@ -15,11 +15,11 @@ import jax
 import torch
 
 from etrace_bridge._errors import InputError
-from etrace_bridge.placement import private_copy
-from etrace_bridge.progress import open_progress
+from etrace_bridge.learning.placement import private_copy
+from etrace_bridge.learning.progress import open_progress
 
 if TYPE_CHECKING:
-    from etrace_bridge.learner import OnlineLearner
+    from etrace_bridge.learning.learner import OnlineLearner
 
 
 @dataclass

@@ -16,16 +16,16 @@ from etrace_bridge._errors import InputError, NonFiniteError, StateError
 from etrace_bridge.engine.plan import ChunkPlan, choose_chunk, divide
 from etrace_bridge.engine.sequence import step_weights
 from etrace_bridge.frontend import BridgedModule, to_torch
-from etrace_bridge.guard import COUNT, FIRST, STOPPED, alarm_text, new_alarm, watched_names
-from etrace_bridge.inputs import FastReader, as_array, as_targets, check_finite, sequence_length
-from etrace_bridge.losses import as_jax_loss, jax_dtype
-from etrace_bridge.optimizers import make_updater
-from etrace_bridge.placement import Placement
-from etrace_bridge.programs import Recipe, make_gradients, make_prediction, make_step, make_update
+from etrace_bridge.learning.guard import COUNT, FIRST, STOPPED, alarm_text, new_alarm, watched_names
+from etrace_bridge.learning.inputs import FastReader, as_array, as_targets, check_finite, sequence_length
+from etrace_bridge.learning.losses import as_jax_loss, jax_dtype
+from etrace_bridge.learning.optimizers import make_updater
+from etrace_bridge.learning.placement import Placement
+from etrace_bridge.learning.programs import Recipe, make_gradients, make_prediction, make_step, make_update
+from etrace_bridge.learning.session import Session
+from etrace_bridge.learning.store import Store
+from etrace_bridge.learning.torch_update import TorchUpdate, has_hooks, run_hooks
 from etrace_bridge.rules import BPTT, Rule
-from etrace_bridge.session import Session
-from etrace_bridge.store import Store
-from etrace_bridge.torch_update import TorchUpdate, has_hooks, run_hooks
 
 LOOK_EVERY = 64  # steps after which the guard's alarm is read, if nothing else asks for it
 

@@ -15,14 +15,14 @@ import torch
 from torch import nn
 
 from etrace_bridge._errors import InputError
-from etrace_bridge.check_report import write_json
-from etrace_bridge.check_text import number, size, table
+from etrace_bridge.check.precision import float_dtype, in_precision
+from etrace_bridge.check.report import write_json
+from etrace_bridge.check.text import number, size, table
 from etrace_bridge.engine.plan import bytes_per_step, choose_chunk
-from etrace_bridge.footprint import GradientProgram, compile_gradients, parse_bytes, rule_bytes, tree_bytes
 from etrace_bridge.frontend import BridgedModule, to_jax, wrap
-from etrace_bridge.precision import float_dtype, in_precision
+from etrace_bridge.learning.footprint import GradientProgram, compile_gradients, parse_bytes, rule_bytes, tree_bytes
+from etrace_bridge.learning.session import Session
 from etrace_bridge.rules import BPTT, Rule, make_rule, rule_names
-from etrace_bridge.session import Session
 
 _TRIES = 4  # programs compiled in search of a chunk that fits
 _REFERENCE_LIMIT = 4 * 10**9  # bytes that the reference, BPTT over the whole sequence, may take

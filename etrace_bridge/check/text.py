@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from etrace_bridge.check import RuleComparison
-    from etrace_bridge.check_report import GradientReport, ParameterReport
+    from etrace_bridge.check.gradients import RuleComparison
+    from etrace_bridge.check.report import GradientReport, ParameterReport
 
 _HEADER = ("parameter", "cosine", "rel. error", "norm ratio", "signs", "largest difference", "past", "expected", "verdict")
 

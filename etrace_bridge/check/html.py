@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from etrace_bridge.check_text import number, percent, rule_row, seconds, size, small
+from etrace_bridge.check.text import number, percent, rule_row, seconds, size, small
 
 if TYPE_CHECKING:
-    from etrace_bridge.check_report import GradientReport, ParameterReport
+    from etrace_bridge.check.report import GradientReport, ParameterReport
 
 _MOST_POINTS = 1500
 _STYLE = """

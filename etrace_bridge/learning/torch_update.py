@@ -10,8 +10,8 @@ import torch
 
 from etrace_bridge._errors import NotSupportedError
 from etrace_bridge.frontend import to_torch
-from etrace_bridge.inputs import as_array
-from etrace_bridge.optimizers import group_places
+from etrace_bridge.learning.inputs import as_array
+from etrace_bridge.learning.optimizers import group_places
 
 
 def has_hooks(parameters: Any) -> bool:

@@ -21,12 +21,12 @@ from rich.table import Table
 from torch import nn
 
 from etrace_bridge._errors import BridgeError
-from etrace_bridge.check import check_gradients
+from etrace_bridge.check.gradients import check_gradients
 from etrace_bridge.compiler.graph import compile_etrace_graph
 from etrace_bridge.engine.plan import trace_bytes
 from etrace_bridge.engine.program import StepProgram
 from etrace_bridge.frontend import to_jax, wrap
-from etrace_bridge.learner import OnlineLearner
+from etrace_bridge.learning.learner import OnlineLearner
 from etrace_bridge.plot import plot_graph
 
 _CHUNK = 2  # of 8 rows, so that most credit passes through the trace
@@ -81,9 +81,7 @@ def run_demo(folder: str | Path = "demo-report", epochs: int = 10, console: Cons
 
     console.rule("2. its online gradients, next to torch BPTT")
     rows, labels = train[0][:, :4], train[1][:4].expand(8, 4)
-    comparison = check_gradients(
-        model, rows, labels, loss=nn.functional.cross_entropy, rule=["rtrl", "d_rtrl"], chunk=_CHUNK
-    )
+    comparison = check_gradients(model, rows, labels, loss=nn.functional.cross_entropy, rule=["rtrl", "d_rtrl"], chunk=_CHUNK)
     console.print(str(comparison), highlight=False, soft_wrap=True)
 
     console.rule("3. training on 8 x 8 digits, one row a step")
@@ -114,9 +112,7 @@ def load_digits() -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor
 def train_online(model: nn.Module, train: Any, test: Any, epochs: int, console: Console) -> Run:
     """D-RTRL in chunks of two rows: the trace carries credit over the rest."""
     run = Run("online, d_rtrl")
-    learner = OnlineLearner(
-        model, rule="d_rtrl", loss=nn.functional.cross_entropy, optimizer=optax.adam(5e-3), chunk=_CHUNK
-    )
+    learner = OnlineLearner(model, rule="d_rtrl", loss=nn.functional.cross_entropy, optimizer=optax.adam(5e-3), chunk=_CHUNK)
 
     def batch(rows: torch.Tensor, labels: torch.Tensor) -> None:
         learner.update(rows, labels.expand(8, len(labels)))

@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from etrace_bridge._errors import BridgeError
-from etrace_bridge.check import check_gradients
-from etrace_bridge.cli_model import (
+from etrace_bridge.check.gradients import check_gradients
+from etrace_bridge.check.recommend import recommend
+from etrace_bridge.cli.model import (
     LOSSES,
     in_layout,
     load_model,
@@ -27,9 +28,8 @@ from etrace_bridge.cli_model import (
 )
 from etrace_bridge.compiler.diagnostics import show_path
 from etrace_bridge.compiler.graph import ETraceGraph, compile_etrace_graph
-from etrace_bridge.footprint import parse_bytes
 from etrace_bridge.frontend import to_jax, wrap
-from etrace_bridge.recommend import recommend
+from etrace_bridge.learning.footprint import parse_bytes
 from etrace_bridge.rules import make_rule, rule_names
 
 OK, NOT_OK, BAD_USE = 0, 1, 2
@@ -172,7 +172,7 @@ def add_demo(commands: Any) -> None:
 
 def run_demo_command(args: argparse.Namespace) -> int:
     """Runs `demo`."""
-    from etrace_bridge.demo import run_demo  # imports scikit-learn and matplotlib, which the other commands do not need
+    from etrace_bridge.cli.demo import run_demo  # imports scikit-learn and matplotlib, which the other commands do not need
 
     page = run_demo(args.folder, at_least_one(args.epochs, "--epochs"))
     if args.json:

@@ -12,16 +12,16 @@ import jax
 import torch
 
 from etrace_bridge._errors import InputError
-from etrace_bridge.checkpoint import read_checkpoint, restore_learner, rule_of, save_learner
 from etrace_bridge.compiler.graph import ETraceGraph
-from etrace_bridge.fit import Callback, EarlyStopping, FitOptions, History, run_fit, split_batch
 from etrace_bridge.frontend import wrap
-from etrace_bridge.inputs import as_inputs
-from etrace_bridge.placement import Placement
-from etrace_bridge.results import GradientResult, SequenceResult, StepInfo, sequence_to_torch
+from etrace_bridge.learning.checkpoint import read_checkpoint, restore_learner, rule_of, save_learner
+from etrace_bridge.learning.fit import Callback, EarlyStopping, FitOptions, History, run_fit, split_batch
+from etrace_bridge.learning.inputs import as_inputs
+from etrace_bridge.learning.placement import Placement
+from etrace_bridge.learning.results import GradientResult, SequenceResult, StepInfo, sequence_to_torch
+from etrace_bridge.learning.runtime import Options, Runtime
+from etrace_bridge.learning.torch_update import run_hooks
 from etrace_bridge.rules import Rule, make_rule
-from etrace_bridge.runtime import Options, Runtime
-from etrace_bridge.torch_update import run_hooks
 
 
 class OnlineLearner:

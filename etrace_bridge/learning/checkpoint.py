@@ -27,8 +27,8 @@ from etrace_bridge.frontend import BridgedModule, to_jax, to_torch
 from etrace_bridge.rules import Rule, make_rule
 
 if TYPE_CHECKING:
-    from etrace_bridge.learner import OnlineLearner
-    from etrace_bridge.runtime import Runtime
+    from etrace_bridge.learning.learner import OnlineLearner
+    from etrace_bridge.learning.runtime import Runtime
 
 FORMAT = 1
 SUFFIX = ".safetensors"

@@ -16,18 +16,18 @@ import torch
 from torch import nn
 
 from etrace_bridge._errors import InputError, NotSupportedError
-from etrace_bridge.check_comparison import RuleComparison
-from etrace_bridge.check_expectation import expect
-from etrace_bridge.check_reference import CheckData, Reference, map_tensors, torch_reference
-from etrace_bridge.check_report import GradientReport, compare
+from etrace_bridge.check.comparison import RuleComparison
+from etrace_bridge.check.expectation import expect
+from etrace_bridge.check.precision import float_dtype, in_precision, torch_dtype
+from etrace_bridge.check.reference import CheckData, Reference, map_tensors, torch_reference
+from etrace_bridge.check.report import GradientReport, compare
 from etrace_bridge.compiler.diagnostics import show_path
-from etrace_bridge.footprint import compile_gradients
 from etrace_bridge.frontend import BridgedModule, to_jax, wrap
-from etrace_bridge.learner import OnlineLearner
-from etrace_bridge.precision import float_dtype, in_precision, torch_dtype
-from etrace_bridge.results import GradientResult
+from etrace_bridge.learning.footprint import compile_gradients
+from etrace_bridge.learning.learner import OnlineLearner
+from etrace_bridge.learning.results import GradientResult
+from etrace_bridge.learning.session import evaluation_mode
 from etrace_bridge.rules import BPTT, Rule, make_rule
-from etrace_bridge.session import evaluation_mode
 
 _TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 1e-1, "float16": 1e-2}
 _PRECISION_ERROR = re.compile(r"dtype|scalar type|type \(|Double|Float")  # in torch's messages when precisions are mixed

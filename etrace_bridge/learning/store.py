@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from etrace_bridge._errors import InputError, StateError
-from etrace_bridge.guard import new_alarm
-from etrace_bridge.inputs import as_array, check_float_dtypes, signature
-from etrace_bridge.optimizers import Updater
-from etrace_bridge.placement import Placement, private_copy
-from etrace_bridge.programs import Values
+from etrace_bridge.learning.guard import new_alarm
+from etrace_bridge.learning.inputs import as_array, check_float_dtypes, signature
+from etrace_bridge.learning.optimizers import Updater
+from etrace_bridge.learning.placement import Placement, private_copy
+from etrace_bridge.learning.programs import Values
+from etrace_bridge.learning.session import Session
 from etrace_bridge.rules import Rule
-from etrace_bridge.session import Session
 
 
 class Store:

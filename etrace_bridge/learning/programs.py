@@ -16,8 +16,8 @@ from etrace_bridge.engine.chunk_bptt import scan_steps
 from etrace_bridge.engine.plan import ChunkPlan
 from etrace_bridge.engine.program import StepProgram
 from etrace_bridge.engine.sequence import run_sequence, step_weights
-from etrace_bridge.guard import after, full_verdict, hold_back, only_finite, quick_verdict
-from etrace_bridge.optimizers import Updater
+from etrace_bridge.learning.guard import after, full_verdict, hold_back, only_finite, quick_verdict
+from etrace_bridge.learning.optimizers import Updater
 from etrace_bridge.rules import Carry, Chunk, Rule
 
 

@@ -12,7 +12,7 @@ import torch
 
 from etrace_bridge._errors import InputError
 from etrace_bridge.frontend import to_jax
-from etrace_bridge.losses import jax_dtype
+from etrace_bridge.learning.losses import jax_dtype
 
 
 def as_inputs(x: Any) -> tuple:

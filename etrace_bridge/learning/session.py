@@ -15,7 +15,7 @@ from etrace_bridge.compiler.diagnostics import show_path
 from etrace_bridge.compiler.graph import compile_etrace_graph
 from etrace_bridge.engine.program import StepProgram
 from etrace_bridge.frontend import BridgedModule
-from etrace_bridge.inputs import signature
+from etrace_bridge.learning.inputs import signature
 
 Path = tuple[Any, ...]
 

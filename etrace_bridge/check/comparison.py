@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from etrace_bridge._errors import InputError
-from etrace_bridge.check_html import render_page
-from etrace_bridge.check_report import GradientReport, write_json, write_text
-from etrace_bridge.check_text import render_comparison, size
-from etrace_bridge.footprint import parse_bytes
+from etrace_bridge.check.html import render_page
+from etrace_bridge.check.report import GradientReport, write_json, write_text
+from etrace_bridge.check.text import render_comparison, size
+from etrace_bridge.learning.footprint import parse_bytes
 
 
 @dataclass(frozen=True)

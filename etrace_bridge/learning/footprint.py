@@ -12,9 +12,9 @@ import jax
 
 from etrace_bridge._errors import InputError
 from etrace_bridge.engine.plan import divide
-from etrace_bridge.programs import Recipe, make_gradients
+from etrace_bridge.learning.programs import Recipe, make_gradients
+from etrace_bridge.learning.session import Session
 from etrace_bridge.rules import Rule
-from etrace_bridge.session import Session
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 

@@ -1,0 +1,8 @@
+"""Trust: online gradients beside torch's BPTT, and which rule fits a budget."""
+
+from etrace_bridge.check.comparison import RuleComparison
+from etrace_bridge.check.gradients import assert_gradients_close, check_gradients
+from etrace_bridge.check.recommend import recommend
+from etrace_bridge.check.report import GradientReport
+
+__all__ = ["GradientReport", "RuleComparison", "assert_gradients_close", "check_gradients", "recommend"]
