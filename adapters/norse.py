@@ -34,6 +34,11 @@ class NeuronAdapter(Adapter):
     def initial(self, module: Any, inputs: tuple) -> tuple | None:
         return (_initial_state(module, inputs[0]),)
 
+    def constants(self, module: Any) -> tuple[torch.Tensor, ...]:
+        # `IAFCell` sets `requires_grad` on the reset voltage of its default arguments, which all cells share.
+        kinds = (norse.IAFCell, norse.IAF)
+        return (module.p.v_reset,) if isinstance(module, kinds) and not isinstance(module.p.v_reset, nn.Parameter) else ()
+
 
 class ContainerAdapter(Adapter):
     """`SequentialState` and `RecurrentSequential`, whose state is made of their layers' states."""

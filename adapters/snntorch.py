@@ -64,6 +64,7 @@ class ParallelAdapter(Adapter):
 
     library = "snntorch"
     layers = (snntorch.StateLeaky, snntorch.AssociativeLeaky)
+    refused = "computes a whole sequence at once"
 
     def check(self, module: nn.Module, path: str) -> None:
         name = type(module).__name__

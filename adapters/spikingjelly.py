@@ -87,6 +87,7 @@ class LayerAdapter(Adapter):
 
     library = "spikingjelly"
     layers = (rnn.SpikingRNNBase, rnn.SpikingVanillaRNN, rnn.SpikingGRU, rnn.SpikingLSTM)
+    limit = "not bidirectional"
 
     def check(self, module: nn.Module, path: str) -> None:
         if module.bidirectional:

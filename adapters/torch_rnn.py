@@ -21,6 +21,7 @@ class RecurrentAdapter(Adapter):
 
     library = "torch"
     layers = (nn.RNN, nn.GRU, nn.LSTM)
+    limit = "not bidirectional"
 
     def check(self, module: Any, path: str) -> None:
         """A bidirectional layer needs the future."""

@@ -113,8 +113,9 @@ def measure(
     foreign = dict.fromkeys(programs, 0.0)
     spent = dict.fromkeys(programs, 0.0)
     counts = dict.fromkeys(programs, 0)
-    # One step takes microseconds: a turn is then many of them, and the fastest counts.
-    inner = 200 if workload.mode == "step" else 1
+    # One step takes microseconds: a turn is then many of them, and the fastest counts. A turn outlasts the 0.2 s for which torch's
+    # OpenMP threads go on spinning after their last work and slow the next program down.
+    inner = 3000 if workload.mode == "step" else 1
     for _ in range(repeats):
         for name, program in programs.items():
             if spent[name] > budget:

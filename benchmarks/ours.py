@@ -38,6 +38,6 @@ def make_ours(workload: Workload, read_loss: bool = False) -> Program | None:
             # The result arrives lazily: reading every gradient is what makes the computation part of the measurement.
             return {name: grad.numpy() for name, grad in learner.gradients(xs, targets).grads.items()}
         info = learner.step(xs[0], targets[0])
-        return float(info.loss) if read_loss else jax.block_until_ready(info.loss)
+        return info.loss if read_loss else jax.block_until_ready(info.raw_loss)
 
     return Program(run, lambda: executables_memory(run, sequence_bytes(workload, outputs=True)))

@@ -8,10 +8,13 @@ from typing import Any
 from etrace_bridge._errors import BridgeError
 from etrace_bridge.compiler.diagnostics import show_path
 from etrace_bridge.compiler.graph import ETraceGraph
+from etrace_bridge.compiler.hidden_group import HiddenGroup
 
 _ROW = 0.62
-_COLUMNS = {"parameter": 0.0, "contact": 4.4, "group": 7.6}
-_WIDTHS = {"parameter": 3.9, "contact": 2.3, "group": 3.6}
+_COLUMNS = {"parameter": 0.0, "contact": 5.2, "group": 8.4}
+_WIDTHS = {"parameter": 4.7, "contact": 2.3, "group": 4.2}
+_LETTERS = {"parameter": 35, "contact": 20, "group": 34}  # that fit into a box, beside its note
+_LONGEST_REASON = 46
 _COLOURS = {"parameter": "#e8f0fb", "contact": "#f5f5f5", "group": "#e9f6ec"}
 
 
@@ -19,18 +22,21 @@ def plot_graph(graph: ETraceGraph, path: str | FilePath) -> FilePath:
     """Draws a compiled graph into a file.
 
     Parameters stand on the left, the contacts through which they meet data in the middle, hidden groups on the right, all
-    in the order of the step. A red arrow is credit that traces do not follow.
+    in the order of the step. A red arrow is credit that traces do not follow. Names that are too long lose their middle.
 
     Args:
         graph: the graph.
         path: where to write; the ending (`.svg`, `.png`, `.pdf`) says what.
+
+    Returns:
+        The path of the picture.
     """
     plt = _pyplot()
     parameters = list(graph.certificate().values())
     contacts = _merged_contacts(graph)
     rows = max(len(parameters), 2 * len(graph.hidden_groups), 3)
-    figure, axes = plt.subplots(figsize=(13.5, _ROW * rows + 1.0))
-    axes.set_xlim(-0.2, 14.4)
+    figure, axes = plt.subplots(figsize=(15.0, _ROW * rows + 1.0))
+    axes.set_xlim(-0.2, 15.9)
     axes.set_ylim(-0.3, rows + 0.5)
     axes.axis("off")
     for title, key in (("parameters", "parameter"), ("contacts", "contact"), ("hidden groups", "group")):
@@ -39,12 +45,12 @@ def plot_graph(graph: ETraceGraph, path: str | FilePath) -> FilePath:
     for certificate in parameters:
         mark = "exact" if certificate.exact else certificate.kind if certificate.kind != "traced" else "approximate"
         edge = "#3c8d5a" if certificate.exact else "#c08a00"
-        _box(axes, "parameter", height[certificate.path], f"{show_path(certificate.path)}   ({mark})", edge)
+        _box(axes, "parameter", height[certificate.path], show_path(certificate.path), mark, edge)
     fed: dict[int, list[float]] = {}
     lines = []
     for (paths, kind, groups), count in contacts.items():
         y = sum(height[p] for p in paths) / len(paths)
-        _box(axes, "contact", y, f"{kind}, {count} gates" if count > 1 else kind)
+        _box(axes, "contact", y, kind, f"{count} gates" if count > 1 else "")
         for p in paths:
             _arrow(axes, _right("parameter", height[p]), (_COLUMNS["contact"], y), "#8a8a8a")
         for g in groups:
@@ -55,7 +61,7 @@ def plot_graph(graph: ETraceGraph, path: str | FilePath) -> FilePath:
         _arrow(axes, _right("contact", y), (_COLUMNS["group"], at[g]), "#3c8d5a")
     for group in graph.hidden_groups:
         shape = "×".join(map(str, group.varshape))
-        _box(axes, "group", at[group.index], f"{group.name}   [{shape}]")
+        _box(axes, "group", at[group.index], _group_name(group), shape)
     _draw_cuts(axes, graph, at)
     target = FilePath(path)
     figure.savefig(target, bbox_inches="tight", dpi=130)
@@ -96,7 +102,7 @@ def _draw_cuts(axes: Any, graph: ETraceGraph, at: dict[int, float]) -> None:
     right = _right("group", 0)[0]
     for lane, ((source, into), reason) in enumerate(sorted(seen.items())):
         a, b = at[source], at[into]
-        short = reason if len(reason) < 44 else reason[:41] + "…"
+        short = shorten(reason, _LONGEST_REASON)
         if source == into:
             x = right + 0.3
             axes.plot([right, x, x], [a + 0.12, a + 0.12, a - 0.12], color="#c62828", lw=1.3)
@@ -104,20 +110,40 @@ def _draw_cuts(axes: Any, graph: ETraceGraph, at: dict[int, float]) -> None:
         else:
             x, side = right - 0.5 - 0.4 * (lane % 4), -0.2 if b < a else 0.2
             _arrow(axes, (x, a + side), (x, b - side), "#c62828")
-        axes.text(x + 0.1, (a + b) / 2, short, color="#c62828", fontsize=7, va="center")
+        # On white, since long reasons reach over the arrows of other lanes.
+        axes.text(x + 0.1, (a + b) / 2, short, color="#c62828", fontsize=7, va="center", backgroundcolor="white", zorder=3)
 
 
 def _right(kind: str, y: float) -> tuple[float, float]:
     return _COLUMNS[kind] + _WIDTHS[kind], y
 
 
-def _box(axes: Any, kind: str, y: float, text: str, edge: str = "#555555") -> None:
+def shorten(name: str, most: int) -> str:
+    """A name of so many letters at most: the middle goes first, because a parameter's own name stands at the end."""
+    if len(name) <= most:
+        return name
+    head = (most - 1) // 3
+    return f"{name[:head]}…{name[len(name) - (most - 1 - head) :]}"
+
+
+def _group_name(group: HiddenGroup) -> str:
+    """The group's states; those of one module after that module's name if they are too long for the box."""
+    modules = {path[:-1] for path in group.hidden_paths}
+    if len(group.name) <= _LETTERS["group"] or len(modules) != 1:
+        return group.name
+    own = ", ".join(path[-1] for path in group.hidden_paths)
+    return f"{shorten(show_path(modules.pop()), max(_LETTERS['group'] - len(own) - 2, 8))}: {own}"
+
+
+def _box(axes: Any, kind: str, y: float, text: str, note: str = "", edge: str = "#555555") -> None:
+    """A box with a text on its left and a note on its right."""
     from matplotlib.patches import FancyBboxPatch
 
     style = "round,pad=0.02,rounding_size=0.08"
     corner = (_COLUMNS[kind], y - 0.2)
     axes.add_patch(FancyBboxPatch(corner, _WIDTHS[kind], 0.4, boxstyle=style, fc=_COLOURS[kind], ec=edge))
-    axes.text(_COLUMNS[kind] + 0.1, y, text, fontsize=8.5, va="center")
+    axes.text(_COLUMNS[kind] + 0.1, y, shorten(text, _LETTERS[kind]), fontsize=8.5, va="center", color="#111111")
+    axes.text(_right(kind, y)[0] - 0.08, y, note, fontsize=7, va="center", ha="right", color=edge)
 
 
 def _arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], colour: str) -> None:

@@ -39,15 +39,20 @@ class Model(nn.Module):
         super().__init__()
 """
 
+# No operation has an infinite slope: where `sqrt(|x|)` meets a masked 0, torch's backward pass drops the 0 * inf that a trace,
+# which runs forward, must carry as NaN.
 UNARY = (
     "torch.tanh({a})", "torch.sigmoid({a})", "torch.relu({a})", "F.softplus({a})", "torch.sin({a})", "-{a}",
-    "torch.exp(-{a}.abs())", "{a} ** 2", "F.leaky_relu({a}, 0.2)", "{a}.clamp(-0.5, 0.5)", "1 - {a}", "{a}.abs().sqrt() + {a}",
+    "torch.exp(-{a}.abs())", "{a} ** 2", "F.leaky_relu({a}, 0.2)", "{a}.clamp(-0.5, 0.5)", "1 - {a}", "({a}.abs() + 0.01).sqrt() + {a}",
     "F.gelu({a})", "torch.where({a} > 0.1, {a}, 0.3 * {a})", "{a}.detach()", "F.hardtanh({a})", "{a} / (1 + {a} * {a})",
+    "F.elu({a})", "F.silu({a})", "torch.atan({a})", "torch.log1p({a} * {a})",
+    "torch.sigmoid({a}) + (({a} > 0).to({a}.dtype) - torch.sigmoid({a})).detach()",
 )  # fmt: skip
 BINARY = (
     "{a} + {b}", "{a} * {b}", "{a} - {b}", "torch.maximum({a}, {b})", "torch.where({a} > {b}, {a}, {b} * 0.5)",
     "{a} / (1 + {b}.abs())", "torch.lerp({a}, {b}, 0.3)", "torch.sigmoid({a}) * torch.tanh({b})", "torch.addcmul({a}, {a}, {b})",
     "torch.min({a}, {b})", "torch.where({a}.detach() > 0, {b}, {a})",
+    "torch.sigmoid({a}.mean(-1, keepdim=True)) * {b}", "{a} + {b}.sum(-1, keepdim=True) / 3", "torch.logaddexp({a}, {b})",
 )  # fmt: skip
 # Operations that mix the positions of one value; `-1` is an axis of every layer's shape.
 MIXING = (
@@ -55,10 +60,13 @@ MIXING = (
     "F.layer_norm({a}, {a}.shape[-1:])", "{a} * {a}.sum(-1, keepdim=True)", "{a} / (1 + {a}.norm(dim=-1, keepdim=True))",
     "{a} + {a}.amax(-1, keepdim=True)", "torch.cat([{a}[..., 1:], {a}[..., :1]], -1)", "{a}[..., [2, 0, 1]]",
     "{a}.transpose(0, -1).contiguous().transpose(0, -1)", "{a}.reshape(-1).reshape({a}.shape)", "torch.stack([{a}, {a}]).sum(0)",
+    "{a} * {a}.var(-1, keepdim=True)", "{a} - torch.logsumexp({a}, -1, keepdim=True)", "{a} * {a}.prod(-1, keepdim=True)",
+    "{a} - {a}.amin(-1, keepdim=True)", "F.normalize({a} + 2.0, dim=-1)",
 )  # fmt: skip
 IN_PLACE = (
     "{v}.add_({b})", "{v}.mul_({b})", "{v}[..., 0] = {b}[..., 1]", "{v}[..., 1:] *= 0.5", "{v} += {b}", "{v}[:, :1].add_({b}[:, :1])",
     "{v}.masked_fill_({b} > 0.5, 0.25)", "{v}.clamp_(-1, 1)", "{v}.copy_({b} + {v})", "{v}.sigmoid_()",
+    "{v}.div_(1 + {b}.abs())", "{v}.lerp_({b}, 0.3)", "{v}[..., ::2] = {b}[..., :2]", "{v}.sub_({b}.mean(-1, keepdim=True))",
 )  # fmt: skip
 NEW_STATE = (
     "0.8 * {h} + 0.2 * {v}", "torch.tanh({v})", "torch.sigmoid({d}) * {h} + torch.tanh({v})", "{z} * {h} + (1 - {z}) * torch.tanh({v})",
@@ -282,7 +290,7 @@ def programs(draw: Any) -> Program:
     shape = (2, WIDTH) if inputs == "image" and source == "x" else (WIDTH,)
     states: list[tuple[str, str, str]] = []
     outputs = []
-    for n in range(draw(st.integers(1, 2))):
+    for n in range(draw(st.integers(1, 2)) + w.chance(6)):
         source, stored = _layer(w, n, source, shape)
         states += stored
         outputs.append(source)

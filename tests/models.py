@@ -350,6 +350,25 @@ def scalar_gate_shown(p, s, x):
     return {"h": h}, (h, g)
 
 
+@plain({"h": (B, H), "g": (B, 1)}, w=(I, H), gate=(I, 1))
+def scalar_gate_kept(p, s, x):
+    g = x @ p["gate"]
+    h = jax.nn.sigmoid(g) * s["h"] + x @ p["w"]
+    return {"h": h, "g": 0.5 * s["g"] + g}, (h, s["g"])
+
+
+@plain({"h": (B, 5, H)}, x=(B, 5, I), w=(3, I, H), gate=(3, I, 1))
+def conv_gate(p, s, x):
+    h = jax.nn.sigmoid(_conv(x, p["gate"])) * s["h"] + _conv(x, p["w"])
+    return {"h": h}, h
+
+
+@plain({"h": (B, H)}, x=lambda rng: jnp.asarray(rng.integers(0, 5, B)), w=(5, H), gate=(5, 1))
+def embedding_gate(p, s, x):
+    h = jax.nn.sigmoid(p["gate"][x]) * s["h"] + p["w"][x]
+    return {"h": h}, h
+
+
 @plain({"m": (B, 3, H)}, wk=(I, 3), wv=(I, H))
 def fast_weights(p, s, x):
     k, v = jax.nn.sigmoid(x @ p["wk"])[:, :, None], jnp.tanh(x @ p["wv"])[:, None, :]

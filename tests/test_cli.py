@@ -72,6 +72,7 @@ def silent_loss(output, target):
 def file(tmp_path):
     path = tmp_path / "models.py"
     path.write_text(MODELS)
+    (tmp_path / "models.py.needs.py").write_text("import no_such_library")
     return str(path)
 
 
@@ -122,6 +123,19 @@ def test_check_of_a_cell_with_a_state(capsys, file):
     assert status == 2 and "needs a state" in err and "Traceback" not in err
 
 
+def test_check_of_a_model_that_runs_in_float32_only(capsys, tmp_path):
+    """snnTorch makes float32 spikes, so the check falls back to float32 by itself."""
+    pytest.importorskip("snntorch")
+    code = (
+        "import snntorch\nfrom torch import nn\n\nmodel = nn.Sequential(\n    nn.Linear(3, 8), snntorch.Leaky(beta=0.9, init_hidden=True),"
+    )
+    (tmp_path / "spiking.py").write_text(f"{code}\n    nn.Linear(8, 2), snntorch.Leaky(beta=0.9, init_hidden=True)\n)\n")
+    arguments = ("--input", "4,3", "--steps", "12", "--rule", "rtrl")
+    status, out, err = run(capsys, "check", f"{tmp_path}/spiking.py:model", *arguments)
+    assert status == 0, out + err
+    assert "float32" in out and "cannot run in float64" in out
+
+
 def test_check_that_shows_nothing_is_not_ok(capsys, file):
     arguments = ("--input", "2,3", "--steps", "6", "--rule", "rtrl")
     status, out, _ = run(capsys, "check", f"{file}:make_model", *arguments, "--chunk", "6")
@@ -168,6 +182,7 @@ def test_recommend(capsys, file):
         (("check", "{}:make_model", "--input", "2,3", "--rule", "backprop"), "There is no rule 'backprop'"),
         (("check", "{}:make_model", "--input", "2,3", "--loss", "hinge"), "There is no loss `hinge`"),
         (("check", "{}:make_model", "--input", "2,7"), "error:"),
+        (("explain", "{}.needs.py:make", "--input", "2,3"), "imports `no_such_library`, which is not installed"),
         (("explain", "{}:lstm", "--input", "2,3"), "idirectional"),
         (("recommend", "{}:make_model", "--input", "2,3", "--budget", "lots"), "`budget` is 'lots'"),
     ],
@@ -189,7 +204,7 @@ def test_errors_as_json(capsys, file):
 
 def test_help_lists_the_commands(capsys):
     status, out, _ = run(capsys, "--help")
-    assert status == 0 and all(name in out for name in ("check", "explain", "recommend"))
+    assert status == 0 and all(name in out for name in ("demo", "check", "explain", "recommend", "train", "bench"))
     assert run(capsys)[0] == 2 and run(capsys, "dance")[0] == 2 and run(capsys, "check")[0] == 2
 
 

@@ -164,6 +164,26 @@ def test_fori_loop_with_a_fixed_count_is_a_scan():
     assert kinds(graph).count("scan_unrolled") == 1
 
 
+# Spread products ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(H, 1), (H,)])
+@pytest.mark.parametrize("shown", ["product", "gate", "nothing"])
+def test_a_gate_of_one_value_a_row_keeps_its_trace(shape, shown):
+    """Also where an output reads it: that output then reads the copy that was spread over the row."""
+
+    def step(p, s, x):
+        y = (x @ p["w"]).reshape(B, -1)
+        h = jax.nn.sigmoid(y) * s["h"] + x
+        return {"h": h}, h + {"product": y, "gate": jax.nn.sigmoid(y).sum(), "nothing": 0.0}[shown]
+
+    graph = compiled(step, w=shape)
+    (relation,) = graph.hidden_param_op_relations
+    assert relation.y_var.aval.shape == (B, H)
+    assert graph.certificate()[("w",)].exact
+    assert not graph.explain(kind="cut")
+
+
 # Custom derivatives stay whole --------------------------------------------------------------------------------------
 
 

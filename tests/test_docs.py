@@ -1,25 +1,141 @@
-"""Every Python block of the README and the documentation runs as printed."""
+"""README and documentation: every Python block runs as printed, shown output is real, commands work, links lead somewhere."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+import etrace_bridge as eb
+from etrace_bridge.cli import main
+
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "docs/quickstart.md", "docs/rules.md", *(f"docs/howto/{p.name}" for p in sorted((ROOT / "docs/howto").glob("*.md")))]
+DOCS = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").rglob("*.md"))
+PAGES = ["README.md", *DOCS]
+RUN_ELSEWHERE = {"docs/architecture.md"}  # by test_compiler_docs.py, which also compares its output letter by letter
+COMMANDS_PAGE = "docs/howto/command-line.md"
+
+pytestmark = pytest.mark.x32  # as a reader's process
 
 
-def python_blocks(page: str) -> list[str]:
-    """The page's Python code, block by block."""
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), flags=re.M | re.S)
+def blocks(page: str) -> list[tuple[str, str, str]]:
+    """The page's code blocks: language, title, text."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = re.findall(r"^```(\w+)(?: title=\"([^\"]+)\")?\n(.*?)^```$", text, flags=re.M | re.S)
+    return [tuple(part) for part in found]
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_code_runs_as_printed(page: str) -> None:
-    blocks = python_blocks(page)
-    assert blocks, f"{page} has no Python block"
+def pages_with_python() -> list[str]:
+    return [page for page in PAGES if page not in RUN_ELSEWHERE and any(kind == "python" for kind, _, _ in blocks(page))]
+
+
+def without_numbers(text: str) -> list[str]:
+    """A text's words, for comparing output across machines: numbers, places in files and column widths aside."""
+    text = re.sub(r"\S+\.(?:py|md):\d+", "FILE", text)
+    text = re.sub(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?", "#", text)
+    return re.sub(r"-{2,}", "-", text).split()
+
+
+def test_there_is_code_to_run():
+    assert len(pages_with_python()) >= 12 and "README.md" in pages_with_python()
+
+
+@pytest.mark.parametrize("page", pages_with_python())
+def test_code_runs_as_printed(page: str, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
     scope: dict = {"__name__": "docs_page"}
-    for n, block in enumerate(blocks):
-        exec(compile(block, f"{page}, block {n}", "exec"), scope)
+    printed = None
+    for n, (kind, _, text) in enumerate(blocks(page)):
+        if kind == "python":
+            shown = io.StringIO()
+            with contextlib.redirect_stdout(shown):
+                exec(compile(text, page, "exec", dont_inherit=True), scope)
+            printed = shown.getvalue()
+        elif kind == "text" and printed is not None:
+            assert without_numbers(printed) == without_numbers(text), f"{page}: what is shown after block {n - 1} is not what it prints"
+        if kind != "python":
+            printed = None
+
+
+def test_commands_run_as_printed(tmp_path, monkeypatch, capsys) -> None:
+    """The page's files are written and its commands run, in the order of the page."""
+    monkeypatch.chdir(tmp_path)
+    ran = []
+    for kind, title, text in blocks(COMMANDS_PAGE):
+        if title:
+            (tmp_path / title).write_text(text)
+            if title == "make_data.py":
+                exec(compile(text, title, "exec", dont_inherit=True), {})
+        elif kind == "sh":
+            for line in text.splitlines():
+                words = shlex.split(line)
+                assert words[:3] == ["python", "-m", "etrace_bridge"], line
+                assert main(words[3:]) == 0, f"{line}\n{capsys.readouterr().err}"
+                ran.append(words[3])
+    assert {"explain", "check", "recommend", "train", "bench"} <= set(ran)
+    assert (tmp_path / "run" / "weights.pt").is_file() and (tmp_path / "run" / "model.safetensors").is_file()
+
+
+def link_targets(page: str) -> list[str]:
+    text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.M | re.S)
+    return re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r"<img[^>]* src=\"([^\"]+)\"", text)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that headings get, as mkdocs and GitHub make them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.M)
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", *PAGES])
+def test_relative_links_and_pictures_exist(page: str) -> None:
+    broken = []
+    for target in link_targets(page):
+        if re.match(r"(https?:|mailto:)", target):
+            continue
+        file, _, anchor = target.partition("#")
+        path = (ROOT / page).parent / file if file else ROOT / page
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            broken.append(target)
+    assert broken == []
+
+
+def test_link_rule_sees(tmp_path, monkeypatch) -> None:
+    (tmp_path / "page.md").write_text("# One thing, `two`\n[a](other.md#x) ![b](p.svg)\n```text\n[c](no.md)\n```\n")
+    monkeypatch.setattr("test_docs.ROOT", tmp_path)
+    assert link_targets("page.md") == ["other.md#x", "p.svg"] and anchors(tmp_path / "page.md") == {"one-thing-two"}
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    text = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^::: etrace_bridge\.([\w.]+)$", text, flags=re.M)
+    # A function with the name of its module is listed where it is defined, or the page would show the module.
+    listed = [name if name.startswith("rules.") else name.split(".")[-1] for name in listed]
+    assert sorted(set(listed)) == sorted(listed), "a name stands there twice"
+    missing = sorted(set(eb.__all__) - {"rules"} - set(listed))
+    missing += sorted(f"rules.{name}" for name in eb.rules.__all__ if f"rules.{name}" not in listed)
+    assert missing == []
+    unknown = [name for name in listed if not hasattr(eb.rules if name.startswith("rules.") else eb, name.removeprefix("rules."))]
+    assert unknown == []
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = re.findall(r"^ +- ([\w/.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.M)
+    assert sorted(f"docs/{page}" for page in listed) == DOCS
+
+
+def test_pictures_are_what_their_script_draws(tmp_path, monkeypatch) -> None:
+    folder = ROOT / "docs" / "pictures"
+    scope: dict = {"__name__": "pictures", "__file__": str(folder / "make_pictures.py")}
+    exec(compile((folder / "make_pictures.py").read_text(encoding="utf-8"), "make_pictures.py", "exec"), scope)
+    scope["HERE"] = tmp_path
+    for name in ("draw_memory", "draw_dropped", "draw_stack"):
+        scope[name]()
+    for path in sorted(tmp_path.iterdir()):
+        assert path.read_text(encoding="utf-8") == (folder / path.name).read_text(encoding="utf-8")
+    assert len(list(tmp_path.iterdir())) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -176,7 +177,9 @@ class Starts(nn.Module):
 
 @pytest.mark.parametrize("learned", [False, True])
 def test_initial_state_made_inside_forward(learned: bool) -> None:
-    net = compare(Starts(learned), xs(), {"rnn.h_l0", "rnn.c_l0"})
+    with pytest.warns(UserWarning, match="`h0`: used only to make the initial state") if learned else contextlib.nullcontext():
+        net = compare(Starts(learned), xs(), {"rnn.h_l0", "rnn.c_l0"})
+    assert net.start_parameters == (("h0",) if learned else ())
     net.init_state(B)
     np.testing.assert_array_equal(net.states()["rnn", "c_l0"].value, np.full((B, H), 0.5))
 

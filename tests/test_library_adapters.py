@@ -58,6 +58,16 @@ def test_supported_layers_lists_the_library(library: str, layers: str) -> None:
     assert set(layers.split()) <= set(eb.supported_layers()[library])
 
 
+def test_layers_that_are_refused_are_listed_as_such() -> None:
+    snntorch = pytest.importorskip("snntorch")
+    listed = eb.supported_layers()["snntorch"]
+    assert "StateLeaky (refused: computes a whole sequence at once)" in listed and "StateLeaky" not in listed
+    with pytest.raises(eb.NotSupportedError, match="computes a whole sequence at once"):
+        eb.wrap(snntorch.StateLeaky(beta=0.9, channels=3))
+    assert "GRU" in eb.supported_layers()["torch"]
+    assert {"GRU (not bidirectional)", "GRUCell"} <= set(eb.supported_layers(limits=True)["torch"])
+
+
 def test_slstm_that_forgets_its_state_is_refused() -> None:
     snntorch = pytest.importorskip("snntorch")
     model = nn.Sequential(snntorch.SLSTM(3, 4, init_hidden=True))

@@ -16,9 +16,11 @@ import pytest
 import models
 from etrace_bridge._errors import InputError
 from etrace_bridge.compiler.graph import ETraceGraph, compile_etrace_graph
+from etrace_bridge.engine import plan
 from etrace_bridge.engine.exits import exit_cotangents, find_exits, linearise_exits
 from etrace_bridge.engine.forward import run_forward
 from etrace_bridge.engine.linearise import loss_gradient
+from etrace_bridge.engine.plan import count_blocks, working_bytes
 from etrace_bridge.engine.program import StepProgram
 from etrace_bridge.rules import BPTT, DRTRL, RTRL, Carry, Chunk, EProp, PPProp, Rule, SnAp1, make_rule, rule_names
 from models import B, H, I
@@ -31,7 +33,7 @@ DEFINED = (
     *("rnn", "torch_gru", "torch_lstm", "GRUCell", "spiking_jvp", "layer_norm", "conv_recurrent", "embedding"),
     *("tied_layers", "tied_twice", "sliced", "low_rank", "scalar_gate", "packed_concat", "group_state", "stacked"),
     *("two_groups_one_weight", "encoder_readout", "reads_old_state", "carried_elsewhere", "feeds_two_ways"),
-    "leading_axis",
+    *("leading_axis", "scalar_gate_kept", "conv_gate", "embedding_gate"),
 )
 
 
@@ -278,6 +280,40 @@ def test_the_chunk_does_not_matter(name, rule):
         for a, b in ((other.grads, one.grads), (other.outputs, one.outputs), (other.losses, one.losses)):
             assert_close(a, b, 1e-10)
         assert_close([other.carry.hidden, other.carry.trace], [one.carry.hidden, one.carry.trace], 1e-10)
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("torch_gru", DRTRL()),
+        ("torch_lstm", DRTRL(credit="core")),
+        ("encoder_readout", DRTRL()),
+        ("two_groups_one_weight", SnAp1()),
+        ("conv_recurrent", DRTRL(credit="chunk")),
+    ],
+    ids=str,
+)
+def test_blocks_do_not_matter(name, rule, monkeypatch):
+    """A chunk worked through in blocks of one and of three steps gives what it gives at once, the trace included."""
+    expected = run(name, rule, T)
+    assert_live(expected.grads)
+    for count in (T, T // 3):
+        monkeypatch.setattr("etrace_bridge.rules.d_rtrl.count_blocks", lambda program, length, count=count: count)
+        compiled.cache_clear()
+        found = run.__wrapped__(name, rule, T)  # not the one in the cache
+        assert_close([found.grads, found.losses, found.outputs], [expected.grads, expected.losses, expected.outputs], 1e-12)
+        assert_close([found.carry.hidden, found.carry.trace], [expected.carry.hidden, expected.carry.trace], 1e-12)
+    compiled.cache_clear()
+
+
+def test_large_chunks_have_blocks():
+    """Blocks divide the chunk evenly, grow in number with it, and a small chunk is one."""
+    program = case("torch_gru").program
+    each = working_bytes(program)
+    steps = 4 * plan.BLOCKS_FROM * plan.BLOCK_BYTES // each
+    count = count_blocks(program, steps - steps % 64)
+    assert count > 4 and (steps - steps % 64) % count == 0
+    assert count_blocks(program, 8) == 1
 
 
 @pytest.mark.parametrize("rule", [DRTRL(), EProp(kappa=0.6), RTRL()], ids=str)

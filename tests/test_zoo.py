@@ -35,6 +35,18 @@ def torch_result(name: str, dtype: str) -> Reference:
     return reference(find(name), DTYPES[dtype])
 
 
+# 0.04 v^2 + 5 v + 140 cancels numbers of some hundred at each step, so torch's float32 gradient is itself off by 1.3e-5.
+CANCELS = ("norse-izhikevich_recurrent_cell",)
+
+
+def rounding(name: str) -> float:
+    """Twice the error of torch's own float32 gradients, by its float64 ones: two programs that round differently."""
+    single, double = torch_result(name, "float32").grads, torch_result(name, "float64").grads
+    worst = max(float((single[key].double() - g).abs().max() / g.abs().max()) for key, g in double.items())
+    assert 1e-6 < worst < 3e-5  # no spike differs between the two
+    return 2 * worst
+
+
 def bridged_result(case: Case, module: torch.nn.Module, ref: Reference, xs: torch.Tensor) -> dict[str, Any]:
     """Scan the bridged step over the sequence and differentiate the loss with `jax.grad`."""
     net = eb.wrap(module, case.state, example_input=xs[0])
@@ -83,12 +95,12 @@ def with_hooks(module: torch.nn.Module, name: str, grad: Any) -> np.ndarray:
     return value.numpy()
 
 
-def assert_close(found: Any, wanted: torch.Tensor, tolerance: float, what: str) -> None:
-    """Equal shape and dtype, and values up to `tolerance` of the array's scale (at least 1)."""
+def assert_close(found: Any, wanted: torch.Tensor, tolerance: float, what: str, floor: float = 1.0) -> None:
+    """Equal shape and dtype, and values up to `tolerance` of the array's largest value (at least `floor`)."""
     found, expected = np.asarray(found), wanted.detach().numpy()
     assert found.shape == expected.shape, f"{what}: shape {found.shape}, torch has {expected.shape}"
     assert found.dtype == expected.dtype, f"{what}: dtype {found.dtype}, torch has {expected.dtype}"
-    scale = max(1.0, float(np.abs(expected).max(initial=0.0)))
+    scale = max(floor, float(np.abs(expected).max(initial=0.0)))
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * scale, err_msg=what)
 
 
@@ -114,10 +126,14 @@ def test_bridge_equals_torch(name: str, dtype: str) -> None:
     assert_close(found["loss"], ref.loss, tolerance, "loss")
     assert list(found["net"].parameter_names) == [n for n, p in module.named_parameters() if p.requires_grad]
     assert set(found["grads"]) == set(ref.grads)
+    # Gradients are small, so each is measured by its own largest value, however small (`check_live` asks for one above 1e-4).
+    # The worst of all is off by 8e-6 of its own size in float32. Outputs and states are of order one: a spike or a voltage
+    # near zero has no size of its own.
+    tolerance = rounding(name) if name in CANCELS and dtype == "float32" else tolerance
     for key, grad in found["grads"].items():
-        assert_close(with_hooks(module, key, grad), ref.grads[key], tolerance, f"gradient of {key}")
+        assert_close(with_hooks(module, key, grad), ref.grads[key], tolerance, f"gradient of {key}", floor=0.0)
     if ref.input_grad is not None:
-        assert_close(found["input_grad"], ref.input_grad, tolerance, "gradient of the input")
+        assert_close(found["input_grad"], ref.input_grad, tolerance, "gradient of the input", floor=0.0)
 
     # Wrapping and tracing left nothing behind in the module: it still runs as a fresh one does.
     for output, expected in zip(case.run(module, xs).outputs, ref.trajectory.outputs, strict=True):

@@ -9,14 +9,14 @@ from etrace_bridge.rules import BPTT, DRTRL, RTRL, EProp, Rule, SnAp1
 
 EXACT, APPROXIMATE, TRUNCATED, NONE = "exact", "approximate", "truncated", "none"
 
-# Verdicts, once it was run: what was promised, or one of the two that are not ok.
+# Verdicts, once it was run: what was promised, or one of the three that are not ok.
 AS_EXPECTED = {
     EXACT: "exact",
     APPROXIMATE: "approximate (as certified)",
     TRUNCATED: "truncated (as certified)",
     NONE: "no gradient (as certified)",
 }
-MISMATCH, ZERO = "MISMATCH", "nothing to compare"
+MISMATCH, ZERO, START = "MISMATCH", "nothing to compare", "NO GRADIENT"
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,11 @@ class Expectation:
 
     kind: str
     reason: str
+
+
+START_ONLY = Expectation(
+    NONE, "used only to make the initial state, which the bridge holds constant: torch BPTT trains it, no rule here does"
+)
 
 
 def expect(rule: Rule, certificate: ParameterCertificate | None, length: int, chunk: int) -> Expectation:

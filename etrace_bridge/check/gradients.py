@@ -6,6 +6,7 @@ import contextlib
 import math
 import re
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, overload
@@ -17,7 +18,7 @@ from torch import nn
 
 from etrace_bridge._errors import InputError, NotSupportedError
 from etrace_bridge.check.comparison import RuleComparison
-from etrace_bridge.check.expectation import expect
+from etrace_bridge.check.expectation import START_ONLY, expect
 from etrace_bridge.check.precision import float_dtype, in_precision, torch_dtype
 from etrace_bridge.check.reference import CheckData, Reference, map_tensors, torch_reference
 from etrace_bridge.check.report import GradientReport, compare
@@ -77,7 +78,7 @@ def check_gradients(
     rule: str | Rule | Sequence[str | Rule] = "d_rtrl",
     chunk: int | str = "auto",
     *,
-    dtype: Any = "auto",
+    dtype: Any = "float64",
     reduction: str = "mean",
     mask: Any = None,
     tolerance: float | None = None,
@@ -99,12 +100,13 @@ def check_gradients(
         loss: torch or JAX callable `(output_t, target_t) -> scalar`.
         rule: a rule's name or object; several of them give a `RuleComparison`, with time and memory.
         chunk: steps in a chunk. `"auto"` divides the sequence into three, so that the trace is written and read.
-        dtype: precision in which both sides run: `"float64"`, `"float32"`, or None for the model's own. `"auto"` is float64 where the
-            model can run in it, and its own where not (snnTorch makes float32 spikes, whatever the model's precision).
+        dtype: precision in which both sides run: `"float64"`, `"float32"`, or None for the model's own. A model that cannot run in
+            float64 (snnTorch makes float32 spikes, whatever the weights are) runs in its own precision, and a note says so;
+            `report.dtype` is the precision that was used.
         reduction: `"mean"` or `"sum"` over the steps' losses.
         mask: (T,) weights of the steps' losses.
         tolerance: relative error that counts as equal; by default 1e-9 in float64, 1e-5 in float32.
-        allow_zero: names of parameters whose gradient is rightly zero in torch.
+        allow_zero: names of parameters whose gradient is rightly zero in torch, or that only make the initial state and shall stay.
         state: as for `wrap`.
         sequence: as for `wrap`.
         batch_first: as for `wrap`.
@@ -123,8 +125,9 @@ def check_gradients(
     job = _Job(
         model, xs, targets, loss, rules, several, chunk, reduction, mask, tolerance, frozenset(allow_zero), state, sequence, batch_first
     )
-    if dtype != "auto":
-        return job.run(torch_dtype(dtype) or float_dtype(model))
+    wanted = torch_dtype("float64" if dtype == "auto" else dtype) or float_dtype(model)
+    if wanted != torch.float64 or float_dtype(model) == torch.float64:
+        return job.run(wanted)
     try:
         return job.run(torch.float64)
     except _OtherPrecision as error:
@@ -242,7 +245,9 @@ class _Job:
         axis = 1 if wrap(self.model, **self.options).batch_first else 0
         example = tuple(x.select(axis, 0) for x in inputs)
         net = wrap(self.model, example_input=example, **self.options)
-        net.init_state(batch_size=example[0].shape[0])
+        with warnings.catch_warnings():  # the report has a verdict of its own for these
+            warnings.filterwarnings("ignore", ".*used only to make the initial state")
+            net.init_state(batch_size=example[0].shape[0])
         return net, net.traced_step(*[to_jax(x) for x in example]).uses_key
 
 
@@ -299,7 +304,8 @@ def _check_rule(
     for name, wanted in reference.grads.items():
         found = online.get(name, np.zeros_like(wanted))
         past = None if truncated is None else _share(wanted - truncated.get(name, np.zeros_like(wanted)), wanted)
-        promise = expect(rule, certificates.get(name), check.length, chunk)
+        start_only = name in check.net.start_parameters
+        promise = START_ONLY if start_only else expect(rule, certificates.get(name), check.length, chunk)
         parameters[name] = compare(name, found, wanted, promise, check.tolerance, floor, past, name in check.allow_zero)
     problems = [*_forward_problems(check, result, reference), *_empty_problems(check, reference, scale)]
     if not problems and not isinstance(rule, BPTT):

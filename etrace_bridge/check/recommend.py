@@ -18,7 +18,7 @@ from etrace_bridge._errors import InputError
 from etrace_bridge.check.precision import float_dtype, in_precision
 from etrace_bridge.check.report import write_json
 from etrace_bridge.check.text import number, size, table
-from etrace_bridge.engine.plan import bytes_per_step, choose_chunk
+from etrace_bridge.engine.plan import choose_chunk, kept_bytes
 from etrace_bridge.frontend import BridgedModule, to_jax, wrap
 from etrace_bridge.learning.footprint import GradientProgram, compile_gradients, parse_bytes, rule_bytes, tree_bytes
 from etrace_bridge.learning.session import Session
@@ -206,7 +206,7 @@ def _look_at(trial: _Trial, rule: Rule, limit: int, reference: np.ndarray | None
     chunk = steps
     if not isinstance(rule, BPTT):  # at least two chunks: a stream needs the trace, which a single chunk does without
         memory = jax.eval_shape(lambda: rule.init(session.program))
-        chunk = min(choose_chunk(session.program, memory, steps, "auto", None), math.ceil(steps / 2))
+        chunk = min(choose_chunk(session.program, memory, steps, "auto", None, rule.in_blocks), math.ceil(steps / 2))
     if alone > limit:
         return Candidate(name, alone, chunk, False, None, False)
     program = trial.compile(rule, chunk)
@@ -214,7 +214,7 @@ def _look_at(trial: _Trial, rule: Rule, limit: int, reference: np.ndarray | None
         if program.memory <= limit or chunk == 1:
             break
         spare = program.memory - limit
-        chunk = max(1, min(chunk // 2, chunk - math.ceil(spare / max(bytes_per_step(session.program), 1))))
+        chunk = max(1, min(chunk // 2, chunk - math.ceil(spare / max(kept_bytes(session.program, True), 1))))
         program = trial.compile(rule, chunk)
     fits = program.memory <= limit
     cosine = _cosine(trial.run(program), reference) if fits and reference is not None else None

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from etrace_bridge._errors import InputError
-from etrace_bridge.check.expectation import AS_EXPECTED, EXACT, MISMATCH, NONE, ZERO, Expectation
+from etrace_bridge.check.expectation import AS_EXPECTED, EXACT, MISMATCH, NONE, START, START_ONLY, ZERO, Expectation
 from etrace_bridge.check.html import render_page
 from etrace_bridge.check.plot import draw_report
 from etrace_bridge.check.text import render_report
@@ -122,7 +122,7 @@ def compare(
         tolerance: relative error that counts as equal.
         floor: norm below which a gradient is rounding error on the scale of the model's gradients.
         past: share of the gradient from before the chunk.
-        zero_is_fine: the user expects torch's gradient to be zero.
+        zero_is_fine: the user expects torch's gradient to be zero, or none to be computed.
     """
     difference = np.abs(online - reference)
     norm, own, error = (float(np.linalg.norm(x.reshape(-1))) for x in (reference, online, difference))
@@ -135,7 +135,9 @@ def compare(
         matches = error <= floor
     else:
         matches = relative <= tolerance
-    if expectation.kind in (EXACT, NONE) and not matches or not (np.isfinite(own) and np.isfinite(norm)):
+    if expectation is START_ONLY:
+        verdict = AS_EXPECTED[NONE] if zero_is_fine else START
+    elif expectation.kind in (EXACT, NONE) and not matches or not (np.isfinite(own) and np.isfinite(norm)):
         verdict = MISMATCH
     elif empty and expectation.kind != NONE and not zero_is_fine:
         verdict = ZERO if matches else MISMATCH
@@ -241,6 +243,11 @@ class GradientReport:
         for p in self:
             if p.verdict == MISMATCH:
                 texts.append(p.mismatch(self.rule))
+            elif p.verdict == START:
+                texts.append(
+                    f"`{p.name}` gets no gradient: {p.expectation.reason}. If that is meant, freeze it (`requires_grad_(False)`) or pass "
+                    f"`allow_zero=[{p.name!r}]`."
+                )
             elif not p.ok:
                 texts.append(
                     f"The gradient of `{p.name}` is zero in torch, so nothing was compared. If that is right, pass `allow_zero=[{p.name!r}]`."

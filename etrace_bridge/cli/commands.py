@@ -1,9 +1,10 @@
-"""The command line: `python -m etrace_bridge check|explain|recommend|demo …`.
+"""The command line: `python -m etrace_bridge demo|check|explain|recommend|train|bench …`.
 
 A command is one function that adds a parser to the sub-parsers and sets `run=`, a function of the parsed arguments that returns
 the exit status. `COMMANDS` lists them; to add one, write such a function and append it.
 
-Exit status: 0 ok, 1 the gradients are not what they should be (or no rule fits), 2 bad use.
+Exit status: 0 ok, 1 it ran and the answer is no (gradients are not what they should be, no rule fits, training became NaN),
+2 bad use.
 """
 
 from __future__ import annotations
@@ -14,9 +15,21 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from etrace_bridge._errors import BridgeError
+from etrace_bridge._errors import BridgeError, NonFiniteError
 from etrace_bridge.check.gradients import check_gradients
 from etrace_bridge.check.recommend import recommend
+from etrace_bridge.cli.arguments import (
+    BAD_USE,
+    NOT_OK,
+    OK,
+    UsageError,
+    add_common_arguments,
+    add_model_arguments,
+    as_chunk,
+    at_least_one,
+    split_names,
+)
+from etrace_bridge.cli.bench import add_bench
 from etrace_bridge.cli.model import (
     LOSSES,
     in_layout,
@@ -26,29 +39,12 @@ from etrace_bridge.cli.model import (
     make_loss_and_targets,
     parse_shape,
 )
+from etrace_bridge.cli.train import add_train
 from etrace_bridge.compiler.diagnostics import show_path
 from etrace_bridge.compiler.graph import ETraceGraph, compile_etrace_graph
 from etrace_bridge.frontend import to_jax, wrap
 from etrace_bridge.learning.footprint import parse_bytes
 from etrace_bridge.rules import make_rule, rule_names
-
-OK, NOT_OK, BAD_USE = 0, 1, 2
-
-
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of every command that takes a model."""
-    parser.add_argument("model", help="path/to/file.py:name of a torch module, or of a function that makes one")
-    parser.add_argument("--input", required=True, metavar="SIZES", help="shape of one time step, batch first, such as 8,32")
-    parser.add_argument("--classes", type=int, metavar="N", help="inputs are whole numbers below N (found out for an embedding)")
-    parser.add_argument("--state", metavar="FILE:NAME", help="initial state of a cell that does not accept None, as for `wrap`")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and data (default 0)")
-    add_common_arguments(parser)
-
-
-def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of every command."""
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
 
 def add_check(commands: Any) -> None:
@@ -61,7 +57,9 @@ def add_check(commands: Any) -> None:
     parser.add_argument("--rule", action="append", metavar="NAME", help="rule, several for a comparison: " + ", ".join(rule_names()))
     parser.add_argument("--chunk", default="auto", help="steps in a chunk (default: a third of the sequence)")
     parser.add_argument("--loss", default="mse", help=f"{', '.join(LOSSES)}, or path/to/file.py:name (default mse)")
-    parser.add_argument("--dtype", default="float64", choices=("float64", "float32", "model"), help="precision (default float64)")
+    parser.add_argument(
+        "--dtype", default="auto", choices=("auto", "float64", "float32", "model"), help="precision (default float64 where the model can)"
+    )
     parser.add_argument("--budget", metavar="SIZE", help="with several rules: recommend one that fits, such as 500MB")
     parser.add_argument("--html", metavar="FILE", help="write the report as one HTML file")
     parser.add_argument("--plot", metavar="FILE", help="write the report as a picture (one rule)")
@@ -75,9 +73,8 @@ def run_check(args: argparse.Namespace) -> int:
     steps = at_least_one(args.steps, "--steps")
     xs = in_layout(make_inputs(model, parse_shape(args.input), steps, args.classes, args.seed), batch_first)
     loss, targets = make_loss_and_targets(model, xs, args.loss, batch_first, args.seed, {"state": state})
-    names = args.rule or ["d_rtrl"]
-    rules = [make_rule(name.strip()) for group in names for name in group.split(",")]
-    chunk = args.chunk if args.chunk == "auto" else as_count(args.chunk, "--chunk")
+    rules = [make_rule(name) for name in split_names(args.rule) or ["d_rtrl"]]
+    chunk = as_chunk(args.chunk)
     found = check_gradients(
         model, xs, targets, loss, rules if len(rules) > 1 else rules[0], chunk, state=state, dtype=None if args.dtype == "model" else args.dtype
     )  # fmt: skip
@@ -155,8 +152,8 @@ def run_recommend(args: argparse.Namespace) -> int:
     """Runs `recommend`."""
     model = load_model(args.model, args.seed)
     x = make_inputs(model, parse_shape(args.input), 1, args.classes, args.seed)[0]
-    rules = [name.strip() for group in args.rule for name in group.split(",")] if args.rule else None
-    found = recommend(model, x, args.budget, rules=rules, steps=args.steps, state=load_state(args.state))
+    steps = at_least_one(args.steps, "--steps")
+    found = recommend(model, x, args.budget, rules=split_names(args.rule) or None, steps=steps, state=load_state(args.state))
     print(found.to_json() if args.json else found)
     return OK if found.ok else NOT_OK
 
@@ -181,31 +178,15 @@ def run_demo_command(args: argparse.Namespace) -> int:
 
 
 # One function a command; others add theirs here.
-COMMANDS: list[Callable[[Any], None]] = [add_check, add_explain, add_recommend, add_demo]
-
-
-class UsageError(Exception):
-    """The arguments do not go together."""
-
-
-def at_least_one(value: int, option: str) -> int:
-    """A positive number."""
-    if value < 1:
-        raise UsageError(f"{option} is {value}; it must be at least 1.")
-    return value
-
-
-def as_count(text: str, option: str) -> int:
-    """A positive number from text."""
-    if not text.isdigit() or int(text) < 1:
-        raise UsageError(f"{option} is {text!r}; it must be a positive number.")
-    return int(text)
+COMMANDS: list[Callable[[Any], None]] = [add_demo, add_check, add_explain, add_recommend, add_train, add_bench]
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser with every command."""
     parser = argparse.ArgumentParser(
-        prog="python -m etrace_bridge", description="Online learning for recurrent and spiking models written in PyTorch."
+        prog="python -m etrace_bridge",
+        description="Online learning for recurrent and spiking models written in PyTorch.",
+        epilog="`python -m etrace_bridge COMMAND --help` shows a command's options. Exit status: 0 ok, 1 the answer is no, 2 bad use.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for add in COMMANDS:
@@ -221,6 +202,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(stop.code or 0)
     try:
         return args.run(args)
+    except NonFiniteError as error:
+        if getattr(args, "debug", False):
+            raise
+        return _fail(str(error), args, status=NOT_OK)
     except (BridgeError, UsageError) as error:
         if getattr(args, "debug", False):
             raise
@@ -233,10 +218,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f"{type(error).__name__}: {error}", args, "Run again with --debug for the traceback.")
 
 
-def _fail(message: str, args: argparse.Namespace, hint: str = "") -> int:
+def _fail(message: str, args: argparse.Namespace, hint: str = "", status: int = BAD_USE) -> int:
     if getattr(args, "json", False):
         print(json.dumps({"error": message}))
     print(f"error: {message}", file=sys.stderr)
     if hint:
         print(hint, file=sys.stderr)
-    return BAD_USE
+    return status

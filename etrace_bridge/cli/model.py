@@ -25,14 +25,22 @@ LOSSES: dict[str, Callable] = {
 }
 
 
+def existing_file(name: str) -> Path:
+    """The path of a file that is there."""
+    path = Path(name)
+    if not path.is_file():
+        raise InputError(f"There is no file `{name}`. Paths start from the current folder, {Path.cwd()}.")
+    return path
+
+
 def load_object(reference: str) -> Any:
     """The object that `path/to/file.py:name` names."""
     file, colon, name = reference.rpartition(":")
     if not colon or not file or not name:
-        raise InputError(f"`{reference}` is not of the form `path/to/file.py:name`.")
-    path = Path(file)
-    if not path.is_file():
-        raise InputError(f"There is no file `{file}`.")
+        raise InputError(
+            f"`{reference}` is not of the form `path/to/file.py:name`, where `name` is a torch module, or a class or function that makes one."
+        )
+    path = existing_file(file)
     name_in_python = f"_from_command_line_{path.stem}"  # never the name of a module that is there already
     spec = importlib.util.spec_from_file_location(name_in_python, path)
     if spec is None or spec.loader is None:
@@ -42,6 +50,9 @@ def load_object(reference: str) -> Any:
     sys.path.insert(0, str(path.resolve().parent))  # so that the file can import its neighbours
     try:
         spec.loader.exec_module(module)
+    except ModuleNotFoundError as error:
+        fix = f"Install it for {sys.executable}, or run the command with the Python that has it."
+        raise InputError(f"`{file}` cannot be imported, because it imports `{error.name}`, which is not installed. {fix}") from error
     except Exception as error:
         raise InputError(f"`{file}` cannot be imported: {type(error).__name__}: {error}") from error
     finally:

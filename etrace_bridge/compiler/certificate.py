@@ -204,7 +204,7 @@ def _weight_cut(eqn, i, k, contacts, alignment, use, cuts) -> Edge | None:
     name = eqn.primitive.name
     reason = f"one value of `{name}` feeds many positions" if many else f"`{name}` joins a weight with data in no known way"
     cuts.setdefault((i, k), _describe(eqn, (i, k), reason, ()))
-    return (i, k)
+    return (i, eqn.invars.index(eqn.invars[k]))  # a weight that enters one equation twice is told once
 
 
 def _data_cut(eqn: JaxprEqn, i: int, k: int, alignment: Alignment, use: WeightUse, cuts: dict[Edge, Cut]) -> Edge | None:

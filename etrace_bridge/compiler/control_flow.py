@@ -39,8 +39,9 @@ from etrace_bridge._jax_compat import (
 from etrace_bridge.compiler.aliases import is_alias, producers
 from etrace_bridge.compiler.contacts import has_contact_rule
 from etrace_bridge.compiler.diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, Path, show_path
-from etrace_bridge.compiler.jaxpr import evaluate, read, variables
+from etrace_bridge.compiler.jaxpr import variables
 from etrace_bridge.compiler.primitives import CUSTOM_DERIVATIVE, is_elementwise, is_structural
+from etrace_bridge.compiler.rewrites import read_spread_copies, slices_to_splits
 
 UNROLL_LIMIT = 16
 _INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_lin"})
@@ -130,6 +131,9 @@ class _Normaliser:
         results = [_Value(o, paths, is_data) for o in outs]
         if eqn.primitive.name == "broadcast_in_dim":
             results[0].spread_from = (operands[0], dict(eqn.params))
+        if eqn.primitive.name == "reshape" and operands[0].from_product:
+            results[0].spread_from = _as_broadcast(operands[0], eqn.outvars[0].aval.shape)
+            results[0].from_product = results[0].spread_from is not None
         if is_data and is_elementwise(eqn):
             # The derivative of a custom call is traced for one shape: it cannot be applied to a slice.
             if len(results) == 1 and eqn.primitive.name not in CUSTOM_DERIVATIVE:
@@ -326,58 +330,22 @@ def normalise(
 
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in closed.jaxpr.invars]
     plain = make_jaxpr_closed(flat, *avals)
-    plain = ClosedJaxpr(remove_dead_equations(plain.jaxpr), plain.consts)
-    return _slices_to_splits(plain, avals), worker.records
+    plain = slices_to_splits(ClosedJaxpr(remove_dead_equations(plain.jaxpr), plain.consts))
+    new = set(variables(new_states))
+    is_new_state = [not isinstance(v, Literal) and v in new for v in closed.jaxpr.outvars]
+    return read_spread_copies(plain, [p is not None for p in weight_paths], is_new_state), worker.records
 
 
-def _slices_to_splits(closed: ClosedJaxpr, avals: Sequence[Any]) -> ClosedJaxpr:
-    """Slices that tile a value become one `split`, whose transpose is a concatenation and not a sum of pads."""
-    jaxpr = closed.jaxpr
-    slices: dict[Var, list[JaxprEqn]] = {}
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "slice":
-            slices.setdefault(eqn.invars[0], []).append(eqn)
-    tilings = {v: t for v, eqns in slices.items() if (t := _tiling(v, eqns)) is not None}
-    if not tilings:
-        return closed
-    parts: dict[Var, list[Any]] = {}
-
-    def on_equation(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
-        source = eqn.invars[0] if eqn.primitive.name == "slice" else None
-        if source not in tilings:
+def _as_broadcast(v: _Value, shape: tuple[int, ...]) -> tuple[_Value, dict] | None:
+    """A reshape as a broadcast, if all it does is to add axes of size 1."""
+    sizes, dims = list(np.shape(v.val)), []
+    for d, n in enumerate(shape):
+        if sizes and sizes[0] == n:
+            dims.append(d)
+            del sizes[0]
+        elif n != 1:
             return None
-        axis, starts, sizes = tilings[source]
-        if source not in parts:
-            parts[source] = lax.split(operands[0], sizes, axis)
-        return [parts[source][starts.index(eqn.params["start_indices"][axis])]]
-
-    def flat(*args: Any) -> list[Any]:
-        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True))
-        evaluate(jaxpr.eqns, env, on_equation)
-        return [read(env, v) for v in jaxpr.outvars]
-
-    return make_jaxpr_closed(flat, *avals)
-
-
-def _tiling(v: Var, eqns: list[JaxprEqn]) -> tuple[int, list[int], list[int]] | None:
-    """(axis, starts, sizes) if these slices tile the value along one axis."""
-    shape = v.aval.shape
-    bounds: dict[tuple[int, int], None] = {}
-    axes = set()
-    for eqn in eqns:
-        low, high = eqn.params["start_indices"], eqn.params["limit_indices"]
-        cut = [d for d, n in enumerate(shape) if high[d] - low[d] != n]
-        if len(cut) != 1 or eqn.params["strides"] not in (None, (1,) * len(shape)):
-            return None
-        axes.add(cut[0])
-        bounds[low[cut[0]], high[cut[0]]] = None
-    if len(axes) != 1:
-        return None
-    axis, ordered = axes.pop(), sorted(bounds)
-    ends = [0, *(b for _, b in ordered)]
-    if [a for a, _ in ordered] != ends[:-1] or ends[-1] != shape[axis]:
-        return None
-    return axis, [a for a, _ in ordered], [b - a for a, b in ordered]
+    return (v, {"shape": shape, "broadcast_dimensions": tuple(dims), "sharding": None}) if not sizes else None
 
 
 def _composed(inner: dict, outer: dict) -> dict:

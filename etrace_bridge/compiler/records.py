@@ -141,8 +141,10 @@ def _cuts(minfo: ModuleInfo, structure: StepStructure, enters: dict[Var, int]) -
         mask = 0
         for v in eqn.outvars:
             mask |= enters.get(v, 0)
-        states, parameters = _stopped(minfo, structure, cut, eqn.invars[edge[1]])
-        if not mask or not (states or parameters):
+        operand = eqn.invars[edge[1]]
+        told = operand in structure.use.weight_paths and eqn.invars.index(operand) < edge[1]  # a weight that enters twice
+        states, parameters = _stopped(minfo, structure, cut, operand)
+        if told or not mask or not (states or parameters):
             continue
         into = tuple(leaf.path for leaf in leaves if mask >> leaf.index & 1)
         names = ", ".join(f"`{show_path(p)}`" for p in (*states, *parameters))

@@ -49,7 +49,9 @@ def view_gradients(program: StepProgram, env: dict[Var, Any], ybar: Sequence[Any
             pieces = [_product(t.part.form, ybar[t.index], xs.get(contact.index)) for t in taps]
             result[contact.index] = join_pieces(taps, pieces)
         else:
-            result[contact.index] = _transpose(contact, env, _whole(contact, taps, ybar), xs[contact.index])
+            gradient = _transpose(contact, env, _whole(contact, taps, ybar), xs[contact.index])
+            form = taps[0].part.form if len(taps) == 1 else contact.form
+            result[contact.index] = gradient.reshape(form.shape(form.view))
     return result
 
 
@@ -61,8 +63,13 @@ def _product(form: ContactForm, ybar: Any, x: Any) -> Any:
 
 
 def _whole(contact: Contact, taps: Sequence[Tap], ybar: Sequence[Any]) -> Any:
+    """The cotangent at the contact's own output, from those at its taps: gates side by side, a spread copy summed."""
     if len(taps) == 1:
-        return ybar[taps[0].index]
+        out, y = taps[0].part.form.out, ybar[taps[0].index]
+        if taps[0].part.var is contact.y:
+            return y
+        spread = [n for n, c in enumerate(out, 1) if c not in contact.form.out]
+        return y.sum(spread).reshape(y.shape[0], *contact.y.aval.shape)
     axis = contact.form.out.index(taps[0].part.letter) + 1
     return jnp.concatenate([ybar[t.index] for t in taps], axis=axis)
 
@@ -81,7 +88,7 @@ def _transpose(contact: Contact, env: dict[Var, Any], ybar: Any, x: Any) -> Any:
         return jax.vmap(one)(x)
 
     _, pull = jax.vjp(apply, view)
-    return pull(ybar)[0].reshape(form.shape(form.view))
+    return pull(ybar)[0]
 
 
 def join_pieces(taps: Sequence[Tap], pieces: Sequence[Any]) -> Any:
@@ -109,16 +116,19 @@ def weight_gradients(program: StepProgram, theta: Sequence[Any], by_contact: dic
 
 def at_places(leg: Leg, array: Any, lead: int = 0) -> Any:
     """Values of a group's places, brought to the piece's elements and into the trace's order; `lead` axes kept."""
-    form, front = leg.part.form, array.shape[:lead]
+    form = leg.part.form
+    spread = take_places(leg, array, lead).reshape(*array.shape[:lead], *form.shape(form.out))
+    return _to_trace_order(form, spread, lead)
+
+
+def take_places(leg: Leg, array: Any, lead: int) -> Any:
+    """Values of a group's places for each of the piece's elements, zero where an element feeds none; `lead` axes kept."""
     places = leg.places.reshape(-1)
     size = int(np.prod(array.shape[lead:], dtype=np.int64))
     if places.size == size and (places == np.arange(size)).all():
-        spread = array
-    else:
-        flat = array.reshape(*front, size)
-        spread = jnp.where(places >= 0, jnp.take(flat, np.maximum(places, 0), axis=lead), 0)
-    spread = spread.reshape(*front, *form.shape(form.out))
-    return _to_trace_order(form, spread, lead)
+        return array
+    flat = array.reshape(*array.shape[:lead], size)
+    return jnp.where(places >= 0, jnp.take(flat, np.maximum(places, 0), axis=lead), 0)
 
 
 def _to_trace_order(form: ContactForm, array: Any, lead: int) -> Any:
@@ -149,7 +159,7 @@ def contract_traces(legs: Sequence[Leg], a: Sequence[Sequence[Any]], traces: Seq
     def add(n: Any, carry: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
         sums, kept_rows = carry
         sums = [
-            total + sum(_wide(leg, x[n]) * eps[n].astype(x.dtype) for x, eps in zip(xs, states, strict=True))
+            total + sum(_wide(leg, x[n]) * eps[n].astype(x.dtype) for x, eps in zip(xs, states, strict=True)).astype(total.dtype)
             for leg, total, xs, states in zip(legs, sums, a, traces, strict=True)
         ]
         return sums, jax.tree.map(lambda new, old: new.at[n].set(old[n]), kept_rows, kept)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax import lax
 
 from etrace_bridge._jax_compat import Var
 from etrace_bridge.compiler.jaxpr import evaluate, needed_equations, read, reads_of
+from etrace_bridge.engine.loop import scan_time
 from etrace_bridge.engine.program import StepProgram
 
 
@@ -31,6 +31,14 @@ class Forward:
     saved: list[Any]
     new_hidden: list[Any]
     new_other: list[Any]
+
+    def steps(self) -> tuple[list[Any], list[Any], list[Any]]:
+        """The arrays with a step axis, so that a loop can take them apart."""
+        return self.hidden, self.other, self.saved
+
+    def with_steps(self, steps: tuple[list[Any], list[Any], list[Any]]) -> Forward:
+        """The same for some of the steps."""
+        return Forward(*steps, self.new_hidden, self.new_other)
 
 
 def run_forward(program: StepProgram, env: dict[Var, Any], hidden: Sequence[Any], other: Sequence[Any], args: Sequence[Any]) -> Forward:
@@ -69,11 +77,6 @@ def run_forward(program: StepProgram, env: dict[Var, Any], hidden: Sequence[Any]
 
     carry = (list(hidden), list(other))
     xs = [inputs[v] for v in wanted]
-    length = args[0].shape[0]
-    if length == 1:
-        (new_hidden, new_other), kept = body(carry, [x[0] for x in xs])
-        old_hidden, old_other, kept_saved = jax.tree.map(lambda a: a[None], kept)
-    else:
-        (new_hidden, new_other), (old_hidden, old_other, kept_saved) = lax.scan(body, carry, xs, length=length)
+    (new_hidden, new_other), (old_hidden, old_other, kept_saved) = scan_time(body, carry, xs, args[0].shape[0])
     saved = {v: inputs[v] for v in input_saved} | dict(zip(state_saved, kept_saved, strict=True))
     return Forward(old_hidden, old_other, [saved[v] for v in program.saved_vars], new_hidden, new_other)

@@ -1,4 +1,8 @@
-"""How many steps a chunk has: as many as fit into a budget of memory."""
+"""How many steps a chunk has: as many as fit into a budget of memory. And how many blocks it is divided into.
+
+A chunk's buffers are of two kinds: *working* buffers of the parallel passes, which only one block of steps needs at a time, and
+what is *kept* for all K steps: states, products, and what the trace is made of (see `engine.blocks`).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,10 @@ FLOOR_BYTES = 16 * 2**20  # buffers of this size cost nothing worth saving
 MAX_CHUNK = 512
 # Buffers in units of the trace. A sequence in one chunk needs no trace, so its buffers may be larger; with traces, the
 # whole stays within three times their size.
-ONE_CHUNK, SEVERAL_CHUNKS = 2.0, 1.6
+ONE_CHUNK, SEVERAL_CHUNKS = 1.0, 1.6
+# Working buffers of one block: little enough for the cache, but not less than the weights' size, since each block reads all of
+# them. A chunk smaller than a few blocks is one.
+BLOCK_BYTES, BLOCK_WEIGHTS, BLOCKS_FROM = 3 * 2**20, 2, 4
 
 
 @dataclass(frozen=True)
@@ -34,17 +41,51 @@ class ChunkPlan:
     rest: int
 
 
-def bytes_per_step(program: StepProgram) -> int:
-    """An estimate of what one more step in a chunk costs in buffers.
+def working_bytes(program: StepProgram) -> int:
+    """An estimate of the buffers of one step in the parallel passes.
 
-    A contact's piece is kept as value and as cotangent for every state of its group; a state with `b`, `a`, and its
+    A contact's piece is there as value and as cotangent for every state of its group; a state with `b`, `a`, and its
     rows of `D` and `M`. For a GRU the estimate is within 10% of XLA's own count.
     """
     hidden = sum(_bytes(leaf.invar) for leaf in program.leaves)
     pieces = sum(_bytes(t.part.var) for t in program.taps if t.contact.x is not None)
     inputs = sum({id(c.x): _bytes(c.x) for c in program.traced_contacts if c.x is not None}.values())
-    widest = max((g.num_state for g in program.groups), default=1)
-    return inputs + 2 * pieces * widest + hidden * (4 + 2 * widest)
+    return inputs + 2 * pieces * _widest(program) + hidden * (4 + 2 * _widest(program))
+
+
+def kept_bytes(program: StepProgram, with_trace: bool) -> int:
+    """What a chunk keeps of each step: states and products, and for the trace its two factors."""
+    kept = sum(_bytes(leaf.invar) for leaf in program.leaves) + sum(map(_bytes, program.saved_vars))
+    if with_trace:
+        kept += _widest(program) * sum(_bytes(program.taps[n].part.var) for n in program.distinct_taps)
+        factors = {id(c.x): c for c in program.traced_contacts if c.x is not None}.values()
+        kept += sum(math.prod(c.form.shape(c.form.feature)) * c.y.aval.dtype.itemsize for c in factors)
+    return kept
+
+
+def _widest(program: StepProgram) -> int:
+    return max((g.num_state for g in program.groups), default=1)
+
+
+def _block_bytes(program: StepProgram) -> int:
+    return max(BLOCK_BYTES, BLOCK_WEIGHTS * sum(map(_bytes, program.weight_vars)))
+
+
+def count_blocks(program: StepProgram, length: int) -> int:
+    """How many blocks of equal length a chunk of `length` steps is divided into."""
+    wanted = length * working_bytes(program) / _block_bytes(program)
+    if wanted < BLOCKS_FROM:
+        return 1
+    least = min(int(wanted), length)
+    return next((n for n in range(least, int(2.5 * least) + 2) if length % n == 0), 1)
+
+
+def chunk_bytes(program: StepProgram, length: int, with_trace: bool, in_blocks: bool) -> int:
+    """An estimate of the buffers of a chunk, its trace aside."""
+    at_once = length * working_bytes(program)
+    if not in_blocks or at_once < BLOCKS_FROM * _block_bytes(program):
+        return at_once
+    return min(at_once, _block_bytes(program) + length * kept_bytes(program, with_trace))
 
 
 def trace_bytes(trace: Any) -> int:
@@ -52,7 +93,7 @@ def trace_bytes(trace: Any) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(trace))
 
 
-def choose_chunk(program: StepProgram, trace: Any, length: int, chunk: int | str, budget: int | None) -> int:
+def choose_chunk(program: StepProgram, trace: Any, length: int, chunk: int | str, budget: int | None, in_blocks: bool) -> int:
     """Steps in a chunk, for `chunk="auto"` or a number.
 
     Args:
@@ -61,23 +102,23 @@ def choose_chunk(program: StepProgram, trace: Any, length: int, chunk: int | str
         length: steps in the sequence.
         chunk: `"auto"` or a number of steps.
         budget: bytes that the chunk's buffers may take.
+        in_blocks: the rule works through a chunk in blocks.
     """
     if chunk != "auto":
         if not isinstance(chunk, (int, np.integer)) or chunk < 1:
             raise InputError(f"`chunk` is {chunk!r}; it must be 'auto' or a positive number of steps.")
         return min(int(chunk), length)
-    each = max(bytes_per_step(program), 1)
-    if budget is not None and budget < each:
+    if budget is not None and budget < (one := chunk_bytes(program, 1, True, in_blocks)):
         raise InputError(
-            f"The budget of {budget} bytes is less than one step's buffers, about {each} bytes. Raise `budget`, or use a smaller batch."
+            f"The budget of {budget} bytes is less than one step's buffers, about {one} bytes. Raise `budget`, or use a smaller batch."
         )
     size = trace_bytes(trace)
     alone = budget if budget is not None else max(ONE_CHUNK * size, FLOOR_BYTES)
-    if length * each <= alone and length <= MAX_CHUNK:
+    if length <= MAX_CHUNK and chunk_bytes(program, length, False, in_blocks) <= alone:
         return length
     allowed = budget if budget is not None else max(SEVERAL_CHUNKS * size, FLOOR_BYTES)
-    most = max(1, min(int(allowed // each), MAX_CHUNK, length))
-    even = [k for k in range(int(most), max(1, int(0.7 * most)) - 1, -1) if length % k == 0]
+    most = next((k for k in range(min(MAX_CHUNK, length), 1, -1) if chunk_bytes(program, k, True, in_blocks) <= allowed), 1)
+    even = [k for k in range(most, max(1, int(0.7 * most)) - 1, -1) if length % k == 0]
     return even[0] if even else math.ceil(length / math.ceil(length / most))
 
 

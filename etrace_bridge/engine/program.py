@@ -159,6 +159,39 @@ class StepProgram:
         return next(t.index for t in self.taps if t.part is leg.part)
 
     @cached_property
+    def roots(self) -> tuple[Var, ...]:
+        """For each tap, the sum that it ends up in: a piece that is only ever added to others has the cotangent of the sum.
+
+        All gates' products and biases of one pre-activation share a root, so a rule need filter their cotangents only once.
+        """
+        readers: dict[Var, list[JaxprEqn]] = {}
+        for eqn in self.eqns:
+            for v in variables(eqn.invars):
+                readers.setdefault(v, []).append(eqn)
+        outputs = set(variables(self.graph.module_info.jaxpr.outvars))
+
+        def root(v: Var) -> Var:
+            while v not in outputs and len(readers.get(v, ())) == 1 and readers[v][0].primitive.name in ("add", "add_any"):
+                v = readers[v][0].outvars[0]
+            return v
+
+        return tuple(root(t.part.var) for t in self.taps)
+
+    @cached_property
+    def distinct_taps(self) -> tuple[int, ...]:
+        """Of the taps with legs, the first of each root."""
+        first: dict[Var, int] = {}
+        for t in self.taps:
+            if t.legs:
+                first.setdefault(self.roots[t.index], t.index)
+        return tuple(first.values())
+
+    def distinct_index(self, leg: Leg) -> int:
+        """The place in `distinct_taps` of the tap with a leg's cotangents."""
+        root = self.roots[self.tap_index(leg)]
+        return next(n for n, t in enumerate(self.distinct_taps) if self.roots[t] is root)
+
+    @cached_property
     def traced_contacts(self) -> tuple[Contact, ...]:
         seen = {t.contact.index: t.contact for t in self.taps}
         return tuple(seen.values())

@@ -13,29 +13,34 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+
+from etrace_bridge.engine.loop import scan_time
 
 Grouped = list[list[Any]]
 
 
-def suffix_scan(b: Grouped, D: list[list[list[Any]]], with_products: bool):
+def suffix_start(states: Grouped, with_products: bool) -> tuple[Grouped, Any]:
+    """`a_K = 0` and `M_K = I`, for states of these shapes."""
+    zeros = jax.tree.map(jnp.zeros_like, states)
+    eye = [[[jnp.ones_like(h) if i == j else jnp.zeros_like(h) for j, h in enumerate(hs)] for i in range(len(hs))] for hs in zeros]
+    return zeros, eye if with_products else None
+
+
+def suffix_scan(b: Grouped, D: list[list[list[Any]]], with_products: bool, start: tuple[Grouped, Any] | None = None):
     """Runs the scan.
 
     Args:
         b: cotangents of old states at each step, (K, …).
         D: per-position Jacobians at each step; None for entries that are always zero.
         with_products: whether `M` is wanted.
+        start: `a_K` and `M_K`, where later steps follow; 0 and I otherwise.
 
     Returns:
         `a_t` for every step, `a_0`, `M_t` for every step, `M_0`; the last two are None without products.
     """
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), b)
-    eye = [
-        [[jnp.ones_like(h) if i == j else jnp.zeros_like(h) for j, h in enumerate(states)] for i in range(len(states))] for states in zeros
-    ]
-    start = (zeros, eye if with_products else None)
+    start = suffix_start(jax.tree.map(lambda x: x[0], b), with_products) if start is None else start
     if not jax.tree.leaves(b):  # no state matters later
-        return b, zeros, *([eye, eye] if with_products else [None, None])
+        return b, start[0], start[1], start[1]
 
     def body(carry: Any, step: Any) -> tuple[Any, Any]:
         a, M = carry
@@ -46,17 +51,12 @@ def suffix_scan(b: Grouped, D: list[list[list[Any]]], with_products: bool):
             M_before = [[_times([None] * len(row), row, D_g, like=row) for row in M_g] for M_g, D_g in zip(M, D_t, strict=True)]
         return (before, M_before), (a, M)
 
-    length = jax.tree.leaves(b)[0].shape[0]
-    if length == 1:
-        (a0, M0), (a, M) = body(start, jax.tree.map(lambda x: x[0], (b, D)))
-        a, M = jax.tree.map(lambda x: x[None], (a, M))
-    else:
-        (a0, M0), (a, M) = lax.scan(body, start, (b, D), reverse=True)
+    (a0, M0), (a, M) = scan_time(body, start, (b, D), jax.tree.leaves(b)[0].shape[0], reverse=True)
     return a, a0, M, M0
 
 
 def _times(first: list[Any], row: list[Any], D: list[list[Any]], like: list[Any] | None = None) -> list[Any]:
-    """`first[j] + sum over i of row[i] D[i][j]`, skipping what is absent."""
+    """`first[j] + sum over i of row[i] D[i][j]`, skipping what is absent; in each state's own dtype."""
     result = []
     for j in range(len(row)):
         total = first[j]
@@ -64,5 +64,5 @@ def _times(first: list[Any], row: list[Any], D: list[list[Any]], like: list[Any]
             if D[i][j] is not None:
                 term = row[i] * D[i][j]
                 total = term if total is None else total + term
-        result.append(jnp.zeros_like(like[j]) if total is None else total)
+        result.append(jnp.zeros_like(like[j]) if total is None else total.astype(row[j].dtype))
     return result

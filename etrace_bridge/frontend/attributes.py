@@ -10,12 +10,15 @@ import torch
 from torch import nn
 
 from etrace_bridge._errors import StateError
+from etrace_bridge.frontend import messages
 from etrace_bridge.frontend.plan import AttributeSlot, PythonAttribute, StateLeaf
-from etrace_bridge.frontend.state import Path, children, find_adapter, flatten_state
+from etrace_bridge.frontend.state import Path, children, find_adapter, flatten_state, rebuild
 
 # What nn.Module keeps in `__dict__` for itself.
 _OWN = frozenset(nn.Module().__dict__) | {"forward"}
 Step = Callable[[], Any]
+_DEPTH = 6  # containers in containers that are searched
+_ABSENT = object()
 
 
 @dataclass
@@ -51,7 +54,7 @@ def _visit(value: Any, path: Path, tensors: dict, others: dict, identity: dict) 
         tensors[path] = value.detach().clone()
         identity[path] = (id(value), value._version)
         return
-    items = children(value) if not isinstance(value, nn.Module) and len(path) < 6 else None
+    items = children(value) if not isinstance(value, nn.Module) and len(path) < _DEPTH else None
     if items is None:
         others[path] = value if isinstance(value, (int, float, bool, str, type(None))) else None
         return
@@ -74,20 +77,70 @@ def find_attribute_slots(
         Attributes that hold tensors, and those that hold Python values.
     """
     modules = {id(module): module for module in model.modules()}
+    rng = torch.get_rng_state()  # every step draws the same random numbers, so that two steps can be compared
     before = read_attributes(model)
     first_output = step()
     after = read_attributes(model)
-    changed = [key for key, now in after.items() if now.tensors and _differs(before.get(key), now)]
-    numbers = [key for key, now in after.items() if () in now.others and key in before and before[key].others.get(()) != now.others[()]]
-    if not changed and not numbers:
-        return [], []
-    slots = [_slot(modules[i], name, before.get((i, name)), after[i, name], paths[i]) for i, name in changed]
-    step()
+    shaped = {key: flatten_state(now.value) for key, now in after.items() if all(len(path) < _DEPTH for path in now.others)}
+    torch.set_rng_state(rng)
+    second_output = step()
     third = read_attributes(model)
+    changed = [key for key, now in after.items() if key in shaped and now.tensors and _differs(before.get(key), now)]
+    numbers = [key for key in shaped if key in third and _changing(before.get(key), after[key], third[key])]
+    if not changed and not numbers:
+        if not _has_generator(after) and not _equal(flatten_state(second_output)[0], flatten_state(first_output)[0]):
+            raise messages.unseen_state([])
+        return [], []
+    slots = [_slot(modules[i], name, before.get((i, name)), after[i, name], shaped[i, name], paths[i]) for i, name in changed]
     _check_shapes(third, after, changed, slots)
-    python = [PythonAttribute(modules[i], name, paths[i], (after[i, name].value, third[i, name].value)) for i, name in numbers]
-    _check_start(slots, python, step, reset, first_output, model, after, changed)
+    python = []
+    for key in numbers:
+        i, name = key
+        (leaves, now), (_, later) = shaped[key], flatten_state(third[key].value)
+        values = (now, later, _far(now, later))
+        slot = next((s for s in slots if s.module is modules[i] and s.name == name), None)
+        if slot is not None:
+            slot.later = values[1:]
+        tensors = tuple(t for _, t in leaves)
+        labels = _changing(before.get(key), after[key], third[key])
+        python.append(PythonAttribute(modules[i], name, paths[i], values, tensors, labels, slot is None))
+    found = _Found(slots, python, {key: after[key] for key in changed}, {key: third[key] for key in changed})
+    _check_start(found, model, step, reset, rng, first_output, second_output, _has_generator(after))
     return slots, python
+
+
+@dataclass
+class _Found:
+    """Slots and Python attributes, and the slots' attributes after the first and the second step."""
+
+    slots: list[AttributeSlot]
+    python: list[PythonAttribute]
+    after: dict[tuple[int, str], Attribute]
+    third: dict[tuple[int, str], Attribute]
+
+
+def _changing(before: Attribute | None, now: Attribute, third: Attribute) -> tuple[Path, ...]:
+    """Paths of the Python values of an attribute that a step changes."""
+    old = {} if before is None else before.others
+    first = [path for path, value in now.others.items() if before is not None and old.get(path, _ABSENT) != value]
+    again = [path for path, value in now.others.items() if third.others.get(path, _ABSENT) != value]
+    new = [path for path in third.others if path not in now.others and path not in now.tensors]
+    return tuple(dict.fromkeys([*first, *again, *new]))
+
+
+def _far(now: Any, later: Any) -> Any:
+    """What counters would be after very many steps: some models behave differently only then."""
+    if isinstance(now, (int, float)) and isinstance(later, (int, float)) and not isinstance(later, bool):
+        return later + 1_000_000 * (later - now)
+    items, others = children(now), children(later)
+    if items is None or others is None or [key for key, _ in items] != [key for key, _ in others]:
+        return later
+    return rebuild(later, [_far(a, b) for (_, a), (_, b) in zip(items, others, strict=True)])
+
+
+def _has_generator(found: dict[tuple[int, str], Attribute]) -> bool:
+    """Whether a module draws from a generator of its own: its steps then differ by chance, and that is not state."""
+    return any(isinstance(attribute.value, torch.Generator) for attribute in found.values())
 
 
 def _differs(before: Attribute | None, now: Attribute) -> bool:
@@ -97,10 +150,10 @@ def _differs(before: Attribute | None, now: Attribute) -> bool:
     return any(before.identity[p] != now.identity[p] or not torch.equal(before.tensors[p], now.tensors[p]) for p in now.tensors)
 
 
-def _slot(module: nn.Module, name: str, before: Attribute | None, after: Attribute, path: str) -> AttributeSlot:
+def _slot(module: nn.Module, name: str, before: Attribute | None, after: Attribute, shaped: Any, path: str) -> AttributeSlot:
     adapter = find_adapter(module)
     prefix = tuple(path.split(".")) if path else ()
-    found, skeleton = flatten_state(after.value)
+    found, skeleton = shaped  # made before a later step changed the containers
     leaves = []
     for local, _ in found:
         own = (name, *local)
@@ -137,27 +190,35 @@ def _check_shapes(third: dict, after: dict, changed: list, slots: list[Attribute
 
 
 def _check_start(
-    slots: list[AttributeSlot],
-    python: list[PythonAttribute],
+    found: _Found,
+    model: nn.Module,
     step: Step,
     reset: Callable[[], None],
+    rng: torch.Tensor,
     first_output: Any,
-    model: nn.Module,
-    after: dict,
-    changed: list,
+    second_output: Any,
+    by_chance: bool,
 ) -> None:
-    """Run the first step again as a later step, from the values found; it must give what the model itself gave."""
-    reset()
-    for slot in slots:
-        slot.put([leaf.initial.clone() for leaf in slot.leaves])
-    for attribute in python:
-        attribute.put(0)
-    output = step()
-    again = read_attributes(model)
-    same = _equal(flatten_state(output)[0], flatten_state(first_output)[0]) and all(
-        _equal(list(again[key].tensors.items()), list(after[key].tensors.items())) for key in changed
-    )
-    if not same:
+    """Run the first two steps again from the values found; they must give what the model itself gave."""
+    slots, python = found.slots, found.python
+
+    def repeats(states: list[list[torch.Tensor]], output: Any, attributes: dict) -> bool:
+        reset()
+        for attribute in python:
+            attribute.put(0)
+        for slot, tensors in zip(slots, states, strict=True):
+            slot.put(tensors)
+        torch.set_rng_state(rng)
+        again = flatten_state(step())[0]
+        now = read_attributes(model)
+        return _equal(again, flatten_state(output)[0]) and all(
+            _equal(list(now[key].tensors.items()), list(then.tensors.items())) for key, then in attributes.items()
+        )
+
+    if not repeats([[leaf.initial.clone() for leaf in slot.leaves] for slot in slots], first_output, found.after):
+        counters = [a.label for a in python if a.goes_on]
+        if counters:
+            raise messages.python_state(counters)
         names = ", ".join([f"`{'.'.join(leaf.path)}`" for slot in slots for leaf in slot.leaves] + [f"`{a.label}`" for a in python])
         raise StateError(
             f"The first step of the model could not be reproduced from a guessed initial state ({names}): it does "
@@ -165,6 +226,10 @@ def _check_start(
             f"`wrap`, with the batch size that will be used (for example by one call of the model's own reset "
             f"function)."
         )
+    states = [[tensor.detach().clone() for tensor in slot.get()] for slot in slots]
+    # Twice, because the first step was run as often as the second by now: something that alternates would not show.
+    if not by_chance and not all(repeats([[t.clone() for t in s] for s in states], second_output, found.third) for _ in range(2)):
+        raise messages.unseen_state([".".join(leaf.path) for slot in slots for leaf in slot.leaves])
 
 
 def _equal(a: list, b: list) -> bool:

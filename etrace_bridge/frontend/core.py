@@ -16,6 +16,7 @@ from etrace_bridge.frontend import discover, messages
 from etrace_bridge.frontend.borders import to_jax, to_torch
 from etrace_bridge.frontend.names import NamedTensor, named_tensors, to_path
 from etrace_bridge.frontend.plan import StepPlan
+from etrace_bridge.frontend.starting import find_start_parameters
 from etrace_bridge.frontend.step import TracedStep, trace_step
 
 
@@ -60,7 +61,7 @@ class Core:
     def find_plan(self, inputs: tuple, batch_size: int | None) -> StepPlan:
         """Find how a step runs, with initial states for this batch size."""
         options = self.options
-        return discover.find_plan(
+        plan = discover.find_plan(
             self.model,
             inputs,
             state=discover.given_state(options.state, batch_size, self.float_dtype),
@@ -68,6 +69,9 @@ class Core:
             batch_first=options.batch_first,
             batched=batch_size is not None,
         )
+        state = None if options.state is None else discover.given_state(options.state, batch_size, self.float_dtype, detach=False)
+        plan.start_parameters = find_start_parameters(self.model, inputs, plan, state)
+        return plan
 
     @property
     def mode(self) -> tuple[bool, ...]:
@@ -85,11 +89,16 @@ class Core:
             session.steps.clear()
 
     def _check_python_attributes(self, session: Session, step: TracedStep) -> None:
-        """Trace again with the Python values of the next step: the program must be the same."""
-        later = dataclasses.replace(session.plan, later=1)
-        again = trace_step(self.model, later, self.step_tensors, tuple(to_jax(x) for x in session.inputs))
-        if str(again.jaxpr) != str(step.jaxpr):
-            raise messages.python_state([attribute.label for attribute in session.plan.python])
+        """Trace again with the Python values of the next step, and of a step far away: the program must be the same."""
+        labels = [attribute.label for attribute in session.plan.python]
+        inputs = tuple(to_jax(x) for x in session.inputs)
+        for which in (1, 2):
+            try:
+                again = trace_step(self.model, dataclasses.replace(session.plan, later=which), self.step_tensors, inputs)
+            except Exception as error:  # the model's own, or ours: a counter that ran out of a list, an operation of another branch
+                raise messages.python_state(labels) from error
+            if str(again.jaxpr) != str(step.jaxpr):
+                raise messages.python_state(labels)
 
     def traced_step(self, session: Session, inputs: Sequence[Any]) -> TracedStep:
         """Trace one step, at most once per shape of the inputs."""

@@ -154,6 +154,8 @@ def _check_chaining(model: nn.Module, inputs: tuple, plan: StepPlan, given: tupl
 def check_modules(model: nn.Module) -> None:
     """Let adapters refuse modules that cannot run one step at a time."""
     for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise messages.scripted(module.original_name, path)
         adapter = find_adapter(module)
         if adapter is not None:
             adapter.check(module, path)
@@ -336,11 +338,12 @@ def with_batch(x: torch.Tensor, batch_size: int | None) -> torch.Tensor:
     return x[torch.arange(batch_size) % x.shape[0]]
 
 
-def given_state(state: Any, batch_size: int | None, dtype: torch.dtype) -> Any:
-    """Give the user's initial state for a batch size, floating tensors in the model's dtype."""
+def given_state(state: Any, batch_size: int | None, dtype: torch.dtype, detach: bool = True) -> Any:
+    """Give the user's initial state for a batch size, floating tensors in the model's dtype, constant or as it was made."""
     made = state(batch_size) if callable(state) and not isinstance(state, (torch.Tensor, nn.Module)) else state
     leaves, skeleton = flatten_state(made)
-    tensors = [t.detach().to(dtype) if t.is_floating_point() else t.detach() for _, t in leaves]
+    tensors = [t.detach() if detach else t for _, t in leaves]
+    tensors = [t.to(dtype) if t.is_floating_point() else t for t in tensors]
     if state is made and batch_size is not None:
         tensors = [with_batch(t, batch_size) for t in tensors]
     return unflatten_state(skeleton, tensors)

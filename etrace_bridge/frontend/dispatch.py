@@ -438,5 +438,6 @@ _SPECIAL: dict[Callable, Callable] = {
     torch.Tensor.data.__set__: _set_data,
 }
 # torch2jax's own rules serve where ours are silent; those with known faults stay out.
-_WRONG_IN_TORCH2JAX = (torch.tensor, torch.nn.functional.gelu)
+# (Its attention knows neither training nor the weights; torch's own Python code for it is traced instead.)
+_WRONG_IN_TORCH2JAX = (torch.tensor, torch.nn.functional.gelu, torch.nn.functional.multi_head_attention_forward)
 _FROM_TORCH2JAX = {f: rule for f, rule in torch2jax.HANDLED_FUNCTIONS.items() if f not in _WRONG_IN_TORCH2JAX}

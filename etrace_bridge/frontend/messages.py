@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -146,9 +147,29 @@ def not_chained(model: str, states: list[str]) -> StateError:
 def python_state(names: list[str]) -> TracingError:
     """A step that depends on a Python value that changes."""
     return TracingError(
-        f"The step depends on a Python attribute that changes from step to step "
+        f"The step depends on a Python value that changes from step to step "
         f"({', '.join(f'`{n}`' for n in names)}), such as a counter in `if self.t % 2`. One step is compiled once, so "
         f"its value would be frozen. Keep it in a tensor buffer and choose with `torch.where`, or pass it as an input."
+    )
+
+
+def unseen_state(states: list[str]) -> StateError:
+    """A step whose result depends on something that is in no tensor or attribute."""
+    known = ", ".join(f"`{name}`" for name in states) or "none"
+    return StateError(
+        f"A second step from the same input and the same states ({known}) gives something else than the model itself "
+        f"gave. Something that the bridge cannot see changes from step to step: a closure, a global, an object kept in "
+        f"an attribute, an iterator, Python's or NumPy's random numbers. One step is compiled once, so it would be "
+        f"frozen. Keep it in a tensor attribute or buffer of the module, or pass it as an input."
+    )
+
+
+def start_parameters(names: Sequence[str]) -> str:
+    """Parameters that only make the initial state, as a warning."""
+    listed = ", ".join(f"`{name}`" for name in names)
+    return (
+        f"{listed}: used only to make the initial state. The state starts from the value of now, as a constant, so this "
+        f"gets no gradient and is not trained. Freeze it (`requires_grad_(False)`) to say that this is meant."
     )
 
 
@@ -159,6 +180,15 @@ def backward_hook(layer: str, path: str) -> NotSupportedError:
         f"would silently not run. Remove the hook (`handle.remove()`), or write it as a `torch.autograd.Function`, "
         f"whose `backward` is kept. Hooks on parameters (`parameter.register_hook`) are fine: they are applied to the "
         f"final gradient."
+    )
+
+
+def scripted(layer: str, path: str) -> NotSupportedError:
+    """A scripted module whose Python code is needed."""
+    return NotSupportedError(
+        f"Module `{path or '(root)'}` is a `{layer}` compiled by TorchScript. The bridge traces Python code; a scripted "
+        f"module shows neither its state nor, once it is optimised, its gradient. Wrap the model with the module that "
+        f"was given to `torch.jit.script` or `torch.jit.trace`; the weights are the same."
     )
 
 

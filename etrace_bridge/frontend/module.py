@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +18,7 @@ from etrace_bridge.frontend import discover, messages
 from etrace_bridge.frontend.borders import to_jax, to_torch
 from etrace_bridge.frontend.core import Core, Session, WrapOptions
 from etrace_bridge.frontend.names import Path, check_dtypes, to_path
+from etrace_bridge.frontend.steady import SteadyStep
 from etrace_bridge.frontend.step import TracedStep, pack_output
 from etrace_bridge.frontend.tree import insert, lookup, outside_traces, remove
 
@@ -78,6 +80,11 @@ class BridgedModule(brainstate.nn.Module):
     def hidden_paths(self) -> tuple[Path, ...]:
         """Paths of the hidden states, in the order of the step."""
         return tuple(leaf.path for leaf in self._ready().plan.leaves if leaf.hidden)
+
+    @property
+    def start_parameters(self) -> tuple[str, ...]:
+        """Parameters that do nothing but make the initial state: they get no gradient, since that state is a constant here."""
+        return self._ready().plan.start_parameters
 
     # ---- states
 
@@ -146,6 +153,8 @@ class BridgedModule(brainstate.nn.Module):
                 insert(self._tree, leaf.path, state, replace=BufferState)
             if session.plan.uses_random and lookup(self._tree, _KEY_PATH) is None:
                 insert(self._tree, _KEY_PATH, outside_traces(KeyState(jax.random.PRNGKey(core.options.seed))))
+        if session.plan.start_parameters:
+            warnings.warn(messages.start_parameters(session.plan.start_parameters), stacklevel=4)
         self._session, self._pending = session, _NOT_INITIALISED
         self._made = tuple(leaf.path for leaf in session.plan.leaves)
         return session
@@ -220,6 +229,26 @@ class BridgedModule(brainstate.nn.Module):
             return step(self._tensor_values(step, parameters), states, key, xs)[:2]
 
         return tuple(".".join(leaf.path) for leaf in session.plan.leaves), run
+
+    def steady_step(self, *inputs: Any) -> SteadyStep:
+        """Give the compiled step with its values in plain lists: the fast way to run a stream without learning.
+
+        `brainstate.transform.jit(net)` reads and writes every state at each call, which takes longer than a small model's step.
+        This starts from the module's weights and states of now; `write_back()` puts the states into the module. `inputs` are
+        one time step of each input, for shapes and dtypes.
+        """
+        values = tuple(self._core.as_input(x) for x in inputs)
+        session = self._session_for(values)
+        step = self.traced_step(*values)
+
+        def write(states: Sequence[Any], keys: Sequence[Any]) -> None:
+            for leaf, value in zip(session.plan.leaves, states, strict=True):
+                lookup(self._tree, leaf.path).value = value
+            if keys:
+                lookup(self._tree, _KEY_PATH).value = keys[0]
+
+        key = lookup(self._tree, _KEY_PATH).value if step.uses_key else None
+        return SteadyStep(step, self._tensor_values(step), self.hidden_values(), key, write)
 
     def parameter_values(self) -> dict[str, jax.Array]:
         """Give the trained parameters by torch name."""

@@ -75,8 +75,9 @@ class AttributeSlot:
         module: The torch module.
         name: The attribute.
         path: The module's path.
-        skeleton: The attribute's value with holes for the tensors.
+        skeleton: The attribute's value after one step, with holes for the tensors.
         leaves: Its tensors.
+        later: The skeleton after two and after very many steps, if Python values in it change.
     """
 
     module: nn.Module
@@ -84,11 +85,12 @@ class AttributeSlot:
     path: str
     skeleton: Any
     leaves: list[StateLeaf]
+    later: tuple[Any, ...] = ()
 
-    def put(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Set the attribute, without the checks of `nn.Module.__setattr__`."""
+    def put(self, tensors: Sequence[torch.Tensor], which: int = 0) -> None:
+        """Set the attribute, without the checks of `nn.Module.__setattr__`; `which` as for `PythonAttribute.put`."""
         holder = self.module._buffers if self.name in self.module._buffers else self.module.__dict__
-        holder[self.name] = unflatten_state(self.skeleton, tensors)
+        holder[self.name] = unflatten_state(self.later[which - 1] if which and self.later else self.skeleton, tensors)
 
     def get(self) -> list[torch.Tensor]:
         """Read the attribute's tensors."""
@@ -104,22 +106,36 @@ class PythonAttribute:
         module: The torch module.
         name: The attribute.
         path: The module's path.
-        values: What it is after the first and after the second step. A step must be the same for both.
+        values: What it is after one, after two and after very many steps, with holes for tensors. A step must be the same
+            for all of them.
+        tensors: What fills the holes: parameters, constants.
+        where: Paths inside the attribute of what changes; `()` is the attribute itself.
+        whole: No slot sets this attribute.
     """
 
     module: nn.Module
     name: str
     path: str
-    values: tuple[Any, Any]
+    values: tuple[Any, Any, Any]
+    tensors: tuple[torch.Tensor, ...] = ()
+    where: tuple[Path, ...] = ((),)
+    whole: bool = True
 
     @property
     def label(self) -> str:
-        """The attribute's full name."""
-        return f"{self.path}.{self.name}" if self.path else self.name
+        """The full name of what changes."""
+        full = f"{self.path}.{self.name}" if self.path else self.name
+        return full + "".join(f"[{key}]" if key.isdigit() else f"[{key!r}]" for key in (self.where[0] if self.where else ()))
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the second step changes it too: a counter, and not a flag that the first step sets."""
+        return repr(self.values[0]) != repr(self.values[1])
 
     def put(self, which: int) -> None:
-        """Set the attribute to what it is after the first (0) or the second (1) step."""
-        self.module.__dict__[self.name] = self.values[which]
+        """Set the attribute to what it is after one (0), two (1) or very many (2) steps."""
+        if self.whole:  # a fresh container each time: the step may change it in place
+            self.module.__dict__[self.name] = unflatten_state(self.values[which], self.tensors)
 
 
 @dataclass
@@ -134,7 +150,8 @@ class StepPlan:
         output_time_axes: For each tensor of a sequence model's output, its time axis, or None.
         root: The adapter of the root module, given or found, or None.
         uses_random: The step draws random numbers.
-        later: Which of their two values Python attributes get: 0 or 1, to see whether that matters.
+        later: Which of their three values Python attributes get, to see whether that matters.
+        start_parameters: Names of the parameters that do nothing but make the initial state.
     """
 
     arguments: list[ArgumentSlot] = field(default_factory=list)
@@ -145,6 +162,7 @@ class StepPlan:
     root: Adapter | None = None
     uses_random: bool = False
     later: int = 0
+    start_parameters: tuple[str, ...] = ()
 
     @property
     def leaves(self) -> list[StateLeaf]:
@@ -175,7 +193,7 @@ class StepPlan:
             attribute.put(self.later)
         position = sum(len(slot.leaves) for slot in self.arguments)
         for slot in self.attributes:
-            slot.put(states[position : position + len(slot.leaves)])
+            slot.put(states[position : position + len(slot.leaves)], self.later)
             position += len(slot.leaves)
         names = () if self.root is None else self.root.arguments(model)
         given = lambda *args: args  # noqa: E731

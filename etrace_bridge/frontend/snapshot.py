@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import types
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -51,6 +52,10 @@ def _save(module: nn.Module, values: bool) -> Any:
         elif isinstance(value, tuple) and depth < 5:
             for item in value:
                 visit(item, depth + 1)
+        elif _is_plain_object(value) and depth < 5:
+            containers.append((value.__dict__, value.__dict__.copy()))
+            for item in list(value.__dict__.values()):
+                visit(item, depth + 1)
 
     for value in attributes.values():
         visit(value, 0)
@@ -59,6 +64,8 @@ def _save(module: nn.Module, values: bool) -> Any:
         module.__dict__.clear()
         module.__dict__.update(attributes)
         for container, content in containers:
+            if isinstance(container, dict) and _same_items(container, content):
+                continue
             container.clear()
             container.extend(content) if isinstance(container, (list, deque)) else container.update(content)
         with torch.no_grad():
@@ -70,3 +77,15 @@ def _save(module: nn.Module, values: bool) -> Any:
                     tensor.requires_grad_(False) if tensor.is_leaf else tensor.detach_()
 
     return restore
+
+
+def _is_plain_object(value: Any) -> bool:
+    """Whether a value is an object of some Python class with attributes of its own, such as a counter or a config."""
+    return hasattr(value, "__dict__") and isinstance(value.__dict__, dict) and not isinstance(value, (type, *_CODE))
+
+
+_CODE = (types.FunctionType, types.MethodType, types.ModuleType, types.BuiltinFunctionType)
+
+
+def _same_items(now: dict, then: dict) -> bool:
+    return len(now) == len(then) and all(key in now and now[key] is value for key, value in then.items())

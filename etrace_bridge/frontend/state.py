@@ -45,6 +45,8 @@ class Adapter:
     Attributes:
         library: Name of the library, for `supported_layers()`.
         layers: The torch classes this adapter is for; subclasses follow unless they have their own adapter.
+        refused: Why no module of these classes can run online; empty if they can.
+        limit: Which modules of these classes cannot run online, in a few words; empty if all can.
         forward: None, or a method `forward(module, inputs, states) -> (return value, new states)` that replaces the module's
             `forward` while tracing. Only for fused kernels, whose code cannot be traced. `inputs` are the call's other
             positional arguments, `states` and `new states` are tuples in the order of `arguments(module)`.
@@ -52,6 +54,8 @@ class Adapter:
 
     library: str = "user"
     layers: tuple[type[nn.Module], ...] = ()
+    refused: str = ""
+    limit: str = ""
     forward: Callable[[nn.Module, tuple, tuple], tuple[Any, tuple]] | None = None
 
     def check(self, module: nn.Module, path: str) -> None:
@@ -83,6 +87,10 @@ class Adapter:
     def pack(self, module: nn.Module, states: tuple) -> tuple:
         """Bring states in the form of `initial` into what the module's own `forward` takes; the inverse of `adopt`."""
         return states
+
+    def constants(self, module: nn.Module) -> tuple[torch.Tensor, ...]:
+        """Name tensors that are constants although they require grad; any other such tensor is refused."""
+        return ()
 
     def sequence(self, module: nn.Module) -> str | None:
         """Tell what `forward` consumes: None for one time step, `"time_major"` for `(T, B, ...)`, `"batch_first"`."""
@@ -133,16 +141,21 @@ def find_adapter(module: nn.Module) -> Adapter | None:
     return next((_ADAPTERS[cls] for cls in type(module).__mro__ if cls in _ADAPTERS), None)
 
 
-def supported_layers() -> dict[str, tuple[str, ...]]:
+def supported_layers(limits: bool = False) -> dict[str, tuple[str, ...]]:
     """List the layers that adapters know, by library.
 
     Every other module is traced as well; an adapter is needed only where state lives in a place that cannot be found by
-    running the module, or in a fused kernel.
+    running the module, or in a fused kernel. A layer that can never run one step at a time is listed with the reason:
+    `"StateLeaky (refused: computes a whole sequence at once)"`.
+
+    Args:
+        limits: Also say which forms of a layer are refused: `"GRU (not bidirectional)"`.
     """
     load_adapters()
     found: dict[str, set[str]] = {}
     for layer, adapter in _ADAPTERS.items():
-        found.setdefault(adapter.library, set()).add(layer.__name__)
+        note = f"refused: {adapter.refused}" if adapter.refused else adapter.limit if limits else ""
+        found.setdefault(adapter.library, set()).add(f"{layer.__name__} ({note})" if note else layer.__name__)
     return {library: tuple(sorted(found[library])) for library in sorted(found)}
 
 

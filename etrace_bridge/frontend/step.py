@@ -18,10 +18,10 @@ from etrace_bridge.frontend.ops.dtypes import to_jax_dtype
 from etrace_bridge.frontend.plan import Injector, StepPlan
 from etrace_bridge.frontend.simplify import simplify
 from etrace_bridge.frontend.snapshot import restored
-from etrace_bridge.frontend.state import flatten_state, unflatten_state
+from etrace_bridge.frontend.state import find_adapter, flatten_state, unflatten_state
 from etrace_bridge.frontend.tensor import INPUT, STATE, TracedTensor
 from etrace_bridge.frontend.trace import tracing
-from etrace_bridge.frontend.tracer import Tracer
+from etrace_bridge.frontend.tracer import Tracer, constant
 
 
 @dataclass
@@ -46,7 +46,7 @@ class TracedStep:
     num_outputs: int
 
     def __post_init__(self) -> None:
-        self._compiled = jax.jit(self._evaluate)
+        self.compiled = jax.jit(self._evaluate)
 
     def __call__(self, tensors: Sequence[Any], states: Sequence[Any], key: Any, inputs: Sequence[Any]) -> tuple[list, list, Any]:
         """Evaluate the step: inlined inside another JAX trace, compiled otherwise.
@@ -62,7 +62,7 @@ class TracedStep:
         """
         values = [*tensors, *states, *([key] if self.uses_key else []), *inputs]
         known = all(is_concrete(value) for value in values)
-        results = (self._compiled if known else self._evaluate)(*values)
+        results = (self.compiled if known else self._evaluate)(*values)
         end = self.num_outputs + len(self.used_states)
         return results[: self.num_outputs], results[self.num_outputs : end], results[end] if self.uses_key else None
 
@@ -93,6 +93,8 @@ def trace_step(model: nn.Module, plan: StepPlan, tensors: Sequence[NamedTensor],
                 tracer.track(named.tensor, traced, read_only=named.name if named.parameter else None)
             traced_states = [TracedTensor(v, origin=STATE) for v in state_values]
             _track_old_attributes(plan, traced_states, tracer)
+            for tensor in (t for m in model.modules() if (a := find_adapter(m)) is not None for t in a.constants(m)):
+                tracer.track(tensor, TracedTensor(constant(tensor), differentiable=False))
 
             def call(injector: Injector, args: tuple) -> Any:
                 tracer.on_module_call = injector

@@ -28,6 +28,8 @@ def tracing(tracer: Tracer) -> Iterator[Tracer]:
         stack.enter_context(intercepted_calls(tracer.call_module))
         stack.enter_context(autograd.intercepted())
         stack.enter_context(torch.enable_grad())
+        # TorchScript's optimised programs run with gradients off and differentiate by themselves: every step would be constant.
+        stack.enter_context(torch.jit.optimized_execution(False))
         if tracer.make_key is not None:
             stack.enter_context(registry.key_source(tracer.make_key))
         stack.enter_context(BridgeMode())

@@ -136,6 +136,7 @@ def _torch_gradients(module: nn.Module, net: BridgedModule, run: TorchRun, weigh
         for output, ws in zip(run.outputs, weights, strict=True)
         for (_, t), w in zip(flatten_state(output)[0], ws, strict=True)
     )
+    loss = loss.real if isinstance(loss, torch.Tensor) and loss.is_complex() else loss
     parameters = dict(module.named_parameters())
     wanted = {name: parameters[name] for name in net.parameter_names}
     wanted.update({f"input {i}" if i else "input": x for i, x in enumerate(inputs) if x.requires_grad})
@@ -163,6 +164,8 @@ def _bridge_results(net: BridgedModule, sequences: list[torch.Tensor], weights: 
 
     floats = {i: x for i, x in enumerate(xs) if jnp.issubdtype(x.dtype, jnp.inexact)}
     (_, (outputs, trajectory)), (by_name, by_input) = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(values, floats)
+    # JAX's gradient by a complex value is the conjugate of torch's.
+    by_name, by_input = jax.tree.map(jnp.conj, (by_name, by_input))
     gradients = {**by_name, **{f"input {i}" if i else "input": g for i, g in by_input.items()}}
     return outputs, [dict(zip(names, s, strict=True)) for s in trajectory], gradients
 

@@ -8,6 +8,7 @@ whole.
 from __future__ import annotations
 
 import dataclasses
+import glob
 import json
 import os
 import secrets
@@ -56,10 +57,10 @@ def write_checkpoint(path: str | os.PathLike, weights: dict, arrays: dict, facts
     _write(passing, safetensors.torch.save(weights, {"etrace_bridge": json.dumps({"state": state.name})}))
     os.replace(passing, target)
     _sync_folder(target.parent)
-    for old in target.parent.glob(f"{stem}.????????.state{SUFFIX}"):
+    for old in target.parent.glob(f"{glob.escape(stem)}.????????.state{SUFFIX}"):
         if old != state:
             old.unlink(missing_ok=True)
-    for old in target.parent.glob(f".{target.name}.????????.part"):
+    for old in target.parent.glob(f".{glob.escape(target.name)}.????????.part"):
         old.unlink(missing_ok=True)
     return target
 
@@ -224,6 +225,10 @@ def restore_learner(learner: OnlineLearner, weights: dict, arrays: dict, facts: 
         _restore_values(runtime, arrays)
     if runtime.torch_update is not None and facts.get("torch_optimizer"):
         _unpack_torch_optimizer(runtime, arrays, facts["torch_optimizer"])
+    if runtime.started:
+        runtime.look()  # the guard counts on from the checkpoint's alarm
+    if runtime.updater is not None:
+        runtime.updater.seen = None  # learning rates come from the groups, which may have changed after the last update
     runtime.steps, runtime.updates = facts["steps"], facts["updates"]
 
 

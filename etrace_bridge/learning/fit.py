@@ -97,22 +97,26 @@ def run_fit(learner: OnlineLearner, batches: Any, epochs: int, options: FitOptio
     history = learner.history = History()
     best = _Best(_early(options.early_stopping), options.validation is not None)
     stream = iter(batches) if options.max_batches is not None and isinstance(batches, Iterator) else None
-    with open_progress(options.progress) as bar, Shield() as shield:
-        for epoch in range(1, epochs + 1):
-            source = stream if stream is not None else iter(batches() if callable(batches) else batches)
-            record = _run_epoch(learner, source, epoch, epochs, options, history, bar, shield)
-            if options.validation is not None:
-                record.update(run_validation(learner, options.validation))
-            bar.end_epoch(record)
-            _step_scheduler(options.scheduler, record)
-            asked = [callback(learner, record) is True for callback in options.callbacks]  # every callback runs
-            if any(asked):
-                history.stopped = f"a callback asked for it after epoch {epoch}"
-            elif best.is_over(learner, record):
-                history.stopped = f"no improvement of {best.monitor} for {best.rule.patience} epochs"
-            if history.stopped:
-                break
-        best.restore(learner)
+    try:
+        with open_progress(options.progress) as bar, Shield() as shield:
+            for epoch in range(1, epochs + 1):
+                source = stream if stream is not None else iter(batches() if callable(batches) else batches)
+                record = _run_epoch(learner, source, epoch, epochs, options, history, bar, shield)
+                if options.validation is not None:
+                    record.update(run_validation(learner, options.validation))
+                bar.end_epoch(record)
+                _step_scheduler(options.scheduler, record)
+                asked = [callback(learner, record) is True for callback in options.callbacks]  # every callback runs
+                if any(asked):
+                    history.stopped = f"a callback asked for it after epoch {epoch}"
+                elif best.is_over(learner, record):
+                    history.stopped = f"no improvement of {best.monitor} for {best.rule.patience} epochs"
+                if history.stopped:
+                    break
+            best.restore(learner)
+    except BaseException as error:
+        history.stopped = type(error).__name__
+        raise
     return history
 
 
@@ -132,16 +136,15 @@ def _run_epoch(learner, source: Iterable, epoch: int, epochs: int, options: FitO
             xs, targets, mask = split_batch(item)
             with shield.busy():
                 loss = learner.update(xs, targets, mask, options.carry, options.every).loss
-            batch += 1
-            total += loss
-            history.batch_losses.append(loss)
-            seconds = time.perf_counter() - begun
-            steps = learner.steps - first
-            record.update(loss=total / batch, batches=batch, steps=steps, seconds=seconds, steps_per_second=steps / seconds)
+                batch += 1
+                total += loss
+                history.batch_losses.append(loss)
+                seconds = time.perf_counter() - begun
+                steps = learner.steps - first
+                record.update(loss=total / batch, batches=batch, steps=steps, seconds=seconds, steps_per_second=steps / seconds)
             bar.advance(record)
             shield.check()
     except BaseException as error:
-        history.stopped = type(error).__name__
         error.add_note(f"In `fit`: epoch {epoch}, after {batch} batches. The learner's state is that after the last whole batch.")
         raise
     if not batch:

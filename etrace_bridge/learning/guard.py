@@ -3,8 +3,8 @@
 The verdict is part of the compiled program, so the host need not wait for it: once something was NaN or infinite, all later
 updates are held back too, and the host hears of it at its next look.
 
-The alarm is a vector of whole numbers: how many updates were good; whether one was not; and for every watched array (loss,
-gradients, hidden states) whether it was that.
+The alarm is a vector of whole numbers: how many updates (and steps without a target) were good; whether one was not; and for every
+watched array (loss, gradients, hidden states) whether it was that.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def new_alarm(count: int, num_watched: int) -> np.ndarray:
     return np.array([count] + [0] * (1 + num_watched), np.int32)
 
 
-def is_bad(x: Any) -> Any:
-    """Whether an array has NaN or infinity."""
-    return jnp.any(~jnp.isfinite(x))
+def is_bad(tree: Any) -> Any:
+    """Whether an array, or any of several, has NaN or infinity."""
+    return jnp.any(jnp.stack([jnp.any(~jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))
 
 
 def hold_back(fine: Any, new: Any, old: Any) -> Any:
@@ -49,13 +49,16 @@ def full_verdict(alarm: Any, watched: Sequence[Any]) -> tuple[Any, Any]:
 
 
 def quick_verdict(alarm: Any, loss: Any, hidden: Sequence[Any], grads: Sequence[Any] | None) -> tuple[Any, Any]:
-    """A verdict in few operations, for a single step, where each costs as much as a thousand numbers.
+    """A verdict in few operations, for a single step: whether loss, hidden states and gradients are finite, not which is not.
 
-    It looks at the loss, the hidden states and the smallest gradient: a derivative that is not finite spreads to all of them. What
-    it may miss in a large gradient is kept out by `only_finite`.
+    Gradients are multiplied by a vector of zeros, where 0 · inf and 0 · NaN are NaN: a matrix product is several times faster than a
+    sum over the same numbers.
     """
-    watched = [*hidden, *([min(grads, key=lambda g: g.size)] if grads else []), *([loss] if loss is not None else [])]
-    total = sum(jnp.sum(x * 0).astype(jnp.float32) for x in watched)  # 0 · inf and 0 · NaN are NaN
+    watched = [*hidden, *([loss] if loss is not None else [])]
+    for g in grads or ():
+        rows = g.reshape(-1, g.shape[-1] if g.ndim else 1)
+        watched.append(rows @ jnp.zeros(rows.shape[1], g.dtype))
+    total = sum(jnp.sum(x * 0).astype(jnp.float32) for x in watched)
     fine = (total == 0) & (alarm[STOPPED] == 0)
     return fine, jnp.concatenate([jnp.stack([alarm[COUNT] + fine, (~fine).astype(alarm.dtype)]), alarm[FIRST:]])
 
@@ -79,10 +82,10 @@ def describe_alarm(bad: Sequence[str], most: int = 4) -> str:
     return shown or "a value"
 
 
-def alarm_text(update: int, bad: Sequence[str]) -> str:
+def alarm_text(step: int, bad: Sequence[str]) -> str:
     """The error's message."""
     return (
-        f"At update {update}, NaN or infinity appeared in: {describe_alarm(bad)}. That update and any after it were not made: weights, "
+        f"At step {step}, NaN or infinity appeared in: {describe_alarm(bad)}. The update there and any after it were not made: weights, "
         "states and trace are the last finite ones, so the learner can be saved or go on. Lower the learning rate, clip gradients "
         "(`clip_norm=1.0`), or look for bad values in the data (`check_inputs=True`)."
     )

@@ -204,8 +204,14 @@ class OnlineLearner:
     # -- home again --------------------------------------------------------------------------------------------
 
     def fill_grad(self, result: GradientResult | Mapping[str, torch.Tensor]) -> None:
-        """Puts gradients into `.grad` of the torch model's parameters, for a torch optimizer."""
-        grads = result.grads if isinstance(result, GradientResult) else result
+        """Puts gradients into `.grad` of the torch model's parameters, for a torch optimizer.
+
+        Parameters that the step does not use keep their `.grad`, as after torch's `backward`.
+        """
+        grads = result
+        if isinstance(result, GradientResult):
+            used = set(self._runtime.session.weight_names)
+            grads = {name: grad for name, grad in result.grads.items() if name in used}
         named = dict(self._torch_model().named_parameters(remove_duplicate=False))
         unknown = sorted(set(grads) - set(named))
         if unknown:

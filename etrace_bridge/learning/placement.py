@@ -35,9 +35,9 @@ class Placement:
         self.device = find_device(device)
 
     @property
-    def is_default(self) -> bool:
-        """Whether arrays go where JAX puts them anyway."""
-        return self.device is None and self.mesh is None
+    def is_single(self) -> bool:
+        """Whether there is one device only, so that a step's inputs follow the learner's own arrays there."""
+        return self.mesh is None
 
     def put(self, tree: Any) -> Any:
         """Weights and other arrays that every device has."""

@@ -84,10 +84,10 @@ class Recipe:
         return dict(zip(self.names, arrays, strict=True))
 
     def checked(self, old: Values, new: Values, losses: Any, grads: Sequence[Any]) -> Values:
-        """`new`, or `old` for good once a loss, gradient or hidden state was not finite."""
+        """`new`, or `old` for good once a loss, gradient, new weight or hidden state was not finite."""
         if not self.guard:
             return new
-        fine, alarm = full_verdict(old.alarm, [losses, *grads, *new.hidden])
+        fine, alarm = full_verdict(old.alarm, [losses, *zip(grads, new.theta, strict=True), *new.hidden])
         return hold_back(fine, new._replace(alarm=alarm), old._replace(alarm=alarm))
 
     def begin(self, start: Any, other: Sequence[Any]) -> tuple[Any, Any, Any]:

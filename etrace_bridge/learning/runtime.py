@@ -23,7 +23,7 @@ from etrace_bridge.learning.optimizers import make_updater
 from etrace_bridge.learning.placement import Placement
 from etrace_bridge.learning.programs import Recipe, make_gradients, make_prediction, make_step, make_update
 from etrace_bridge.learning.session import Session
-from etrace_bridge.learning.store import Store
+from etrace_bridge.learning.store import Store, undo_on_error
 from etrace_bridge.learning.torch_update import TorchUpdate, has_hooks, run_hooks
 from etrace_bridge.rules import BPTT, Rule
 
@@ -158,9 +158,11 @@ class Runtime(Store):
             self.updates += 1
         self._recent.append((arrays, target))
         if len(self._recent) >= LOOK_EVERY:
+            jax.block_until_ready(output)  # the inputs' buffers come round again
             self.look()
         return loss, output
 
+    @undo_on_error
     def _checked_step(self, args: tuple, target: Any) -> tuple[Any, Any]:
         arrays = [as_array(a, self.float_dtype) for a in args]
         self._check_data(arrays, target)
@@ -174,9 +176,9 @@ class Runtime(Store):
         arrays, wanted = self.placement.put_batch((arrays, wanted), 0, session.batch)
         if host:
             return self._host_step(call, arrays, wanted)
-        if self.placement.is_default and not self.options.check_inputs and not isinstance(target, (tuple, list, dict)):
-            readers = [FastReader(a, x) for a, x in zip(args, arrays, strict=True)]
-            self._fast[target is None] = (readers, None if target is None else FastReader(target, wanted), call)
+        if self.placement.is_single and not self.options.check_inputs and not isinstance(target, (tuple, list, dict)):
+            readers = [FastReader(a, x, LOOK_EVERY) for a, x in zip(args, arrays, strict=True)]
+            self._fast[target is None] = (readers, None if target is None else FastReader(target, wanted, LOOK_EVERY), call)
         return self._run_step(call, arrays, wanted)
 
     # -- sequences ---------------------------------------------------------------------------------------------
@@ -204,7 +206,8 @@ class Runtime(Store):
         if isinstance(self.rule, BPTT) and chunk == "auto":
             return divide(length, length)
         memory = jax.eval_shape(lambda: self.rule.init(self.session.program))
-        return divide(length, choose_chunk(self.session.program, memory, length, chunk, self.options.budget))
+        steps = choose_chunk(self.session.program, memory, length, chunk, self.options.budget, self.rule.in_blocks)
+        return divide(length, steps)
 
     def _start(self, session: Session) -> tuple[list[Any], list[Any]]:
         """A session's initial hidden and other states, to be read only."""
@@ -217,6 +220,7 @@ class Runtime(Store):
         hidden, other = self._start(session)
         return hidden, [o if r else now for o, now, r in zip(other, self.values.other, session.resets, strict=True)]
 
+    @undo_on_error
     def gradients(self, xs: tuple, targets: Any, mask: Any, carry: bool):
         """Gradients by name, losses, outputs and the steps' weights."""
         if targets is None:
@@ -240,6 +244,7 @@ class Runtime(Store):
         self.return_to_stream()
         return found, losses, outputs, weights
 
+    @undo_on_error
     def update(self, xs: tuple, targets: Any, mask: Any, carry: bool, every: str):
         """Gradients and updates; losses, outputs and the steps' weights."""
         if every not in ("sequence", "chunk", "step"):
@@ -255,16 +260,17 @@ class Runtime(Store):
         self._refresh_numbers()
         start = None if carry else self._start(data.session)
         self._leaves, losses, outputs, weights = call(self._leaves, start, data.args, data.targets, data.mask)
-        self.steps += data.length
-        before = self._seen_good
+        before, each = self._seen_good, data.length if every == "sequence" else plan.steps
         try:
-            self.look()
+            self.look(losses, each)
         finally:
-            planned = 1 if every == "sequence" else plan.full + (plan.rest > 0)
-            self.updates += self._seen_good - before if self.options.guard else planned
+            made = self._seen_good - before if self.options.guard else -(-data.length // each)
+            self.updates += made
+            self.steps += min(made * each, data.length)
             self.return_to_stream()
         return losses, outputs, weights
 
+    @undo_on_error
     def predict(self, xs: tuple, carry: bool) -> Any:
         """Outputs of a sequence in evaluation mode; the learner stays as it is."""
         return self._predict(self._sequence(xs, None, None, carry and self.stream is not None), carry)
@@ -293,6 +299,7 @@ class Runtime(Store):
         self.return_to_stream()
         return outputs
 
+    @undo_on_error
     def evaluate(self, xs: tuple, targets: Any, mask: Any):
         """Losses and the steps' weights of a sequence in evaluation mode."""
         if targets is None:
@@ -312,9 +319,10 @@ class Runtime(Store):
 
     def _host_step(self, call: Callable, arrays: list[Any], target: Any) -> tuple[Any, Any]:
         leaves, loss, output, grads = call(self._leaves, arrays, target)
-        self._raise_if_bad(loss, grads)
+        named = self.all_gradients(grads)
+        self._raise_if_bad(loss, named)
         self._leaves = leaves
-        self._apply_on_host(self.all_gradients(grads))
+        self._apply_on_host(named)
         self.steps += 1
         return loss, output
 
@@ -324,14 +332,18 @@ class Runtime(Store):
                 f"`every={every!r}` needs an update inside the compiled program; parameter hooks and torch optimizers "
                 "without a translation run outside it. Use `every='sequence'`, or call `step` for every time step."
             )
-        before = self.values if self.started else None
+        before, steps = self.values if self.started else None, self.steps
         grads, losses, outputs, weights = self.gradients(xs, targets, mask, carry)
+        self.steps = steps
         try:
-            self._raise_if_bad(losses, list(grads.values()))
+            self._raise_if_bad(losses, grads)
         except NonFiniteError:
-            if before is not None:
+            if before is None:
+                self.reset(None)
+            else:
                 self.values = before
             raise
+        self.steps += len(losses)
         self._apply_on_host(grads)
         return losses, outputs, weights
 
@@ -370,26 +382,36 @@ class Runtime(Store):
 
     # -- the guard ---------------------------------------------------------------------------------------------
 
-    def look(self) -> None:
-        """Raises if the guard has held something back; the last good state stays."""
+    def look(self, losses: Any = None, each: int = 1) -> None:
+        """Raises if the guard has held something back; the last good state stays.
+
+        Args:
+            losses: the steps' losses of a sequence that has just run.
+            each: steps for each of its updates.
+        """
+        recent, self._recent = self._recent, []
         if not self.options.guard or not self.started:
             return
         alarm = np.asarray(self.values.alarm)
-        recent, self._recent = list(self._recent), []
         if not alarm[STOPPED]:
             self._seen_good = int(alarm[COUNT])
             return
         count = int(alarm[COUNT])
         flags = alarm[FIRST:]
-        if not flags.any():  # a single step's quick verdict: find out what it was
-            good = count - self._seen_good
+        good = count - self._seen_good
+        step = self.steps + good * each + 1
+        if losses is not None:
+            bad = np.flatnonzero(~np.isfinite(np.asarray(losses)[good * each :]))
+            step += int(bad[0]) if bad.size else 0
+        else:  # a single step's quick verdict: find out what it was
             self.steps -= len(recent) - good
+            step = self.steps + 1
             self.updates -= sum(target is not None for _, target in recent[good:])
             flags = self._diagnose(*recent[good])
         self._seen_good = count
         self.values = self.values._replace(alarm=self.placement.put(jnp.asarray(new_alarm(count, len(flags)))))
         names = watched_names(self.session.weight_names, self.session.hidden_names)
-        raise NonFiniteError(alarm_text(count + 1, [n for n, bad in zip(names, flags, strict=True) if bad]))
+        raise NonFiniteError(alarm_text(step, [n for n, bad in zip(names, flags, strict=True) if bad]))
 
     def _diagnose(self, args: list[Any], target: Any) -> list[bool]:
         """What is not finite in a step from the current state."""
@@ -400,14 +422,14 @@ class Runtime(Store):
         watched = [np.zeros(()) if loss is None else loss, *grads, *new.hidden]
         return [not np.isfinite(np.asarray(x)).all() for x in watched]
 
-    def _raise_if_bad(self, losses: Any, grads: Sequence[Any]) -> None:
+    def _raise_if_bad(self, losses: Any, grads: Mapping[str, Any]) -> None:
         """The guard for updates that pass through torch, where everything is on the host anyway."""
         if not self.options.guard:
             return
-        bad = [not np.isfinite(np.asarray(x)).all() for x in (losses, *grads)]
+        bad = [not np.isfinite(np.asarray(x)).all() for x in (losses, *grads.values())]
         if any(bad):
-            names = watched_names(self.session.weight_names, ())
-            raise NonFiniteError(alarm_text(self.updates + 1, [n for n, b in zip(names, bad, strict=False) if b]))
+            step = self.steps + 1 + int(np.argmin(np.isfinite(np.atleast_1d(losses))))
+            raise NonFiniteError(alarm_text(step, [n for n, b in zip(watched_names(list(grads), ()), bad, strict=True) if b]))
 
     # -- inputs ------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import brainstate
 import jax
 import numpy as np
 
-from etrace_bridge._errors import StateError
+from etrace_bridge._errors import InputError, StateError
 from etrace_bridge.compiler.diagnostics import show_path
 from etrace_bridge.compiler.graph import compile_etrace_graph
 from etrace_bridge.engine.program import StepProgram
@@ -62,6 +62,12 @@ class Session:
         persistent = _persistent_paths(net)
         self.resets = [_resets(p, s, persistent) for p, s in self._other_states for _ in jax.tree.leaves(s.value)]
         self.initial = self._initial()
+        for leaf, start in zip(self.program.leaves, self.initial[0], strict=True):
+            if leaf.invar.aval.shape != start.shape:
+                raise InputError(
+                    f"The hidden state `{show_path(leaf.path)}` has shape {leaf.invar.aval.shape} in a step on this input, and {start.shape} "
+                    f"for a batch of {self.batch}: the input's first axis is not read as the batch. Give it a batch axis, (batch, …)"
+                )
         self.compiled: dict[Any, Any] = {}
 
     @property
@@ -91,7 +97,11 @@ class Session:
             with contextlib.suppress(StateError):
                 if any(h.ndim and h.shape[0] != self.batch for h in self.net.hidden_values()[:1]):
                     self.net.init_state(batch_size=self.batch)
-            self.net.ensure_state(*self._examples)
+            try:
+                self.net.ensure_state(*self._examples)
+            except InputError:  # made for inputs of another shape
+                self.net.init_state(batch_size=self.batch)
+                self.net.ensure_state(*self._examples)
             return
         hidden = [s.value for s in self.net.states(brainstate.HiddenState).values()]
         sizes = {x.shape[0] for x in jax.tree.leaves(hidden) if x.ndim}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, wraps
 from typing import Any
 
 import brainstate
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from etrace_bridge._errors import InputError, StateError
+from etrace_bridge._errors import BridgeError, InputError, NonFiniteError, StateError
 from etrace_bridge.learning.guard import new_alarm
 from etrace_bridge.learning.inputs import as_array, check_float_dtypes, signature
 from etrace_bridge.learning.optimizers import Updater
@@ -19,6 +19,26 @@ from etrace_bridge.learning.placement import Placement, private_copy
 from etrace_bridge.learning.programs import Values
 from etrace_bridge.learning.session import Session
 from etrace_bridge.rules import Rule
+
+
+def undo_on_error(method: Callable) -> Callable:
+    """A method after whose errors the learner is where it was before the call: nothing was computed then, only prepared."""
+
+    @wraps(method)
+    def call(self: Store, *args: Any, **options: Any) -> Any:
+        self._take_back()
+        names = ("_active", "stream", "_leaves", "_tree", "_parked")
+        before = {name: getattr(self, name) for name in names}
+        try:
+            return method(self, *args, **options)
+        except NonFiniteError:  # raised after the program ran, with the last finite values in place
+            raise
+        except Exception:
+            self._fast.clear()
+            vars(self).update(before)
+            raise
+
+    return call
 
 
 class Store:
@@ -103,13 +123,26 @@ class Store:
             if key not in self._sessions:
                 self.lend()  # the new session reads weights and running statistics from the States
                 self._lent = None
-                self._sessions[key] = Session(self.net, args)
+                self._sessions[key] = self._compile(args)
             self._activate(self._sessions[key])
         session = self.session
         if continues:
             self.stream = session
             self._need_trace()
         return session
+
+    def _compile(self, args: Sequence[Any]) -> Session:
+        try:
+            return Session(self.net, args)
+        except Exception as error:
+            hint = (
+                f"This was for one time step of {_show(signature(args))}. `step` takes one time step, (batch, …); a sequence, "
+                "(T, batch, …), goes to `gradients`, `update` or `predict`."
+            )
+            if isinstance(error, BridgeError):
+                error.add_note(hint)
+                raise
+            raise InputError(f"The model cannot run on this input: {error}. {hint}") from error
 
     def return_to_stream(self) -> None:
         """Goes back to the stream after sequences of another shape."""
@@ -119,6 +152,7 @@ class Store:
     def _activate(self, session: Session) -> None:
         place, batch, before = self.placement, session.batch, self._active
         if before is None:
+            session.fit_states()
             theta, hidden, other = jax.tree.map(private_copy, session.read())
             theta = place.put(theta)
             named = dict(zip(session.weight_names, theta, strict=True))

@@ -16,7 +16,10 @@ from etrace_bridge.learning.optimizers import group_places
 
 def has_hooks(parameters: Any) -> bool:
     """Whether any parameter has a hook on its gradient."""
-    return any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters)
+    for p in parameters:  # noqa: SIM110 - `any` of a generator is slower, and this runs at every step
+        if p._backward_hooks or p._post_accumulate_grad_hooks:
+            return True
+    return False
 
 
 def run_hooks(grads: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -68,7 +71,7 @@ class TorchUpdate:
 
     def apply(self, grads: Mapping[str, torch.Tensor], theta: Mapping[str, Any]) -> dict[str, Any]:
         """New weights; the model's parameters hold them too."""
-        mine = [name for name in self.names if name in grads]
+        mine = [name for name in self.names if name in theta]  # torch too leaves alone what the step does not use
         with torch.no_grad():
             for name in mine:
                 self.parameters[name].copy_(to_torch(theta[name]))

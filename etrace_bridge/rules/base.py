@@ -12,6 +12,7 @@ Symbols used in all rule files, for step t:
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -82,6 +83,11 @@ class Rule:
 
     name: ClassVar[str] = ""
 
+    @property
+    def in_blocks(self) -> bool:
+        """Whether `chunk` works in blocks of steps (`engine.blocks`), so that longer chunks fit into the same memory."""
+        return False
+
     def init(self, program: StepProgram) -> Any:
         """The memory before the first step."""
         raise InputError(f"The rule `{type(self).__name__}` does not define `init(program)`.")
@@ -125,7 +131,9 @@ def make_rule(rule: str | Rule) -> Rule:
     if isinstance(rule, type) and issubclass(rule, Rule):
         return rule()
     if rule not in _RULES:
-        raise InputError(f"There is no rule {rule!r}. Known rules: {', '.join(sorted(_RULES))}.")
+        near = difflib.get_close_matches(str(rule), _RULES, 1)
+        meant = f" Did you mean {near[0]!r}?" if near else ""
+        raise InputError(f"There is no rule {rule!r}.{meant} Known rules: {', '.join(sorted(_RULES))}.")
     return _RULES[rule]()
 
 

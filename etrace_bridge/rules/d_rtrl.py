@@ -31,6 +31,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from etrace_bridge.compiler.graph import Leg
+from etrace_bridge.engine.blocks import forward_in_blocks, run_blocks
 from etrace_bridge.engine.chunk_bptt import chunk_gradient
 from etrace_bridge.engine.contraction import (
     at_places,
@@ -41,7 +43,7 @@ from etrace_bridge.engine.contraction import (
     view_gradients,
     weight_gradients,
 )
-from etrace_bridge.engine.forward import Forward, run_forward
+from etrace_bridge.engine.forward import Forward
 from etrace_bridge.engine.linearise import (
     CoreLinear,
     Grouped,
@@ -52,8 +54,9 @@ from etrace_bridge.engine.linearise import (
     step_outputs,
     upstream_gradient,
 )
+from etrace_bridge.engine.plan import count_blocks
 from etrace_bridge.engine.program import StepProgram
-from etrace_bridge.engine.suffix import suffix_scan
+from etrace_bridge.engine.suffix import suffix_scan, suffix_start
 from etrace_bridge.rules.base import Carry, Chunk, ChunkResult, Rule, batch_rows, check_batch_axis, check_choice, register_rule
 
 Traces = list[list[Any]]  # [leg][state]
@@ -79,6 +82,10 @@ class DRTRL(Rule):
         check_choice("credit", self.credit, ("core", "step", "chunk"))
         check_choice("upstream", self.upstream, ("chunk", "step"))
 
+    @property
+    def in_blocks(self) -> bool:
+        return self.credit != "chunk"
+
     def init(self, program: StepProgram) -> Traces:
         traces = []
         for leg in program.legs:
@@ -90,29 +97,44 @@ class DRTRL(Rule):
 
     def chunk(self, program: StepProgram, theta: Sequence[Any], carry: Carry, data: Chunk, fresh: bool, final: bool) -> ChunkResult:
         env = program.weight_env(theta)
-        forward = run_forward(program, env, carry.hidden, carry.other, data.args)
-        core = self.linearise(program, env, forward, data.args)
-        xs = contact_inputs(program, env, forward, data.args)
-        if data.loss is None:
-            grads, losses, outputs = None, None, step_outputs(program, env, forward, data.args)
-            _, _, M, M0 = suffix_scan(_no_credit(program, forward), core.D, not final)
-        elif self.credit == "chunk":
-            exact = chunk_gradient(program, theta, carry, data)
-            losses, outputs = exact.losses, exact.outputs
-            _, _, M, M0 = suffix_scan(_no_credit(program, forward), core.D, not final)
-            grads = exact.grads
-            if not fresh:
-                past, M0 = self.past(program, exact.a0, carry.trace, M0)
-                grads = _add(grads, weight_gradients(program, theta, past))
-        else:
-            found = self.differentiate(program, theta, env, forward, data)
-            losses, outputs = found.losses, found.outputs
-            a, a0, M, M0 = suffix_scan(found.b, core.D, not final)
-            grads = self.gradient(program, theta, env, forward, data, found, core, xs, a)
+        count = count_blocks(program, data.args[0].shape[0])
+        forward = forward_in_blocks(program, env, carry.hidden, carry.other, data.args, count)
+        exact = chunk_gradient(program, theta, carry, data) if data.loss is not None and self.credit == "chunk" else None
+
+        def block(later: Any, steps: Any):
+            """Steps of the chunk, the later ones being done: (a, M) before them; sums; arrays by step."""
+            kept, args, targets, weights = steps
+            some, part = forward.with_steps(kept), Chunk(args, targets, weights, data.loss)
+            core = self.linearise(program, env, some, args)
+            summed = losses = outputs = None
+            if data.loss is None or exact is not None:
+                b = no_credit(program, some)
+                outputs = step_outputs(program, env, some, args) if exact is None else None
+                a, a0, M, M0 = suffix_scan(b, core.D, not final, later)
+            else:
+                found = self.differentiate(program, theta, env, some, part)
+                losses, outputs = found.losses, found.outputs
+                a, a0, M, M0 = suffix_scan(found.b, core.D, not final, later)
+                # Of one step alone, nothing later asks for anything.
+                asked = None if later is None and len(weights) == 1 else a
+                summed = self.gradient(program, theta, env, some, part, found, core, asked)
+            return (a0, M0), summed, (losses, outputs, None if final else trace_rows(program, core, M, later is None))
+
+        start = suffix_start(group_states(program, forward.new_hidden), not final) if count > 1 else None
+        steps = (forward.steps(), list(data.args), data.targets, data.weights)
+        (a0, M0), summed, (losses, outputs, rows) = run_blocks(block, start, steps, count, reverse=True)
+        if exact is not None:
+            a0, summed, losses, outputs = exact.a0, (exact.grads, {}), exact.losses, exact.outputs
+        grads = None
+        if summed is not None:
+            direct, by_contact = summed
             if not fresh:
                 past, M0 = self.past(program, a0, carry.trace, M0)
-                grads = _add(grads, weight_gradients(program, theta, past))
-        trace = carry.trace if final else self.advance(program, carry.trace, core, xs, M, M0, fresh)
+                by_contact = add_contacts(by_contact, past)
+            grads = _add(direct, weight_gradients(program, theta, by_contact))
+        trace = carry.trace
+        if not final:
+            trace = self.advance(program, carry.trace, rows, contact_inputs(program, env, forward, data.args), M0, fresh)
         return ChunkResult(grads, losses, outputs, Carry(forward.new_hidden, forward.new_other, trace))
 
     def linearise(self, program: StepProgram, env: dict, forward: Forward, args: Sequence[Any]) -> CoreLinear:
@@ -124,68 +146,86 @@ class DRTRL(Rule):
         loss: Any = data.loss
         return loss_gradient(program, theta, forward, data.args, loss, data.targets, data.weights, self.credit)
 
-    def gradient(self, program, theta, env, forward, data, found, core, xs, a: Grouped) -> list[Any]:
-        """Direct gradient and credit within the chunk."""
-        single = data.args[0].shape[0] == 1  # a_K = 0: nothing later asks for anything
+    def gradient(self, program, theta, env, forward, data, found: LossGradient, core, a: Grouped | None) -> tuple[list[Any], dict]:
+        """Direct gradient and credit within the chunk: of the weights outside traced contacts, and by contact."""
         ybar = list(found.ybar)
         direct = found.direct
-        if not single:
+        if a is not None:
             ybar = [y if p is None else y + p for y, p in zip(ybar, core.pull(a), strict=True)]
             if self.upstream == "chunk" and program.upstream:
                 more, taps = upstream_gradient(program, theta, forward, data.args, a)
                 direct = _add(direct, more)
                 ybar = [y + taps[n] if n in program.upstream_taps else y for n, y in enumerate(ybar)]
-        by_contact = view_gradients(program, env, ybar, xs)
-        return _add(direct, weight_gradients(program, theta, by_contact))
+        return direct, view_gradients(program, env, ybar, contact_inputs(program, env, forward, data.args))
 
     def past(self, program: StepProgram, a0: Grouped, traces: Traces, M0: Any) -> tuple[dict[int, Any], Any]:
         """`a_0 · eps_0`, by contact; and `M0`, to be used only after the traces were read."""
-        asked = [[at_places(leg, a) for a in a0[program.place_of(leg)]] for leg in program.legs]
-        sums, M0 = contract_traces(program.legs, asked, traces, M0)
-        by_contact: dict[int, Any] = {}
-        for contact in program.traced_contacts:
-            taps = [t for t in program.taps if t.contact is contact]
-            pieces = []
-            for t in taps:
-                zero = jnp.zeros(t.part.form.shape(t.part.form.view), t.part.var.aval.dtype)
-                pieces.append(sum((sums[program.leg_index(leg)] for leg in t.legs), zero))
-            by_contact[contact.index] = join_pieces(taps, pieces)
-        return by_contact, M0
+        return read_traces(program, program.legs, a0, traces, M0)
 
-    def advance(self, program, traces: Traces, core: CoreLinear, xs, M, M0, fresh: bool) -> Traces:
+    def advance(self, program: StepProgram, traces: Traces, rows: Any, xs: dict[int, Any], M0: Any, fresh: bool) -> Traces:
         """`eps_K = M_0 eps_0 + sum of (M_t df_t) ⊗ x_t`."""
-        if not program.legs:
-            return []
-        single = jax.tree.leaves(core.df)[0].shape[0] == 1
-        rows: dict[tuple[int, int], list[Any]] = {}
-        new: Traces = []
-        for n, leg in enumerate(program.legs):
-            place, colour = program.place_of(leg), program.colour_of(leg)
-            states = []
-            for r in range(program.groups[place].num_state):
-                if (colour, r) not in rows:
-                    rows[colour, r] = core.df[colour][r] if single else core.pulls[colour](_row(M, r))
-                eps = outer_sum(leg, rows[colour, r][program.tap_index(leg)], xs.get(leg.contact.index))
-                if not fresh:
-                    for s, old in enumerate(traces[n]):
-                        m = at_places(leg, M0[place][r][s])
-                        eps = eps + m.reshape(*m.shape, *(1 for _ in leg.part.form.contracted)) * old.astype(eps.dtype)
-                states.append(eps.astype(self.trace_dtype) if self.trace_dtype else eps)
-            new.append(states)
-        return new
+        return advance_traces(program, program.legs, traces, rows, xs, M0, fresh)
 
     def reset(self, program: StepProgram, trace: Traces, keep: Any) -> Traces:
-        cleared = []
-        for leg, states in zip(program.legs, trace, strict=True):
-            group = program.groups[program.place_of(leg)]
-            check_batch_axis(group, keep)
-            per_row = group.leaves[0].num_places // group.varshape[0]
-            rows = batch_rows(leg.places, per_row, keep)
-            form = leg.part.form
-            rows = rows.reshape(form.shape(form.out)).transpose([form.out.index(c) for c in form.trace_out])
-            rows = rows.reshape(*rows.shape, *(1 for _ in form.contracted))
-            cleared.append([eps * rows.astype(eps.dtype) for eps in states])
-        return cleared
+        return clear_rows(program, program.legs, trace, keep)
+
+
+def read_traces(program: StepProgram, legs: Sequence[Leg], a0: Grouped, traces: Traces, M0: Any) -> tuple[dict[int, Any], Any]:
+    """`a_0 · eps_0` of some legs, by contact; and `M0`, to be used only after the traces were read."""
+    asked = [[at_places(leg, a) for a in a0[program.place_of(leg)]] for leg in legs]
+    sums, M0 = contract_traces(legs, asked, traces, M0)
+    by_contact: dict[int, Any] = {}
+    for contact in (c for c in program.traced_contacts if any(leg.contact is c for leg in legs)):
+        taps = [t for t in program.taps if t.contact is contact]
+        pieces = []
+        for t in taps:
+            zero = jnp.zeros(t.part.form.shape(t.part.form.view), t.part.var.aval.dtype)
+            pieces.append(sum((total for leg, total in zip(legs, sums, strict=True) if leg.part is t.part), zero))
+        by_contact[contact.index] = join_pieces(taps, pieces)
+    return by_contact, M0
+
+
+def trace_rows(program: StepProgram, core: CoreLinear, M: Any, alone: bool = True) -> list[list[list[Any]]]:
+    """`M_t df_t` at every step: [colour][state][distinct tap]; `alone` if no steps follow these, so that the last `M_t` is I."""
+    if alone and jax.tree.leaves(core.df) and jax.tree.leaves(core.df)[0].shape[0] == 1:
+        return [[[row[t] for t in program.distinct_taps] for row in rows] for rows in core.df]
+    result = []
+    for pull, rows in zip(core.pulls, core.df, strict=True):
+        pulled = [pull(_row(M, r)) for r in range(len(rows))]
+        result.append([[row[t] for t in program.distinct_taps] for row in pulled])
+    return result
+
+
+def advance_traces(program, legs: Sequence[Leg], traces: Traces, rows: Any, xs: dict[int, Any], M0: Any, fresh: bool) -> Traces:
+    """`eps_K = M_0 eps_0 + sum of (M_t df_t) ⊗ x_t` of some legs."""
+    new: Traces = []
+    for n, leg in enumerate(legs):
+        place, found = program.place_of(leg), rows[program.colour_of(leg)]
+        states = []
+        for r in range(program.groups[place].num_state):
+            eps = outer_sum(leg, found[r][program.distinct_index(leg)], xs.get(leg.contact.index))
+            if not fresh:
+                for s, old in enumerate(traces[n]):
+                    m = at_places(leg, M0[place][r][s])
+                    eps = eps + m.reshape(*m.shape, *(1 for _ in leg.part.form.contracted)) * old.astype(eps.dtype)
+            states.append(eps.astype(traces[n][r].dtype))
+        new.append(states)
+    return new
+
+
+def clear_rows(program: StepProgram, legs: Sequence[Leg], traces: Traces, keep: Any) -> Traces:
+    """The traces of some legs with the rows of some batch elements set to zero."""
+    cleared = []
+    for leg, states in zip(legs, traces, strict=True):
+        group = program.groups[program.place_of(leg)]
+        check_batch_axis(group, keep)
+        per_row = group.leaves[0].num_places // group.varshape[0]
+        rows = batch_rows(leg.places, per_row, keep)
+        form = leg.part.form
+        rows = rows.reshape(form.shape(form.out)).transpose([form.out.index(c) for c in form.trace_out])
+        rows = rows.reshape(*rows.shape, *(1 for _ in form.contracted))
+        cleared.append([eps * rows.astype(eps.dtype) for eps in states])
+    return cleared
 
 
 def _row(M: list[list[list[Any]]], r: int) -> Grouped:
@@ -193,8 +233,14 @@ def _row(M: list[list[list[Any]]], r: int) -> Grouped:
     return [rows[r] if r < len(rows) else [jnp.zeros_like(x) for x in rows[0]] for rows in M]
 
 
-def _no_credit(program: StepProgram, forward: Forward) -> Grouped:
+def no_credit(program: StepProgram, forward: Forward) -> Grouped:
+    """`b` where there is no loss."""
     return jax.tree.map(jnp.zeros_like, group_states(program, forward.hidden))
+
+
+def add_contacts(a: dict[int, Any], b: dict[int, Any]) -> dict[int, Any]:
+    """Gradients of views, by contact, added up."""
+    return {n: a[n] + b[n] if n in a and n in b else a.get(n, b.get(n)) for n in {**a, **b}}
 
 
 def _add(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:

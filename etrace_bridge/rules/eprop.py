@@ -49,7 +49,7 @@ from etrace_bridge.engine.linearise import Grouped, LossGradient, group_states, 
 from etrace_bridge.engine.program import StepProgram
 from etrace_bridge.engine.suffix import suffix_scan
 from etrace_bridge.rules.base import Carry, Chunk, ChunkResult, check_choice, register_rule
-from etrace_bridge.rules.d_rtrl import DRTRL
+from etrace_bridge.rules.d_rtrl import DRTRL, add_contacts, trace_rows
 
 
 @register_rule
@@ -77,6 +77,10 @@ class EProp(DRTRL):
         check_choice("feedback", self.feedback, ("symmetric", "random"))
         if not 0 <= self.kappa < 1:
             raise InputError(f"`kappa` is {self.kappa}; it must be at least 0 and below 1.")
+
+    @property
+    def in_blocks(self) -> bool:
+        return not self.kappa
 
     def init(self, program: StepProgram) -> Any:
         """D-RTRL's traces; with `kappa`, those and the filtered ones [leg][exit]."""
@@ -114,16 +118,16 @@ class EProp(DRTRL):
             later, before = self._later_signals(self._signals(program, theta, env, forward, data, exits))
             found = _ask_more(found, pulls, later)
             a, a0, M, M0 = suffix_scan(found.b, core.D, not final)
-            grads = self.gradient(program, theta, env, forward, data, found, core, xs, a)
+            direct, by_contact = self.gradient(program, theta, env, forward, data, found, core, a)
             if not fresh:
                 past, M0 = self.past(program, a0, carry.trace["eps"], M0)
                 filtered, _ = self.past(program, before, carry.trace["filtered"], None)
-                past = {n: past[n] + filtered[n] for n in past}
-                grads = [x + y for x, y in zip(grads, weight_gradients(program, theta, past), strict=True)]
+                by_contact = add_contacts(add_contacts(by_contact, past), filtered)
+            grads = [x + y for x, y in zip(direct, weight_gradients(program, theta, by_contact), strict=True)]
         trace, length = carry.trace, data.args[0].shape[0]
         if not final:
             trace = {
-                "eps": self.advance(program, carry.trace["eps"], core, xs, M, M0, fresh),
+                "eps": self.advance(program, carry.trace["eps"], trace_rows(program, core, M), xs, M0, fresh),
                 "filtered": self._advance_filtered(program, carry.trace, core, pulls, exits, xs, length, fresh),
             }
         return ChunkResult(grads, losses, outputs, Carry(forward.new_hidden, forward.new_other, trace))

@@ -132,6 +132,8 @@ CASES = (
     _case("li_cell", _after_linear("LICell"), INPUT, spikes=False),
     _case("li", _plain("LI"), HIDDEN, _over_time, spikes=False),
     _case("li_linear_cell", _recurrent("LILinearCell"), INPUT, spikes=False),
+    _case("iaf_cell", _plain("IAFCell"), HIDDEN, scale=0.5, shift=0.4),
+    _case("iaf_cell_linear", _after_linear("IAFCell"), INPUT),
     _case("izhikevich_cell", _plain("IzhikevichCell", spiking_method="tonic_spiking"), HIDDEN, scale=30.0, shift=60.0),
     _case(
         "izhikevich_recurrent_cell",

@@ -260,6 +260,35 @@ class OutputFeedback(nn.Module):
         return y
 
 
+class Attends(nn.Module):
+    """A GRU cell whose state, read as two tokens, attends to itself between steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(HIDDEN, 2, batch_first=True)
+        self.cell = nn.GRUCell(INPUT, 2 * HIDDEN)
+        self.h: Tensor | None = None
+
+    def mixed(self, tokens: Tensor) -> Tensor:
+        return tokens + self.attention(tokens, tokens, tokens)[0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.new_zeros(x.shape[0], 2 * HIDDEN) if self.h is None else self.h
+        self.h = self.cell(x, self.mixed(h.view(-1, 2, HIDDEN)).reshape(-1, 2 * HIDDEN))
+        return self.h
+
+
+class Encodes(Attends):
+    """The same with a whole transformer layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.TransformerEncoderLayer(HIDDEN, 2, dim_feedforward=5, dropout=0.0, batch_first=True)
+
+    def mixed(self, tokens: Tensor) -> Tensor:
+        return self.attention(tokens)
+
+
 def _net(make: Callable[[], nn.Module], rnn: str, **options: Any) -> Case:
     batch_first = options.pop("batch_first", False)
     run = sequence(rnn, batch_first=batch_first)
@@ -288,5 +317,7 @@ CASES = (
     _held(CopiedBuffer, "h", "trace"),
     _held(StateInContainers, "hs/0", "hs/1", "extra/mean"),
     _held(_leaky_sequential, "1.v", "4.v"),
+    _held(Attends, "h"),
+    _held(Encodes, "h", train=True),
     _held(OutputFeedback, "state/0", "state/1"),
 )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrizations import orthogonal, weight_norm
 
 from .case import carried
 from .torch_cells import BATCH, HIDDEN, INPUT, cell_case, zeros
@@ -96,6 +96,30 @@ class WeightNormed(nn.Module):
         return torch.tanh(self.inp(x) + self.rec(h))
 
 
+class Orthogonal(nn.Module):
+    """`torch.nn.utils.parametrizations.orthogonal` on the recurrent layer, by one of torch's three maps."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.inp = nn.Linear(INPUT, HIDDEN)
+        self.rec = orthogonal(nn.Linear(HIDDEN, HIDDEN, bias=False), orthogonal_map=form)
+
+    def forward(self, x: Tensor, h: Tensor) -> Tensor:
+        return torch.tanh(self.inp(x) + self.rec(h))
+
+
+def orthogonal_matrix_exp() -> nn.Module:
+    return Orthogonal("matrix_exp")
+
+
+def orthogonal_cayley() -> nn.Module:
+    return Orthogonal("cayley")
+
+
+def orthogonal_householder() -> nn.Module:
+    return Orthogonal("householder")
+
+
 class Tied(nn.Module):
     """One square weight, registered under two names and used for input and recurrence."""
 
@@ -178,6 +202,9 @@ CASES = (
     cell_case(Masked),
     cell_case(Dale),
     cell_case(WeightNormed),
+    cell_case(orthogonal_matrix_exp),
+    cell_case(orthogonal_cayley),
+    cell_case(orthogonal_householder),
     cell_case(Tied, shape=(BATCH, HIDDEN)),
     cell_case(EchoState, carried),
     cell_case(AdaptiveLIF, carried, lambda b: (zeros(b), zeros(b), zeros(b)), spikes=True),

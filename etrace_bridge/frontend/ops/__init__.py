@@ -8,6 +8,7 @@ from etrace_bridge.frontend.ops import (  # noqa: F401
     convolution,
     creation,
     elementwise,
+    factorisations,
     indexing,
     joining,
     linalg,

@@ -1,0 +1,168 @@
+"""`bench`: time and memory of each rule's gradients of a sequence, next to torch BPTT, on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import torch
+from torch import nn
+
+from etrace_bridge.check.text import seconds, size, table
+from etrace_bridge.cli.arguments import OK, UsageError, add_common_arguments, add_data_arguments, as_chunk, at_least_one, split_names
+from etrace_bridge.cli.model import LOSSES, in_layout, load_model, load_state, make_inputs, make_loss_and_targets, parse_shape
+from etrace_bridge.frontend import TorchRun, run_torch, to_jax, wrap
+from etrace_bridge.learning.footprint import compile_gradients
+from etrace_bridge.learning.learner import OnlineLearner
+from etrace_bridge.rules import make_rule, rule_names
+
+
+class BenchGRU(nn.Module):
+    """What is measured if no model is named: a torch GRU with a readout."""
+
+    def __init__(self, inputs: int, hidden: int) -> None:
+        super().__init__()
+        self.gru, self.readout = nn.GRU(inputs, hidden), nn.Linear(hidden, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.readout(self.gru(x)[0])
+
+
+def add_bench(commands: Any) -> None:
+    """`bench`: rules next to torch BPTT."""
+    parser = commands.add_parser(
+        "bench",
+        help="time and memory of each rule's gradients, next to torch BPTT",
+        description="Measures the gradients of one random sequence. Other work on the machine shows in the times; ratios suffer less.",
+    )
+    parser.add_argument("model", nargs="?", help="path/to/file.py:name of a torch module or its maker (default: a GRU with a readout)")
+    parser.add_argument("--input", metavar="SIZES", help="shape of one time step, batch first (default 16,32 for the GRU)")
+    parser.add_argument("--hidden", type=int, default=64, metavar="N", help="hidden size of the GRU (default 64)")
+    parser.add_argument("--steps", type=int, default=200, help="time steps of the sequence (default 200)")
+    parser.add_argument("--rule", action="append", metavar="NAME", help=f"{', '.join(rule_names())} (default d_rtrl,pp_prop)")
+    parser.add_argument("--chunk", default="auto", help="steps in a chunk, or auto (default auto)")
+    parser.add_argument("--loss", default="mse", help=f"{', '.join(LOSSES)}, or path/to/file.py:name (default mse)")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="the least of so many times counts (default 5)")
+    add_data_arguments(parser)
+    add_common_arguments(parser)
+    parser.set_defaults(run=run_bench)
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    """Runs `bench`."""
+    if args.model and not args.input:
+        raise UsageError("--input is missing: the shape of one time step of your model, batch first, such as 8,32.")
+    shape = parse_shape(args.input or "16,32")
+    if not args.model and len(shape) != 2:
+        raise UsageError(f"--input {args.input} is not of the form batch,features, which the GRU takes.")
+    steps, repeats = at_least_one(args.steps, "--steps"), at_least_one(args.repeats, "--repeats")
+    rules = [make_rule(name) for name in split_names(args.rule) or ["d_rtrl", "pp_prop"]]
+    torch.manual_seed(args.seed)
+    model = load_model(args.model, args.seed) if args.model else BenchGRU(shape[1], at_least_one(args.hidden, "--hidden"))
+    state, chunk = load_state(args.state), as_chunk(args.chunk)
+    batch_first = wrap(model, state).batch_first
+    xs = in_layout(make_inputs(model, shape, steps, args.classes, args.seed), batch_first)
+    loss, targets = make_loss_and_targets(model, xs, args.loss, batch_first, args.seed, {"state": state})
+    learners = [OnlineLearner(wrap(model, state), rule, loss, chunk=chunk) for rule in rules]
+    calls = [TorchCall(model, xs, targets, loss, state, batch_first), *(RuleCall(learner, xs, targets) for learner in learners)]
+    rows = [call.first() for call in calls]
+    for _ in range(repeats):  # in turn, so that other work on the machine meets all of them
+        for row, call in zip(rows, calls, strict=True):
+            row["seconds"] = min(row.get("seconds", math.inf), call.run())
+    reference = rows[0]
+    for row in rows:
+        row["time_ratio"], row["memory_ratio"] = row["seconds"] / reference["seconds"], row["memory"] / reference["memory"]
+    result = {
+        "model": args.model or f"GRU({shape[1]}, {args.hidden}) + Linear", "input": list(shape), "steps": steps, "repeats": repeats,
+        "machine": {"system": platform.system(), "processor": platform.machine(), "device": jax.devices()[0].platform},
+        "versions": {"torch": torch.__version__, "jax": jax.__version__},
+        "rows": rows,
+    }  # fmt: skip
+    print(json.dumps(result, indent=2) if args.json else _render(result))
+    return OK
+
+
+class RuleCall:
+    """`gradients` of a learner: tensors in, gradients ready on the device."""
+
+    def __init__(self, learner: OnlineLearner, xs: torch.Tensor, targets: torch.Tensor) -> None:
+        self.learner, self.xs, self.targets = learner, xs, targets
+
+    def run(self) -> float:
+        """Seconds of one call."""
+        begin = time.perf_counter()
+        jax.block_until_ready(self.learner.gradients(self.xs, self.targets).raw_grads)
+        return time.perf_counter() - begin
+
+    def first(self) -> dict[str, Any]:
+        """The first call, which compiles, and what XLA says that the program takes: weights, gradients, trace and buffers."""
+        taken, runtime = self.run(), self.learner._runtime
+        xs, targets = (t.transpose(0, 1) if runtime.batch_first and t.dim() > 1 else t for t in (self.xs, self.targets))
+        steps = runtime.plan(len(xs)).steps
+        program = compile_gradients(runtime.session, self.learner.rule, runtime.loss_for(targets[0]), [to_jax(xs)], to_jax(targets), steps)
+        return {"name": self.learner.rule.name, "chunk": steps, "first_seconds": taken, "memory": program.memory}
+
+
+class TorchCall:
+    """The same in torch: forward and backward."""
+
+    def __init__(self, model: nn.Module, xs: torch.Tensor, targets: torch.Tensor, loss: Callable, state: Any, batch_first: bool) -> None:
+        self.model, self.xs, self.loss, self.state = model, xs, loss, state
+        self.targets = targets.transpose(0, 1) if batch_first and targets.dim() > 1 else targets
+
+    def run(self) -> float:
+        """Seconds of one forward and backward pass."""
+        found = run_torch(self.model, self.xs, state=self.state)
+        begin = time.perf_counter()
+        _mean_loss(found, self.targets, self.loss).backward()
+        taken = found.seconds + time.perf_counter() - begin
+        self.model.zero_grad(set_to_none=True)
+        return taken
+
+    def first(self) -> dict[str, Any]:
+        """The first call, and the bytes that torch keeps between forward and backward, with weights and gradients."""
+        parameters = list(self.model.parameters())
+        own = {t.untyped_storage().data_ptr() for t in (self.xs, *parameters)}
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            taken = self.run()
+        weights = sum(p.numel() * p.element_size() for p in parameters)
+        return {"name": "torch BPTT", "chunk": None, "first_seconds": taken, "memory": sum(kept.values()) + 2 * weights}
+
+
+def _mean_loss(run: TorchRun, targets: torch.Tensor, loss: Callable) -> torch.Tensor:
+    """The mean over steps; in one call, as a torch user would, where the loss is a mean over the batch anyway."""
+    if loss in LOSSES.values() and all(isinstance(output, torch.Tensor) for output in run.outputs):
+        return loss(torch.stack(run.outputs).flatten(0, 1), targets.flatten(0, 1))
+    return torch.stack([loss(output, target) for output, target in zip(run.outputs, targets, strict=True)]).mean()
+
+
+def _render(result: dict[str, Any]) -> str:
+    rows = [
+        (
+            row["name"], "-" if row["chunk"] is None else str(row["chunk"]), seconds(row["seconds"]), f"{row['time_ratio']:.2f} x",
+            size(row["memory"]), f"{row['memory_ratio']:.2f} x", seconds(row["first_seconds"]),
+        )
+        for row in result["rows"]
+    ]  # fmt: skip
+    shape = " x ".join(map(str, result["input"]))
+    return "\n".join([
+        f"{result['model']}: gradients of {result['steps']} steps of {shape}, least of {result['repeats']} times",
+        "",
+        *(line.rstrip() for line in table(("rule", "chunk", "time", "of torch", "memory", "of torch", "first call, compiling"), rows)),
+        "",
+        "memory: weights, gradients and what is kept for them, inputs aside; for torch, tensors saved for the backward pass.",
+    ])  # fmt: skip

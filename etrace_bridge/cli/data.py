@@ -1,0 +1,167 @@
+"""Sequences from .npy, .npz and .csv files, time-major: what `train` learns from."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from etrace_bridge._errors import InputError
+from etrace_bridge.cli.model import existing_file
+
+CLASS_LOSSES = ("cross_entropy", "nll")
+_INPUTS, _TARGETS = ("xs", "x", "inputs"), ("targets", "target", "ys", "y", "labels")
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """N sequences of T steps.
+
+    Attributes:
+        xs: inputs `(T, N, …)`.
+        targets: targets `(T, N, …)`.
+        mask: (T,) weights of the steps, None for all alike.
+    """
+
+    xs: torch.Tensor
+    targets: torch.Tensor
+    mask: torch.Tensor | None
+
+    def __len__(self) -> int:
+        return self.xs.shape[1]
+
+    def pick(self, index: torch.Tensor, batch_first: bool) -> tuple:
+        """Some sequences as a batch `(xs, targets[, mask])`, laid out as the model takes them."""
+        parts = [part[:, index] for part in (self.xs, self.targets)]
+        if batch_first:
+            parts = [part.transpose(0, 1).contiguous() for part in parts]
+        return (*parts, self.mask) if self.mask is not None else tuple(parts)
+
+
+def read_arrays(data: str, targets: str | None, target_columns: list[str]) -> tuple[np.ndarray, np.ndarray, bool]:
+    """Inputs and targets as they stand in the files, and whether they are one long sequence without a batch axis.
+
+    Args:
+        data: a `.npz` with inputs and targets, a `.npy` with inputs, or a `.csv` with one row a time step.
+        targets: a `.npy` with targets, for inputs in a `.npy`.
+        target_columns: columns of a `.csv` that are targets; the last one if empty.
+    """
+    path = existing_file(data)
+    if path.suffix == ".csv":
+        if targets is not None:
+            raise InputError("A `.csv` holds inputs and targets; name the targets' columns with `target_columns` and leave `targets` out.")
+        return *_read_csv(path, target_columns), True
+    if target_columns:
+        raise InputError(f"`target_columns` names columns of a `.csv`, but the data are in {path.name!r}.")
+    if path.suffix == ".npz":
+        if targets is not None:
+            raise InputError(f"{path.name!r} holds inputs and targets, so `targets` is one file too many.")
+        with np.load(path, allow_pickle=False) as held:
+            return _array_of(held, _INPUTS, path), _array_of(held, _TARGETS, path), False
+    if path.suffix != ".npy":
+        raise InputError(f"{path.name!r} ends in {path.suffix!r}; data are read from .npy, .npz and .csv files.")
+    if targets is None:
+        raise InputError(f"{path.name!r} holds the inputs. Name the targets' file as well: `--targets targets.npy`.")
+    return np.load(path, allow_pickle=False), np.load(existing_file(targets), allow_pickle=False), False
+
+
+def make_sequences(
+    xs: np.ndarray, targets: np.ndarray, *, stream: bool, window: int | None, batch_first: bool, loss_at: str, loss: str, model: nn.Module
+) -> Sequences:
+    """Arrays as sequences for a model.
+
+    Args:
+        xs: inputs: `(T, N, …)`, `(N, T, …)` if `batch_first`, or `(T, …)` if `stream`.
+        targets: targets: one a step, laid out as the inputs, or one a sequence, `(N, …)`.
+        stream: the arrays are one long sequence.
+        window: cuts a long sequence into sequences of so many steps; what is left at the end is not used.
+        batch_first: where the batch axis of the arrays is.
+        loss_at: `"all"` steps count, or only the `"last"`.
+        loss: the loss's name; classes are whole numbers.
+        model: the model; whole numbers stay whole only for one that begins with an embedding.
+    """
+    if stream:
+        xs, targets = _cut(xs, window), _cut(targets, window)
+        if loss in CLASS_LOSSES and targets.shape[2:] == (1,):
+            targets = targets[..., 0]
+    elif window is not None:
+        raise InputError("`window` cuts one long sequence, such as a `.csv`, into pieces; these data have sequences already.")
+    elif xs.ndim < 2:
+        raise InputError(f"The inputs have shape {xs.shape}; they need a time and a batch axis: (T, N, …), or (N, T, …) for batch_first.")
+    elif batch_first:
+        xs = np.swapaxes(xs, 0, 1)
+        targets = np.swapaxes(targets, 0, 1) if targets.ndim > 1 and targets.shape[:2] == (xs.shape[1], xs.shape[0]) else targets
+    if targets.shape[:2] != xs.shape[:2]:
+        if targets.shape[:1] != (xs.shape[1],):
+            layout = "(N, T, …)" if batch_first else "(T, N, …)"
+            raise InputError(
+                f"The inputs are {xs.shape[0]} steps of {xs.shape[1]} sequences, but the targets have shape {targets.shape}. There must be one "
+                f"target a step, {layout} as the inputs, or one a sequence, (N, …). Is the layout of the inputs right? See `layout`."
+            )
+        targets = np.broadcast_to(targets, (xs.shape[0], *targets.shape))  # one a sequence: the same at every step
+    for name, array in (("inputs", xs), ("targets", targets)):
+        if array.dtype.kind not in "fiub":
+            raise InputError(f"The {name} are of type {array.dtype}; they must be numbers.")
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            raise InputError(f"The {name} have {int((~np.isfinite(array)).sum())} values that are NaN or infinite. Clean the data first.")
+    floating = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    whole = xs.dtype.kind in "iu" and starts_with_embedding(model)
+    mask = None
+    if loss_at == "last":
+        mask = torch.zeros(xs.shape[0])
+        mask[-1] = 1
+    return Sequences(
+        torch.tensor(np.ascontiguousarray(xs), dtype=torch.int64 if whole else floating),
+        torch.tensor(np.ascontiguousarray(targets), dtype=torch.int64 if loss in CLASS_LOSSES else floating),
+        mask,
+    )
+
+
+def starts_with_embedding(model: nn.Module) -> bool:
+    """Whether the first layer looks up whole numbers."""
+    first = next((m for m in model.modules() if not list(m.children())), None)
+    return isinstance(first, nn.Embedding)
+
+
+def _array_of(held: np.lib.npyio.NpzFile, names: tuple[str, ...], path: Path) -> np.ndarray:
+    for name in names:
+        if name in held:
+            return held[name]
+    raise InputError(f"{path.name!r} has no array named {', '.join(names[:-1])} or {names[-1]}; it has {', '.join(held) or 'none'}.")
+
+
+def _read_csv(path: Path, target_columns: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and targets of a table with a header, one row a time step: (T, columns) each."""
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.reader(file) if row]
+    if len(rows) < 2:
+        raise InputError(f"{path.name!r} needs a header and at least one row.")
+    header = [name.strip() for name in rows[0]]
+    wanted = target_columns or header[-1:]
+    missing = [name for name in wanted if name not in header]
+    if missing:
+        raise InputError(f"{path.name!r} has no column {', '.join(missing)}. It has {', '.join(header)}.")
+    try:
+        values = np.array([[float(cell) for cell in row] for row in rows[1:]], dtype=np.float64)
+    except ValueError as error:
+        raise InputError(f"{path.name!r} cannot be read as a table of numbers: {error}.") from error
+    places = [header.index(name) for name in wanted]
+    rest = [n for n in range(len(header)) if n not in places]
+    if values.ndim != 2 or values.shape[1] != len(header):
+        raise InputError(f"{path.name!r} has rows with other than the header's {len(header)} cells.")
+    if not rest:
+        raise InputError(f"All columns of {path.name!r} are targets; there is no input left.")
+    return values[:, rest], values[:, places]
+
+
+def _cut(sequence: np.ndarray, window: int | None) -> np.ndarray:
+    """One sequence (T, …) as (window, N, …)."""
+    steps = window or len(sequence)
+    if steps > len(sequence):
+        raise InputError(f"`window` is {steps}, but there are only {len(sequence)} time steps.")
+    count = len(sequence) // steps
+    return np.swapaxes(sequence[: count * steps].reshape(count, steps, *sequence.shape[1:]), 0, 1)

@@ -1,0 +1,50 @@
+"""Running a bridged module step after step with the least overhead: values in plain lists, brainstate's states written on request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import torch
+
+from etrace_bridge._errors import InputError
+from etrace_bridge.frontend.step import TracedStep, pack_output
+
+
+class SteadyStep:
+    """The compiled step of a bridged module that keeps weights and states itself; made by `BridgedModule.steady_step`.
+
+    Calling it runs one step. The module's own states stay as they were until `write_back`; weights are those of the moment it
+    was made.
+    """
+
+    def __init__(self, step: TracedStep, tensors: Sequence[Any], states: Sequence[Any], key: Any, write: Callable[..., None]) -> None:
+        self._step, self._write = step, write
+        self._tensors, self._states, self._key = list(tensors), list(states), [] if key is None else [key]
+        inputs = step.jaxpr.in_avals[len(self._tensors) + len(self._states) + len(self._key) :]
+        self._shapes = [aval.shape for aval in inputs]
+        self._dtypes = [aval.dtype for aval in inputs]
+        self._end = step.num_outputs + len(self._states)
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run one step on torch tensors, NumPy or JAX arrays, `(batch, ...)` each; gives what `net(x)` gives."""
+        # A copy: JAX may read the memory of a NumPy array after the call has returned, when torch has changed it already.
+        values = [x.detach().numpy().copy() if isinstance(x, torch.Tensor) else x for x in inputs]
+        if [v.shape for v in values] != self._shapes or [v.dtype for v in values] != self._dtypes:
+            raise InputError(
+                f"This step takes inputs of shapes {self._shapes} and dtypes {[str(d) for d in self._dtypes]}, and got "
+                f"{[tuple(v.shape) for v in values]}, {[str(v.dtype) for v in values]}. Make one for these with `net.steady_step(x)`."
+            )
+        results = self._step.compiled(*self._tensors, *self._states, *self._key, *values)
+        self._states, self._key = results[self._step.num_outputs : self._end], results[self._end :]
+        return pack_output(self._step, results[: self._step.num_outputs])
+
+    def write_back(self) -> None:
+        """Put the current states into the module."""
+        self._write(self._states, self._key)
+
+    @property
+    def states(self) -> list[jax.Array]:
+        """The current states, in the order of the step."""
+        return list(self._states)

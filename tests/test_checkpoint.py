@@ -1,0 +1,332 @@
+"""Checkpoints: everything comes back bit for bit, a kill leaves the old or the new one, and what does not fit is listed."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import optax
+import pytest
+import safetensors
+import safetensors.torch
+import torch
+from torch.nn.functional import mse_loss
+
+import etrace_bridge as eb
+from etrace_bridge.learning import checkpoint
+from learner_models import I, assert_same, make_data, make_net
+
+SCRIPT = Path(__file__).with_name("resume_script.py")
+
+
+def everything(learner: eb.OnlineLearner) -> dict[str, np.ndarray]:
+    """Every array that a learner holds, by name."""
+    tensors = {name: checkpoint._as_tensor(x) for name, x in checkpoint._named(learner._runtime).items()}
+    tensors |= {f"torch {n}": t for n, t in learner.net.state_dict().items()}
+    return {n: (t.view(torch.int16) if t.dtype == torch.bfloat16 else t).numpy() for n, t in tensors.items()}
+
+
+def assert_equal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert list(found) == list(expected)
+    for name, e in expected.items():
+        assert found[name].dtype == e.dtype and np.array_equal(found[name], e), name
+
+
+def make_learner(**options) -> eb.OnlineLearner:
+    given = {
+        "rule": eb.rules.DRTRL(credit="step", trace_dtype="bfloat16"),
+        "loss": mse_loss,
+        "optimizer": optax.adam(0.02),
+        "chunk": 2,
+        "seed": 5,
+    } | options
+    return eb.OnlineLearner(make_net(dropout=0.3), **given)
+
+
+@pytest.fixture(scope="module")
+def trained() -> eb.OnlineLearner:
+    """A learner in the middle of a stream, with dropout's random key, momenta and a trace."""
+    learner = make_learner()
+    for x, y in zip(*make_data(), strict=True):
+        learner.step(x, y)
+    return learner
+
+
+@pytest.fixture(scope="module")
+def saved(trained, tmp_path_factory) -> Path:
+    return trained.save(tmp_path_factory.mktemp("run") / "model")
+
+
+def test_everything_comes_back(trained, saved):
+    expected = everything(trained)
+    kinds = {name.split()[0] for name in expected}
+    assert {"parameter", "hidden", "carried", "trace", "optimizer", "alarm", "torch"} <= kinds
+    assert any(name.startswith("carried") and "rng_key" in name for name in expected)
+    assert all(np.any(expected[n]) for n in expected if n.startswith("trace ")), "an empty trace shows nothing"
+    loaded = eb.OnlineLearner.load(saved, make_net(dropout=0.3), loss=mse_loss, optimizer=optax.adam(0.02))
+    assert_equal(everything(loaded), expected)
+    assert (loaded.steps, loaded.updates) == (trained.steps, trained.updates) == (6, 6)
+    assert loaded.rule == trained.rule and loaded._runtime.options.chunk == 2
+    xs, ys = make_data(seed=1)
+    for x, y in zip(xs[:3], ys[:3], strict=True):
+        one, other = trained.step(x, y), loaded.step(x, y)
+        assert one.loss == other.loss and torch.equal(one.output, other.output)
+    assert trained.update(xs, ys, carry=True).loss == loaded.update(xs, ys, carry=True).loss
+    assert_equal(everything(loaded), everything(trained))
+    assert (loaded.steps, loaded.updates) == (trained.steps, trained.updates) == (15, 10)
+
+
+def test_the_weights_are_a_plain_file_for_torch(saved):
+    found = safetensors.torch.load_file(saved)
+    model = make_net()
+    assert list(model.state_dict()) == sorted(found, key=list(model.state_dict()).index)
+    with pytest.raises(AssertionError):
+        assert_same({n: found[n] for n in model.state_dict()}, model.state_dict(), 1e-6)  # they were trained
+    model.load_state_dict(found)
+    loaded = eb.OnlineLearner.load(saved, make_net(dropout=0.3), loss=mse_loss, optimizer=optax.adam(0.02))
+    assert_same(dict(loaded.net.state_dict()), model.state_dict(), 0)
+
+
+def test_there_is_no_pickle_in_it(saved):
+    files = sorted(p.name for p in saved.parent.iterdir())
+    assert len(files) == 2 and all(name.endswith(".safetensors") for name in files)
+    for name in files:
+        with safetensors.safe_open(saved.parent / name, "pt") as file:
+            json.loads(file.metadata()["etrace_bridge"])  # arrays and JSON, nothing else
+
+
+def test_a_new_learner_and_one_without_a_stream(tmp_path):
+    empty = make_learner()
+    empty.save(tmp_path / "empty")
+    xs, ys = make_data()
+    loaded = eb.OnlineLearner.load(tmp_path / "empty", make_net(dropout=0.3), loss=mse_loss, optimizer=optax.adam(0.02), seed=5)
+    assert loaded.steps == 0
+    first = loaded.fit([(xs, ys)]).batch_losses
+    assert first == empty.fit([(xs, ys)]).batch_losses
+    loaded.save(tmp_path / "empty")
+    again = eb.OnlineLearner.load(tmp_path / "empty", make_net(dropout=0.3), loss=mse_loss, optimizer=optax.adam(0.02))
+    assert again.updates == 1 and again.history.batch_losses == first and again.history["epoch"] == [1]
+    assert again.update(xs, ys).loss == loaded.update(xs, ys).loss
+    assert again.updates == 2
+
+
+OPTIMIZERS = {
+    "translated": lambda model: torch.optim.Adam([{"params": model.rnn.parameters()}, {"params": model.out.parameters(), "lr": 0.1}]),
+    "in torch": lambda model: torch.optim.NAdam(model.parameters(), lr=0.05),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_torch_optimizers_come_back(kind, tmp_path):
+    batches = [make_data(seed=n) for n in range(5)]
+    model, other = make_net(), make_net()
+    learner = eb.OnlineLearner(model, "bptt", mse_loss, OPTIMIZERS[kind](model), accumulate=2)
+    for batch in batches[:3]:
+        learner.update(*batch)
+    learner._runtime.optimizer.param_groups[0]["lr"] = 0.003  # as a scheduler does
+    learner.save(tmp_path / "model")
+    optimizer = OPTIMIZERS[kind](other)
+    loaded = eb.OnlineLearner.load(tmp_path / "model", other, loss=mse_loss, optimizer=optimizer, accumulate=2)
+    assert optimizer.param_groups[0]["lr"] == 0.003
+    for batch in batches[3:]:
+        assert learner.update(*batch).loss == loaded.update(*batch).loss
+    assert_equal(everything(loaded), everything(learner))
+
+
+def test_the_guard_goes_on_counting(trained, tmp_path):
+    trained.save(tmp_path / "model")
+    loaded = eb.OnlineLearner.load(tmp_path / "model", make_net(dropout=0.3), loss=mse_loss, optimizer=optax.adam(0.02))
+    xs, ys = make_data(seed=2)
+    loaded.step(xs[0], ys[0])
+    loaded.step(xs[1] * torch.nan, ys[1])
+    with pytest.raises(eb.NonFiniteError, match=f"step {trained.steps + 2}"):
+        loaded.save(tmp_path / "other")
+    assert not (tmp_path / "other.safetensors").exists() and loaded.steps == trained.steps + 1
+
+
+# -- what does not fit ------------------------------------------------------------------------------------------
+
+
+def test_another_model_is_told_what_differs(saved):
+    class Other(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = torch.nn.RNN(I, 4)
+            self.extra = torch.nn.Linear(4, 2)
+
+        def forward(self, x):
+            return self.extra(self.rnn(x)[0])
+
+    with pytest.raises(eb.StateError) as caught:
+        eb.OnlineLearner.load(saved, Other().double(), loss=mse_loss)
+    message = str(caught.value)
+    for line in (
+        "extra.weight: missing in the checkpoint",
+        "out.weight: in the checkpoint only",
+        "rnn.weight_hh_l0: float64(3, 3) in the checkpoint, float64(4, 4) here",
+    ):
+        assert line in message
+    assert "rnn.bias_hh_l0" in message and message.index("extra.bias") < message.index("extra.weight")
+    with pytest.raises(eb.StateError, match=r"rnn.weight_ih_l0: float64\(3, 2\) in the checkpoint, float32\(3, 2\) here"):
+        eb.OnlineLearner.load(saved, make_net(torch.float32), loss=mse_loss)
+
+
+def test_another_rule_or_optimizer_is_told_what_differs(saved, tmp_path):
+    model = make_net(dropout=0.3)
+    with pytest.raises(eb.StateError, match="rule: d_rtrl .* in the checkpoint, rtrl"):
+        eb.OnlineLearner.load(saved, model, "rtrl", loss=mse_loss)
+    with pytest.raises(eb.StateError, match="rule: d_rtrl .*'credit': 'step'.*'credit': 'core'"):
+        eb.OnlineLearner.load(saved, model, eb.rules.DRTRL(credit="core"), loss=mse_loss)
+    with pytest.raises(eb.StateError, match="optimizer .*mu.*in the checkpoint only"):
+        eb.OnlineLearner.load(saved, model, loss=mse_loss, optimizer=optax.sgd(0.1))
+    with pytest.raises(eb.StateError, match="not a torch optimizer in the checkpoint"):
+        eb.OnlineLearner.load(saved, model, loss=mse_loss, optimizer=torch.optim.SGD(model.parameters()))
+    weights = tmp_path / "plain.safetensors"
+    safetensors.torch.save_file(model.state_dict(), weights)
+    with pytest.raises(eb.InputError, match="holds weights only"):
+        eb.OnlineLearner.load(weights, model)
+    with pytest.raises(eb.InputError, match="There is no checkpoint"):
+        eb.OnlineLearner.load(tmp_path / "nothing", model)
+    (tmp_path / "text.safetensors").write_text("hello, this is no checkpoint")
+    with pytest.raises(eb.InputError, match="no checkpoint that can be read"):
+        eb.OnlineLearner.load(tmp_path / "text", model)
+
+
+# -- whole or not at all ----------------------------------------------------------------------------------------
+
+
+def write(folder: Path, number: int) -> None:
+    """A small checkpoint whose parts all say the same number."""
+    value = {"x": torch.full((100,), float(number))}
+    checkpoint.write_checkpoint(folder / "run[1]", value, value, {"format": checkpoint.FORMAT, "number": number})
+
+
+def read(folder: Path) -> int:
+    weights, arrays, facts = checkpoint.read_checkpoint(folder / "run[1]")
+    assert torch.equal(weights["x"], arrays["x"]) and float(weights["x"][0]) == facts["number"], "parts of two checkpoints"
+    return facts["number"]
+
+
+class Killed(BaseException):
+    """What a kill looks like from inside: nothing after it runs."""
+
+
+def test_a_failure_at_any_file_operation_leaves_the_old_or_the_new(tmp_path, monkeypatch):
+    operations = {"open": (builtins, "open"), "fsync": (os, "fsync"), "replace": (os, "replace"), "unlink": (os, "unlink")}
+    real = {name: getattr(*place) for name, place in operations.items()}
+
+    def run(fail_at: int, late: bool) -> int:
+        """Writes number 2 over number 1 and fails at one operation, before or after it; the operations begun."""
+        folder = tmp_path / f"{fail_at}-{late}"
+        write(folder, 1)
+        begun = 0
+
+        def wrapped(name):
+            def call(*args, **options):
+                nonlocal begun
+                begun += 1
+                if begun == fail_at and not late:
+                    raise Killed
+                result = real[name](*args, **options)
+                if begun == fail_at:
+                    if name == "open":
+                        result.close()  # as the system does for a process that was killed
+                    raise Killed
+                return result
+
+            return call
+
+        with monkeypatch.context() as patch:
+            for name, (module, attribute) in operations.items():
+                patch.setattr(module, attribute, wrapped(name))
+            with contextlib.suppress(Killed):
+                write(folder, 2)
+        number = read(folder)
+        outcomes.append(number)
+        write(folder, 3)  # what was left behind does no harm and is cleared away
+        assert read(folder) == 3 and len(list(folder.iterdir())) == 2
+        return begun
+
+    outcomes: list[int] = []
+    total = run(0, False)
+    assert total >= 6 and outcomes == [2]
+    for late in (False, True):
+        for fail_at in range(1, total + 1):
+            run(fail_at, late)
+    assert outcomes.count(1) >= 6 and outcomes.count(2) >= 3
+
+
+KILLED_SCRIPT = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_checkpoint import write
+print("ready", flush=True)
+number = 1
+while True:
+    write(Path(sys.argv[2]), number)
+    number += 1
+"""
+
+
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
+    write(tmp_path, 0)
+    arguments = [sys.executable, "-c", KILLED_SCRIPT, str(Path(__file__).parent), str(tmp_path)]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"ready\n"
+        deadline = time.monotonic() + 60
+        while read_while_written(tmp_path) < 3:
+            assert time.monotonic() < deadline
+        # Stopping and looking is a kill after which the process can be asked again: many moments from one process.
+        seen = set()
+        for n in range(60):
+            process.send_signal(signal.SIGSTOP)
+            seen.add(read(tmp_path))
+            process.send_signal(signal.SIGCONT)
+            time.sleep(0.0007 * (n % 7))
+        process.kill()
+    assert len(seen) > 5
+    assert read(tmp_path) >= max(seen)
+
+
+def read_while_written(folder: Path) -> int:
+    """A reader may meet the moment between two files; it looks again."""
+    for _ in range(100):
+        try:
+            return read(folder)
+        except eb.InputError:
+            time.sleep(0.001)
+    raise AssertionError("no checkpoint could be read")
+
+
+# -- a new process ----------------------------------------------------------------------------------------------
+
+
+def run_script(*arguments: str) -> list[float]:
+    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parent)}
+    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_resume_in_a_new_process_is_bit_exact(tmp_path):
+    whole = run_script("0", "200", "-", str(tmp_path / "whole"))
+    first = run_script("0", "100", "-", str(tmp_path / "half"))
+    second = run_script("100", "200", str(tmp_path / "half"), str(tmp_path / "resumed"))
+    assert len(whole) == 200 and first + second == whole
+    assert len(set(whole)) > 190  # the losses do change
+    one, two = (checkpoint.read_checkpoint(tmp_path / name) for name in ("whole", "resumed"))
+    for part in (0, 1):
+        assert list(one[part]) == list(two[part])
+        for name in one[part]:
+            assert torch.equal(one[part][name], two[part][name]), name
+    assert one[2] == two[2] and one[2]["steps"] == 200
+    assert any(name.startswith("trace ") and t.any() for name, t in one[1].items())

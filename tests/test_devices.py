@@ -1,0 +1,78 @@
+"""Where a learner computes: named devices, and a mesh along the batch that gives what one device gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+from torch.nn.functional import mse_loss
+
+import etrace_bridge as eb
+from etrace_bridge.learning.placement import Placement, find_device
+from learner_models import make_data, make_net
+
+
+def test_devices_by_name_and_as_objects():
+    first = jax.local_devices(backend="cpu")[0]
+    assert find_device("cpu") == find_device(first) == first and find_device(None) is None
+    xs, ys = make_data()
+    losses = {}
+    for device in ("cpu", first, None):
+        learner = eb.OnlineLearner(make_net(), rule="d_rtrl", loss=mse_loss, optimizer=optax.sgd(0.1), device=device)
+        losses[str(device)] = [learner.step(x, y).loss for x, y in zip(xs, ys, strict=True)]
+        assert {d for leaf in learner._runtime._leaves for d in leaf.devices()} == {first}
+    assert losses["cpu"] == losses[str(first)] == losses["None"]
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda", "tpu", "abacus"])
+def test_a_device_that_is_not_there(device):
+    with pytest.raises(eb.InputError, match=f"There is no device '{device}' here; JAX sees: cpu"):
+        eb.OnlineLearner(make_net(), loss=mse_loss, device=device)
+
+
+def test_what_is_no_device_or_mesh():
+    with pytest.raises(eb.InputError, match="`device` is a int; it must be 'cpu', 'gpu', 'tpu' or a `jax.Device`"):
+        Placement(device=0)
+    with pytest.raises(eb.InputError, match="`mesh` is a str; it must be a `jax.sharding.Mesh`"):
+        Placement(mesh="x")
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("batch",))
+    with pytest.raises(eb.InputError, match="both given"):
+        Placement(device="cpu", mesh=mesh)
+
+
+SCRIPT = Path(__file__).with_name("mesh_script.py")
+
+
+@pytest.fixture(scope="module")
+def on_four_devices() -> dict:
+    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parent), "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", str(SCRIPT)], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_mesh_equals_one_device(on_four_devices):
+    found = on_four_devices
+    assert found["devices"] == 4 and found["moved"] > 1e-3
+    assert set(found["differences"]) == {"losses", "outputs", "gradients", "weights", "hidden", "trace", "resumed"}
+    for what, difference in found["differences"].items():
+        assert difference <= 1e-6, (what, difference)
+
+
+def test_the_batch_is_divided(on_four_devices):
+    assert on_four_devices["batch shards"] == [[2, 3]] * 4  # of (8, 3) hidden states
+    assert on_four_devices["weight shards"] == 4  # each device has all of them
+    assert "batch of 6 cannot be divided over the mesh's 4 devices" in on_four_devices["error"]
+
+
+def test_any_device_of_several(on_four_devices):
+    assert on_four_devices["second device"] == [1]

@@ -1,0 +1,299 @@
+"""`fit`: what it reads, what it records, when it ends, and what is left when something breaks."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+from collections.abc import Iterator
+
+import numpy as np
+import optax
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+import etrace_bridge as eb
+from etrace_bridge.learning.progress import describe, resident_memory
+from learner_models import B, T, assert_same, make_data, make_net, torch_gradients
+
+BATCHES = [make_data(seed=n) for n in range(4)]
+
+
+@pytest.fixture(scope="module")
+def shared() -> eb.OnlineLearner:
+    """One learner whose programs are compiled once; `fresh` starts it anew."""
+    return eb.OnlineLearner(make_net(), rule="bptt", loss=mse_loss, optimizer=optax.sgd(0.1))
+
+
+@pytest.fixture
+def learner(shared: eb.OnlineLearner) -> eb.OnlineLearner:
+    shared.net.load_state_dict(make_net().state_dict())
+    shared.history = None
+    return shared
+
+
+def weights(learner: eb.OnlineLearner) -> dict[str, torch.Tensor]:
+    return {name: t.clone() for name, t in learner.net.state_dict().items()}
+
+
+def by_hand(learner: eb.OnlineLearner, batches) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Weights and losses after a plain loop from the first weights."""
+    learner.net.load_state_dict(make_net().state_dict())
+    losses = [learner.update(*batch).loss for batch in batches]
+    found = weights(learner)
+    learner.net.load_state_dict(make_net().state_dict())
+    return found, losses
+
+
+def generate() -> Iterator:
+    yield from BATCHES
+
+
+def collate(items: list) -> tuple[torch.Tensor, torch.Tensor]:
+    xs, ys = zip(*items, strict=True)
+    return torch.stack(xs, 1), torch.stack(ys, 1)
+
+
+def loader() -> DataLoader:
+    """The same batches from a data set of single sequences."""
+    xs, ys = (torch.cat([pair[n] for pair in BATCHES], 1).transpose(0, 1) for n in (0, 1))
+    return DataLoader(TensorDataset(xs, ys), batch_size=B, collate_fn=collate)
+
+
+SOURCES = {
+    "list": lambda: BATCHES,
+    "generator": generate,
+    "function": lambda: generate,
+    "dicts": lambda: [{"xs": x, "targets": y} for x, y in BATCHES],
+    "numpy": lambda: [[x.numpy(), y.numpy()] for x, y in BATCHES],
+    "loader": loader,
+    "masked": lambda: ((x, y, torch.ones(T)) for x, y in BATCHES),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_any_iterable_trains_like_a_loop_of_updates(learner, source):
+    expected, losses = by_hand(learner, BATCHES)
+    steps = learner.steps
+    history = learner.fit(SOURCES[source]())
+    assert history is learner.history
+    assert_same(weights(learner), expected, 1e-12)
+    assert np.allclose(history.batch_losses, losses, rtol=1e-12)
+    (record,) = history.epochs
+    assert record["loss"] == pytest.approx(sum(losses) / 4) and history["loss"] == [record["loss"]]
+    assert record["batches"] == 4 and record["steps"] == 4 * T == learner.steps - steps
+    assert record["complete"] and record["seconds"] > 0 and record["steps_per_second"] > 0
+    assert history.stopped == "" and len(history) == 1
+
+
+def test_batch_first_loader_needs_no_collate():
+    xs, ys = make_data()
+    model, plain = make_net(batch_first=True), make_net()
+    data = DataLoader(TensorDataset(xs.transpose(0, 1), ys.transpose(0, 1)), batch_size=B)
+    learner = eb.OnlineLearner(model, rule="bptt", loss=mse_loss, optimizer=optax.sgd(0.1))
+    found = learner.fit(data, epochs=2).batch_losses
+    other = eb.OnlineLearner(plain, rule="bptt", loss=mse_loss, optimizer=optax.sgd(0.1))
+    assert np.allclose(found, other.fit([(xs, ys)], epochs=2).batch_losses, rtol=1e-12)
+
+
+def test_epochs_validation_and_callbacks(learner):
+    seen = []
+
+    def stop_after_two(given, record):
+        seen.append((given, record["epoch"], record["validation_loss"]))
+        return record["epoch"] == 2
+
+    held_out = [make_data(seed=9), make_data(seed=10)]
+    history = learner.fit(BATCHES, epochs=5, validation=held_out, callbacks=[stop_after_two, lambda *_: seen.append("last")])
+    assert [e["epoch"] for e in history.epochs] == [1, 2]
+    assert "callback" in history.stopped and "epoch 2" in history.stopped
+    assert [s for s in seen if s == "last"] == ["last"] * 2  # the one after it still ran
+    assert history["loss"][1] < history["loss"][0]
+    assert history["validation_loss"][-1] == pytest.approx(learner.evaluate(held_out), rel=1e-12)
+    assert seen[0][0] is learner and seen[2][1:] == (2, history["validation_loss"][1])
+    before = weights(learner)
+    learner.evaluate(held_out)
+    assert_same(weights(learner), before, 0)
+    named = learner.fit(BATCHES[:1], validation=lambda given: {"accuracy": 0.25, "right": given is learner})
+    assert named["accuracy"] == [0.25] and named["right"] == [True]
+
+
+def test_early_stopping_keeps_the_best_weights(learner):
+    numbers = iter([3.0, 1.0, 2.0, 1.5, 0.1])
+    kept: list[dict] = []
+    history = learner.fit(
+        BATCHES[:1], epochs=5, validation=lambda given: next(numbers), early_stopping=2,
+        callbacks=[lambda given, record: kept.append(weights(given))],
+    )  # fmt: skip
+    assert history["validation_loss"] == [3.0, 1.0, 2.0, 1.5]
+    assert history.stopped == "no improvement of validation_loss for 2 epochs"
+    assert_same(weights(learner), kept[1], 0)
+    with pytest.raises(AssertionError):
+        assert_same(kept[3], kept[1], 1e-6)  # training had gone on from there
+
+
+def test_early_stopping_upwards_with_a_least_change(learner):
+    numbers = iter([0.5, 0.52, 0.9, 0.9])
+    rule = eb.EarlyStopping(patience=1, monitor="accuracy", min_delta=0.1, mode="max", restore=False)
+    history = learner.fit(BATCHES[:1], epochs=4, validation=lambda given: {"accuracy": next(numbers)}, early_stopping=rule)
+    assert history["accuracy"] == [0.5, 0.52]  # 0.02 does not count
+    with pytest.raises(eb.InputError, match=r"watches 'recall', but an epoch's record has only: epoch, loss"):
+        learner.fit(BATCHES[:1], early_stopping=eb.EarlyStopping(monitor="recall"))
+    with pytest.raises(eb.InputError, match="must be 'min' or 'max'"):
+        eb.EarlyStopping(mode="up")
+
+
+def test_a_number_that_is_nan_is_no_improvement(learner):
+    history = learner.fit(BATCHES[:1], epochs=6, validation=lambda given: math.nan, early_stopping=2)
+    assert len(history) == 2
+
+
+def test_schedulers_of_torch_and_optax_schedules():
+    model, plain = make_net(), make_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.4)
+    learner = eb.OnlineLearner(model, rule="bptt", loss=mse_loss, optimizer=optimizer)
+    learner.fit(BATCHES[:2], epochs=3, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+    own = torch.optim.SGD(plain.parameters(), lr=0.4)
+    for factor in (1, 0.5, 0.25):
+        own.param_groups[0]["lr"] = 0.4 * factor
+        for batch in BATCHES[:2]:
+            torch_gradients(plain, *batch)
+            own.step()
+    expected = plain.state_dict()
+    assert_same(weights(learner), expected, 1e-10)
+    schedule = optax.piecewise_constant_schedule(1.0, {2: 0.5, 4: 0.5})
+    other = eb.OnlineLearner(make_net(), rule="bptt", loss=mse_loss, optimizer=optax.sgd(0.4), schedule=schedule)
+    other.fit(BATCHES[:2], epochs=3)
+    assert_same(weights(other), expected, 1e-10)
+
+
+def test_a_plateau_scheduler_sees_the_validation():
+    model = make_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.4)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0)
+    learner = eb.OnlineLearner(model, rule="bptt", loss=mse_loss, optimizer=optimizer)
+    learner.fit(BATCHES[:1], epochs=2, scheduler=plateau, validation=lambda given: 1.0)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.04)
+
+
+def test_clipping_and_accumulation_of_batches():
+    plain = make_net()
+    own = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for pair in (BATCHES[:2], BATCHES[2:]):
+        first, second = (torch_gradients(plain, *batch) for batch in pair)
+        for name, p in plain.named_parameters():
+            p.grad = (first[name] + second[name]) / 2
+        assert torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1) > 0.1
+        own.step()
+    learner = eb.OnlineLearner(make_net(), rule="bptt", loss=mse_loss, optimizer=optax.sgd(0.5), accumulate=2, clip_norm=0.1)
+    learner.fit(BATCHES)
+    assert_same(weights(learner), plain.state_dict(), 1e-10)
+
+
+def test_batches_that_continue_one_another(learner):
+    xs, ys = make_data(steps=2 * T)
+    learner.fit([(xs[:T], ys[:T]), (xs[T:], ys[T:])], carry=True)
+    hidden = np.asarray(learner.net.hidden_values()[0])
+    learner.reset()
+    assert np.abs(hidden).max() > 0.01
+    assert not np.asarray(learner.net.hidden_values()[0]).any()
+    learner.fit([(xs[:T], ys[:T]), (xs[T:], ys[T:])])
+    assert not np.asarray(learner.net.hidden_values()[0]).any()
+
+
+def test_streams_are_cut_into_epochs(learner):
+    read = []
+
+    def endless():
+        while True:
+            read.append(1)
+            yield BATCHES[len(read) % 4]
+
+    history = learner.fit(endless(), epochs=3, max_batches=2)
+    assert history["batches"] == [2, 2, 2] and len(read) == 6
+
+
+def test_what_fit_refuses(learner):
+    with pytest.raises(eb.InputError, match=r"generator, which can be read only once, but there are 2 epochs"):
+        learner.fit(generate(), epochs=2)
+    with pytest.raises(eb.InputError, match="`epochs` is 0"):
+        learner.fit(BATCHES, epochs=0)
+    with pytest.raises(eb.InputError, match="gave nothing in epoch 1"):
+        learner.fit([])
+    with pytest.raises(eb.InputError, match=r"A batch is a Tensor of 6; it must be `\(xs, targets\)`"):
+        learner.fit([BATCHES[0][0]])
+    with pytest.raises(eb.InputError, match="no batch to evaluate"):
+        learner.fit(BATCHES[:1], validation=[])
+    assert learner.history.stopped == "InputError" and learner.history["loss"]
+
+
+def test_a_loader_that_raises_midway(learner):
+    def broken():
+        yield from BATCHES[:2]
+        raise OSError("the disk is gone")
+
+    expected, losses = by_hand(learner, BATCHES[:2])
+    with pytest.raises(OSError, match="the disk is gone") as caught:
+        learner.fit(broken)
+    assert any("epoch 1, after 2 batches" in note for note in caught.value.__notes__)
+    history = learner.history
+    assert history.stopped == "OSError" and np.allclose(history.batch_losses, losses)
+    assert history.epochs[0]["batches"] == 2 and not history.epochs[0]["complete"]
+    assert_same(weights(learner), expected, 1e-12)
+    learner.fit(BATCHES[2:])  # and it goes on
+    assert_same(weights(learner), by_hand(learner, BATCHES)[0], 1e-12)
+
+
+@pytest.mark.parametrize("moment", ["in the loader", "in an update", "in the validation", "in a callback"])
+def test_ctrl_c_leaves_a_whole_learner_and_its_history(learner, moment, monkeypatch):
+    expected, losses = by_hand(learner, BATCHES[:2])
+    press = lambda: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
+    handler = signal.getsignal(signal.SIGINT)
+
+    def batches():
+        yield from BATCHES[:2] if moment != "in an update" else BATCHES[:1]
+        if moment == "in an update":
+            inner = learner._runtime._refresh_numbers
+            monkeypatch.setattr(learner._runtime, "_refresh_numbers", lambda: (press(), inner()))
+            yield BATCHES[1]
+            yield BATCHES[2]
+        if moment == "in the loader":
+            press()
+            yield BATCHES[2]
+
+    options = {}
+    if moment == "in the validation":
+        options["validation"] = lambda given: press() or 1.0
+    if moment == "in a callback":
+        options["callbacks"] = [lambda *_: press()]
+    with pytest.raises(KeyboardInterrupt):
+        learner.fit(batches, epochs=2, **options)
+    monkeypatch.undo()
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert learner.history.stopped == "KeyboardInterrupt"
+    assert np.allclose(learner.history.batch_losses, losses) and learner.history.epochs[0]["batches"] == 2
+    assert_same(weights(learner), expected, 1e-12)
+    assert np.isfinite(learner.update(*BATCHES[2]).loss)
+
+
+def test_the_bar_shows_loss_speed_and_memory(learner, capfd):
+    learner.fit(BATCHES, epochs=2, validation=BATCHES[:1], progress=True)
+    shown = capfd.readouterr().err
+    for epoch, record in enumerate(learner.history.epochs, start=1):
+        assert f"epoch {epoch}/2" in shown
+        assert f"loss {record['loss']:.4g}" in shown
+    assert "4/4" in shown and "validation_loss" in shown
+    assert re.search(r"[\d,]+ steps/s", shown) and re.search(r"[\d,]+ MB", shown)
+    learner.fit(BATCHES[:1])
+    assert capfd.readouterr().err == ""  # nobody is watching
+
+
+def test_memory_is_that_of_the_process():
+    before = resident_memory()
+    held = np.ones(2**25)  # 256 MB, touched
+    assert 0.9 * held.nbytes < resident_memory() - before < 1.3 * held.nbytes
+    assert describe({"loss": 0.5, "steps_per_second": 1234.5, "accuracy": 0.75}).startswith("loss 0.5  accuracy 0.75  1,234 steps/s")

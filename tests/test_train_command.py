@@ -1,0 +1,193 @@
+"""`train` and `bench` on the command line: what is read, what is learned, what is written."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import optax
+import pytest
+import torch
+from torch import nn
+
+import etrace_bridge as eb
+from etrace_bridge.cli import commands as cli
+from etrace_bridge.cli.data import make_sequences, read_arrays
+
+pytestmark = pytest.mark.x32  # as on a user's command line
+
+MODELS = """
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.gru, self.out = nn.GRU(3, 4, **options), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.out(self.gru(x)[0])
+
+
+def make_model():
+    return Net()
+
+
+def make_batch_first():
+    return Net(batch_first=True)
+
+
+def my_loss(output, target):
+    return ((output - target) ** 2).sum() * 1e30
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with models and data; the current one."""
+    (tmp_path / "models.py").write_text(MODELS)
+    random = np.random.default_rng(0)
+    xs = random.normal(size=(6, 10, 3))
+    targets = np.stack([xs[..., 0].cumsum(0), xs[..., 1]], -1) / 3  # a running sum: something to learn through time
+    np.savez(tmp_path / "data.npz", xs=xs, targets=targets)
+    np.save(tmp_path / "xs.npy", xs)
+    np.save(tmp_path / "labels.npy", (xs[..., 0].sum(0) > 0).astype(int))  # one a sequence
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    status = cli.main(list(arguments))
+    shown = capsys.readouterr()
+    return status, shown.out, shown.err
+
+
+def test_training_learns_and_writes_what_it_learned(capsys, folder):
+    arguments = ("--data", "data.npz", "--epochs", "8", "--batch", "5", "--lr", "0.02", "--validation", "0.2", "--chunk", "2")
+    files = ("--output", "run/model", "--state-dict", "run/weights.pt")
+    status, out, err = run(capsys, "train", "models.py:make_model", *arguments, *files, "--json")
+    assert status == 0, err
+    result = json.loads(out)
+    assert result["sequences"] == 8 and result["validation_sequences"] == 2 and result["updates"] == 16
+    assert result["epochs"][-1]["loss"] < 0.8 * result["epochs"][0]["loss"]
+    assert result["epochs"][-1]["validation_loss"] < result["epochs"][0]["validation_loss"]
+
+    weights = torch.load(folder / "run" / "weights.pt", weights_only=True)
+    model = cli.load_model("models.py:make_model")
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(weights)
+    assert all((weights[name] != start[name]).any() for name in start)
+    with torch.no_grad():
+        held = np.load("data.npz")
+        loss = nn.functional.mse_loss(model(torch.tensor(held["xs"]).float()), torch.tensor(held["targets"]).float())
+    assert loss < result["epochs"][0]["loss"]
+
+    learner = eb.OnlineLearner.load(result["checkpoint"], model, loss=nn.functional.mse_loss, optimizer=optax.adam(0.02))
+    assert learner.updates == 16
+    torch.testing.assert_close(learner.net.state_dict()["gru.weight_hh_l0"], weights["gru.weight_hh_l0"])
+
+
+def test_settings_from_a_file_flags_win_and_resume(capsys, folder):
+    (folder / "configs").mkdir()
+    (folder / "configs" / "run.toml").write_text(
+        'model = "../models.py:make_batch_first"\ndata = "../xs.npy"\ntargets = "../labels.npy"\nlayout = "time"\n'
+        'loss = "cross_entropy"\nloss_at = "last"\nrule = "pp_prop"\nepochs = 7\nbatch = 10\nvalidation = 0.3\noutput = "../first"\n'
+    )
+    status, out, err = run(capsys, "train", "--config", "configs/run.toml", "--epochs", "2")
+    assert status == 0, err
+    assert "pp_prop on 7 sequences of 6 steps, 3 more for validation" in out and "validation accuracy" in out
+    assert "first.safetensors" in out and (folder / "first.safetensors").is_file()
+    rows = [line for line in out.splitlines() if line[:1].isdigit()]
+    assert [row.split()[0] for row in rows] == ["1", "2"]
+
+    more = ("--epochs", "1", "--resume", "first.safetensors", "--output", "second", "--json")
+    status, out, err = run(capsys, "train", "--config", "configs/run.toml", *more)
+    assert status == 0, err
+    assert json.loads(out)["updates"] == 3  # two before, one now
+
+
+def test_a_table_of_numbers_is_cut_into_sequences(folder):
+    rows = ["a,b,c,wanted"] + [f"{n},{n + 1},{n + 2},{10 * n}" for n in range(11)]
+    (folder / "table.csv").write_text("\n".join(rows) + "\n")
+    xs, targets, stream = read_arrays("table.csv", None, [])
+    sequences = make_sequences(xs, targets, stream=stream, window=5, batch_first=False, loss_at="last", loss="mse", model=nn.GRU(3, 1))
+    assert sequences.xs.shape == (5, 2, 3) and sequences.targets.shape == (5, 2, 1)
+    assert sequences.xs[:, 1, 0].tolist() == [5, 6, 7, 8, 9] and sequences.targets[4, 0, 0] == 40
+    assert sequences.mask is not None and sequences.mask.tolist() == [0, 0, 0, 0, 1]
+    named = read_arrays("table.csv", None, ["a", "wanted"])
+    assert named[0].shape == (11, 2) and named[1][3].tolist() == [3, 30]
+
+
+def test_batches_are_laid_out_as_the_model_takes_them(folder):
+    xs, targets, _ = read_arrays("data.npz", None, [])
+    options = {"stream": False, "window": None, "loss_at": "all", "loss": "mse", "model": nn.GRU(3, 2)}
+    by_time = make_sequences(xs, targets, batch_first=False, **options)
+    by_batch = make_sequences(xs.swapaxes(0, 1), targets.swapaxes(0, 1), batch_first=True, **options)
+    assert torch.equal(by_time.xs, by_batch.xs) and torch.equal(by_time.targets, by_batch.targets)
+    batch = by_time.pick(torch.tensor([4, 1]), batch_first=True)
+    assert batch[0].shape == (2, 6, 3) and torch.equal(batch[0][0], by_time.xs[:, 4])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("models.py:make_model",), "--data FILE is missing"),
+        (("--data", "data.npz"), "the model, path/to/file.py:name, is missing"),
+        (("nowhere.py:make_model", "--data", "data.npz"), "There is no file `nowhere.py`"),
+        (("models.py:make_model", "--data", "nothing.npz"), "There is no file `nothing.npz`"),
+        (("models.py:make_model", "--data", "models.py"), "data are read from .npy, .npz and .csv"),
+        (("models.py:make_model", "--data", "xs.npy"), "Name the targets' file as well"),
+        (("models.py:make_model", "--data", "xs.npy", "--targets", "xs.npy", "--window", "2"), "`window` cuts one long sequence"),
+        (("models.py:make_batch_first", "--data", "xs.npy", "--targets", "labels.npy"), "Is the layout of the inputs right?"),
+        (("models.py:make_model", "--data", "data.npz", "--rule", "drtrl"), "There is no rule 'drtrl'"),
+        (("models.py:make_model", "--data", "data.npz", "--loss", "hinge"), "There is no loss `hinge`"),
+        (("models.py:make_model", "--data", "data.npz", "--optimizer", "lion"), "There is no optimizer `lion`"),
+        (("models.py:make_model", "--data", "data.npz", "--epochs", "0"), "--epochs is 0"),
+        (("models.py:make_model", "--data", "data.npz", "--validation", "0.01"), "leaves 10 to learn from and 0 to validate"),
+        (("models.py:make_model", "--data", "data.npz", "--resume", "none"), "There is no checkpoint"),
+        (("--config", "bad.toml"), "has settings that are not known: epoch"),
+        (("--config", "worse.toml"), "`epochs` in `worse.toml` is 'ten'"),
+        (("--config", "models.py"), "is not a TOML file"),
+    ],
+)
+def test_bad_use_is_explained(capsys, folder, arguments, message):
+    (folder / "bad.toml").write_text("epoch = 3\n")
+    (folder / "worse.toml").write_text('epochs = "ten"\n')
+    status, _, err = run(capsys, "train", *arguments)
+    assert status == 2 and message in err and "Traceback" not in err
+
+
+def test_training_that_becomes_infinite_is_not_ok(capsys, folder):
+    arguments = ("--data", "data.npz", "--loss", "models.py:my_loss", "--optimizer", "sgd", "--lr", "1e20", "--epochs", "3")
+    status, _, err = run(capsys, "train", "models.py:make_model", *arguments)
+    assert status == 1 and "Traceback" not in err and ("NaN" in err or "infinite" in err)
+
+
+def test_bench_of_the_built_in_gru(capsys):
+    arguments = ("--input", "2,3", "--hidden", "4", "--steps", "6", "--repeats", "2", "--rule", "d_rtrl", "--chunk", "3", "--json")
+    status, out, err = run(capsys, "bench", *arguments)
+    assert status == 0, err
+    result = json.loads(out)
+    torch_row, rule_row = result["rows"]
+    assert (torch_row["name"], rule_row["name"], rule_row["chunk"]) == ("torch BPTT", "d_rtrl", 3)
+    assert torch_row["time_ratio"] == 1 and rule_row["time_ratio"] == pytest.approx(rule_row["seconds"] / torch_row["seconds"])
+    weights = sum(p.numel() * 4 for p in nn.GRU(3, 4).parameters()) + (4 * 10 + 10) * 4
+    trace = 2 * 4 * sum(p.numel() for p in nn.GRU(3, 4).parameters())  # a float for each weight and batch element
+    assert torch_row["memory"] > 2 * weights and rule_row["memory"] > 2 * weights + trace
+
+
+def test_torch_memory_grows_with_the_sequence(capsys):
+    def memory(steps: int) -> int:
+        arguments = ("--input", "2,3", "--hidden", "4", "--steps", str(steps), "--repeats", "1", "--rule", "bptt", "--json")
+        return json.loads(run(capsys, "bench", *arguments)[1])["rows"][0]["memory"]
+
+    assert memory(50) > 2 * memory(10)
+
+
+def test_bench_of_a_model_of_ones_own(capsys, folder):
+    arguments = ("--input", "2,3", "--steps", "6", "--repeats", "1", "--rule", "pp_prop", "--loss", "cross_entropy")
+    status, out, err = run(capsys, "bench", "models.py:make_batch_first", *arguments)
+    assert status == 0, err
+    assert "gradients of 6 steps of 2 x 3" in out and "pp_prop" in out and "torch BPTT" in out
+    status, _, err = run(capsys, "bench", "models.py:make_model")
+    assert status == 2 and "--input is missing" in err
