@@ -23,6 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Ratios to torch BPTT within one run.")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=names, help=f"some rows of: {', '.join(names)}")
     parser.add_argument("--quick", action="store_true", help="fewer repeats and a small sweep, nothing is written")
+    parser.add_argument("--repeats", type=int, default=7, help="runs of each program after its warm-up (default 7)")
     parser.add_argument("--no-sweep", action="store_true", help="leave out the plot against T and H")
     parser.add_argument(
         "--patience",
@@ -34,7 +35,7 @@ def main() -> None:
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: processor time; bind to one core for it")
     options = parser.parse_args()
 
-    repeats, budget = (3, 10.0) if options.quick else (7, 60.0)
+    repeats, budget = (3, 10.0) if options.quick else (options.repeats, 8.0 * options.repeats)
     rows = []
     for workload in WORKLOADS:
         if options.only and workload.name not in options.only:
@@ -47,9 +48,10 @@ def main() -> None:
         return
     report = {"environment": environment(), "rows": rows}
     if not options.no_sweep:
-        from benchmarks.sweep import plot, sweep
+        from benchmarks.sweep import flatness, plot, sweep
 
-        report["sweep"] = sweep(options.quick, options.patience, options.clock)
+        report["memory"] = flatness(options.quick)
+        report["sweep"] = sweep(options.quick, options.patience, options.clock, repeats)
         if not options.quick:
             plot(report["sweep"])
     if not options.quick:

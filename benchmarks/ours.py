@@ -27,7 +27,7 @@ def make_ours(workload: Workload, read_loss: bool = False) -> Program | None:
     xs, targets = data(workload)
     learner = eb.OnlineLearner(
         eb.wrap(torch_model(workload)),
-        rule=workload.rule,
+        rule={"d_rtrl": eb.rules.DRTRL, "pp_prop": eb.rules.PPProp}[workload.rule](credit=workload.credit),
         loss=torch.nn.functional.mse_loss,
         optimizer=optax.sgd(RATE),
         chunk="auto",

@@ -1,4 +1,4 @@
-"""Time and memory against the length of the sequence and against the hidden size, and their plot."""
+"""Time and memory against the length of the sequence and against the hidden size, their plot, and the memory of long sequences."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import FOLDER, MAKERS, measure
+from benchmarks.ours import make_ours
 from benchmarks.workloads import Workload
 
 
-def sweep(quick: bool, patience: float = 0.0, clock: str = "wall") -> dict[str, list[dict[str, Any]]]:
+def sweep(quick: bool, patience: float = 0.0, clock: str = "wall", repeats: int = 5) -> dict[str, list[dict[str, Any]]]:
     """Measure a GRU over lengths at one size, and over sizes at one length."""
     lengths = (100, 400) if quick else (100, 300, 1000, 3000, 10_000)
     sizes = (64, 128) if quick else (64, 128, 256, 512)
-    repeats, budget = (3, 5.0) if quick else (5, 15.0)
+    budget = 5.0 if quick else 3.0 * repeats
     by_length = [Workload(f"t{t}", "gru", 128, 32, 8, t, chunk=100) for t in lengths]
     by_size = [Workload(f"h{h}", "gru", h, 64, 16, 200, chunk=100) for h in sizes]
     options = {"repeats": repeats, "budget": budget, "patience": patience, "clock": clock}
@@ -21,6 +22,20 @@ def sweep(quick: bool, patience: float = 0.0, clock: str = "wall") -> dict[str, 
         "steps": [measure(workload, **options) for workload in by_length],
         "hidden": [measure(workload, **options) for workload in by_size],
     }
+
+
+def flatness(quick: bool) -> list[dict[str, Any]]:
+    """Peak memory of our gradients against the length of the sequence, inputs and outputs aside, and in units of the trace."""
+    rows = []
+    for steps in (100, 400) if quick else (100, 1000, 2000, 10_000):
+        workload = Workload(f"t{steps}", "gru", 256, 64, 32, steps)
+        program = make_ours(workload)
+        if program is None:
+            break
+        size, method = program.memory()
+        rows.append({"steps": steps, "bytes": size, "method": method, "traces": size / workload.trace_bytes})
+        print(f"memory of `gradients`, {workload.shape}: {size / 1e6:.0f} MB, {rows[-1]['traces']:.2f} x the trace", flush=True)
+    return rows
 
 
 def plot(report: dict[str, list[dict[str, Any]]], path: Path | None = None) -> None:

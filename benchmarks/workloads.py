@@ -20,6 +20,7 @@ class Workload:
         batch: Batch size.
         steps: Length of the sequence.
         rule: The online rule of our column; braintrace runs the same one.
+        credit: How far our rule's credit reaches within a step; braintrace's reaches through the core.
         mode: `"gradients"` of the whole sequence, or one `"step"` with an SGD update.
         reach: The largest ratio to torch BPTT that the design asks for, if it names one.
         chunk: Chunk size of the yardstick; ours chooses its own.
@@ -32,6 +33,7 @@ class Workload:
     batch: int
     steps: int
     rule: str = "d_rtrl"
+    credit: str = "step"
     mode: str = "gradients"
     reach: float | None = None
     chunk: int = 100
@@ -45,6 +47,11 @@ class Workload:
     def feature_major(self) -> bool:
         """Whether the yardstick's recurrence runs on `(H, B)` states, which pays for small batches and large states."""
         return self.batch <= 16 and self.hidden >= 512
+
+    @property
+    def trace_bytes(self) -> int:
+        """Size of the trace of a GRU with D-RTRL, in float32."""
+        return 4 * self.batch * 3 * self.hidden * (self.inputs + self.hidden + 2)
 
     @property
     def shape(self) -> str:
@@ -61,6 +68,7 @@ WORKLOADS = (
     Workload("gru-b128", "gru", 128, 32, 128, 200),
     Workload("gru-t10000", "gru", 128, 32, 8, 10_000, chunk=200),
     Workload("pp-prop", "gru", 256, 64, 32, 100, rule="pp_prop", reach=0.6),
+    Workload("pp-prop-core", "gru", 256, 64, 32, 100, rule="pp_prop", credit="core"),
     Workload("lstm-3", "lstm", 128, 32, 16, 100),
     Workload("rleaky", "rleaky", 128, 32, 16, 100),
     Workload("convlstm", "convlstm", 8, 16, 8, 50),

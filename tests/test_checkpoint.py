@@ -280,31 +280,23 @@ while True:
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
     write(tmp_path, 0)
     arguments = [sys.executable, "-c", KILLED_SCRIPT, str(Path(__file__).parent), str(tmp_path)]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE) as process:
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE)
+    try:
         assert process.stdout.readline() == b"ready\n"
-        deadline = time.monotonic() + 60
-        while read_while_written(tmp_path) < 3:
-            assert time.monotonic() < deadline
         # Stopping and looking is a kill after which the process can be asked again: many moments from one process.
-        seen = set()
-        for n in range(60):
+        seen: list[int] = []
+        while len(seen) < 60 or seen[-1] < 3:
             process.send_signal(signal.SIGSTOP)
-            seen.add(read(tmp_path))
+            os.waitpid(process.pid, os.WUNTRACED)  # until it has stopped
+            seen.append(read(tmp_path))
             process.send_signal(signal.SIGCONT)
-            time.sleep(0.0007 * (n % 7))
+            time.sleep(0.0007 * (len(seen) % 7))
+    finally:
         process.kill()
-    assert len(seen) > 5
+        process.wait()
+        process.stdout.close()
+    assert len(set(seen)) > 5
     assert read(tmp_path) >= max(seen)
-
-
-def read_while_written(folder: Path) -> int:
-    """A reader may meet the moment between two files; it looks again."""
-    for _ in range(100):
-        try:
-            return read(folder)
-        except eb.InputError:
-            time.sleep(0.001)
-    raise AssertionError("no checkpoint could be read")
 
 
 # -- a new process ----------------------------------------------------------------------------------------------

@@ -252,7 +252,8 @@ def test_a_loader_that_raises_midway(learner):
 def test_ctrl_c_leaves_a_whole_learner_and_its_history(learner, moment, monkeypatch):
     expected, losses = by_hand(learner, BATCHES[:2])
     press = lambda: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
-    handler = signal.getsignal(signal.SIGINT)
+    handler = signal.default_int_handler  # a process in the background starts with Ctrl-C ignored
+    signal.signal(signal.SIGINT, handler)
 
     def batches():
         yield from BATCHES[:2] if moment != "in an update" else BATCHES[:1]

@@ -39,6 +39,10 @@ def torch_result(name: str, dtype: str) -> Reference:
 CANCELS = ("norse-izhikevich_recurrent_cell",)
 
 
+# exp((v - theta) / delta) with a small delta enlarges what the rounding of v differs by.
+ENLARGES = ("norse-lif_adex_cell",)
+
+
 def rounding(name: str) -> float:
     """Twice the error of torch's own float32 gradients, by its float64 ones: two programs that round differently."""
     single, double = torch_result(name, "float32").grads, torch_result(name, "float64").grads
@@ -129,7 +133,10 @@ def test_bridge_equals_torch(name: str, dtype: str) -> None:
     # Gradients are small, so each is measured by its own largest value, however small (`check_live` asks for one above 1e-4).
     # The worst of all is off by 8e-6 of its own size in float32. Outputs and states are of order one: a spike or a voltage
     # near zero has no size of its own.
-    tolerance = rounding(name) if name in CANCELS and dtype == "float32" else tolerance
+    if name in CANCELS and dtype == "float32":
+        tolerance = rounding(name)
+    if name in ENLARGES and dtype == "float64":
+        tolerance = 1e-9
     for key, grad in found["grads"].items():
         assert_close(with_hooks(module, key, grad), ref.grads[key], tolerance, f"gradient of {key}", floor=0.0)
     if ref.input_grad is not None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 
 from etrace_bridge.rules import DRTRL, RTRL
-from torch_zoo import CASES, check_live, find
+from torch_zoo import CASES, Case, check_live, find
 from zoo.online import OnlineCase
 
 LARGEST = 150_000  # elements of the influence matrix up to which RTRL runs here
-TRAINED = [
-    case.name for case in CASES if case.available and not case.float32_only and any(p.requires_grad for p in case.build().parameters())
-]
 TOLERANCE = 1e-9
 
 # Inside these float64 modules snnTorch itself goes through float32 (a float32 spike times a 0-d float64 threshold is float32 in
@@ -21,6 +20,16 @@ FLOAT32_INSIDE = ("leaky_learn", "synaptic_learn", "rleaky_one_to_one", "leaky_i
 
 # `case:parameter`, with the reason, of what is certified inexact and yet measures exact on the zoo's eight steps: none.
 EXACT_ANYWAY: dict[str, str] = {}
+
+
+def trained(case: Case) -> bool:
+    """Whether a module has parameters and runs in float64."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the libraries' own, when they build a module
+        return case.available and not case.float32_only and any(p.requires_grad for p in case.build().parameters())
+
+
+TRAINED = [case.name for case in CASES if trained(case)]
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Inhibition is an unstable feature:UserWarning"),

@@ -22,8 +22,8 @@ MAX_CHUNK = 512
 # whole stays within three times their size.
 ONE_CHUNK, SEVERAL_CHUNKS = 1.0, 1.6
 # Working buffers of one block: little enough for the cache, but not less than the weights' size, since each block reads all of
-# them. A chunk smaller than a few blocks is one.
-BLOCK_BYTES, BLOCK_WEIGHTS, BLOCKS_FROM = 3 * 2**20, 2, 4
+# them, and not less than a few steps, so that products have enough rows. A chunk smaller than a few blocks is one.
+BLOCK_BYTES, BLOCK_WEIGHTS, BLOCK_STEPS, BLOCKS_FROM = 3 * 2**20, 2, 8, 4
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,9 @@ def count_blocks(program: StepProgram, length: int) -> int:
     wanted = length * working_bytes(program) / _block_bytes(program)
     if wanted < BLOCKS_FROM:
         return 1
-    least = min(int(wanted), length)
-    return next((n for n in range(least, int(2.5 * least) + 2) if length % n == 0), 1)
+    most = max(length // BLOCK_STEPS, 1)
+    near = min(int(wanted), most)
+    return min((n for n in range(1, most + 1) if length % n == 0), key=lambda n: abs(math.log(n / near)))
 
 
 def chunk_bytes(program: StepProgram, length: int, with_trace: bool, in_blocks: bool) -> int:
@@ -85,7 +86,8 @@ def chunk_bytes(program: StepProgram, length: int, with_trace: bool, in_blocks: 
     at_once = length * working_bytes(program)
     if not in_blocks or at_once < BLOCKS_FROM * _block_bytes(program):
         return at_once
-    return min(at_once, _block_bytes(program) + length * kept_bytes(program, with_trace))
+    block = max(_block_bytes(program), BLOCK_STEPS * working_bytes(program))
+    return min(at_once, block + length * kept_bytes(program, with_trace))
 
 
 def trace_bytes(trace: Any) -> int:

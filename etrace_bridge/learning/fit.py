@@ -100,7 +100,7 @@ def run_fit(learner: OnlineLearner, batches: Any, epochs: int, options: FitOptio
     try:
         with open_progress(options.progress) as bar, Shield() as shield:
             for epoch in range(1, epochs + 1):
-                source = stream if stream is not None else iter(batches() if callable(batches) else batches)
+                source = stream if stream is not None else batches() if callable(batches) else batches
                 record = _run_epoch(learner, source, epoch, epochs, options, history, bar, shield)
                 if options.validation is not None:
                     record.update(run_validation(learner, options.validation))

@@ -63,11 +63,6 @@ def quick_verdict(alarm: Any, loss: Any, hidden: Sequence[Any], grads: Sequence[
     return fine, jnp.concatenate([jnp.stack([alarm[COUNT] + fine, (~fine).astype(alarm.dtype)]), alarm[FIRST:]])
 
 
-def only_finite(grads: Sequence[Any]) -> list[Any]:
-    """Gradients without the elements that are not finite."""
-    return [jnp.where(jnp.isfinite(g), g, 0) for g in grads]
-
-
 def after(fine: Any, theta: Sequence[Any]) -> Any:
     """`fine`, known only after the new weights: what depends on it may then overwrite what the weights were computed from.
 

@@ -16,7 +16,7 @@ from etrace_bridge.engine.chunk_bptt import scan_steps
 from etrace_bridge.engine.plan import ChunkPlan
 from etrace_bridge.engine.program import StepProgram
 from etrace_bridge.engine.sequence import run_sequence, step_weights
-from etrace_bridge.learning.guard import after, full_verdict, hold_back, only_finite, quick_verdict
+from etrace_bridge.learning.guard import after, full_verdict, hold_back, quick_verdict
 from etrace_bridge.learning.optimizers import Updater
 from etrace_bridge.rules import Carry, Chunk, Rule
 
@@ -127,7 +127,7 @@ def make_step(recipe: Recipe, with_loss: bool, own_update: bool) -> Callable:
             return new._replace(theta=theta, opt=opt), loss, output, None
         fine, alarm = quick_verdict(values.alarm, loss, hidden, grads)
         if grads is not None:
-            updated = recipe.apply(only_finite(grads), values.opt, theta)
+            updated = recipe.apply(grads, values.opt, theta)
             theta, opt = hold_back(fine, updated, (theta, values.opt))
             new, fine = new._replace(theta=theta, opt=opt), after(fine, theta)
         kept = hold_back(fine, (hidden, other, trace), state)
