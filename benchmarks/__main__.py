@@ -18,7 +18,7 @@ def _ours_read(workload: Workload) -> Program | None:
 
 
 def main() -> None:
-    """Measure and print the table; a full run also writes `results.json` and `results.png` beside this file."""
+    """Measure and print the table; a full run also writes `results.json` beside this file, and the documentation's page and picture."""
     names = [workload.name for workload in WORKLOADS]
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Ratios to torch BPTT within one run.")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=names, help=f"some rows of: {', '.join(names)}")

@@ -179,6 +179,37 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(padded) + note
 
 
+PAGE_HEAD = """# Benchmarks
+
+Written by `python -m benchmarks` (`make bench` runs it last). Time of one gradient of the whole sequence as a ratio to torch BPTT on
+the same model and data in the same run, least of several interleaved runs after warm-up; *step* rows are one online step with an SGD
+update. Everything goes through the public API with torch tensors in. The yardstick is a program written by hand for this one model
+(`benchmarks/yardstick.py`). A dash: the program does not exist for this row, or would take minutes.
+
+"""
+
+
+def page(report: dict[str, Any]) -> str:
+    """Return the report as a page of the documentation."""
+    rows = report["rows"]
+    names = [*MAKERS, "ours, loss read"]
+    lines = [["workload", "sizes", "to reach", *names, f"{REFERENCE}, ms", "our memory", f"{REFERENCE}'s memory"]]
+    for row in rows:
+        workload, results = Workload(**row["workload"]), row["programs"]
+        cells = [_cell(results.get(name), "ratio") for name in names]
+        memory = [_cell(results.get(name), "memory") for name in ("ours", REFERENCE)]
+        reach = f"≤ {workload.reach}" if workload.reach else ""
+        time_ms = f"{results[REFERENCE]['seconds'] * 1e3:.2f}" if "seconds" in results.get(REFERENCE, {}) else "-"
+        lines.append([workload.name, workload.shape, reach, *cells, time_ms, *memory])
+    lines.insert(1, ["---"] * len(lines[0]))
+    text = PAGE_HEAD + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    for row in report.get("memory", ()):
+        text += f"\n- peak memory of `gradients` at T={row['steps']}: {row['bytes'] / 1e6:.0f} MB, {row['traces']:.2f} × the trace"
+    machine = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in report["environment"].items())
+    picture = "![Time and memory against steps and hidden units](pictures/benchmarks.png)\n\n" if "sweep" in report else ""
+    return f"{text}\n\n{picture}Machine: {machine}.\n"
+
+
 def environment() -> dict[str, Any]:
     """Return what the numbers depend on besides the code."""
     import jax
@@ -195,5 +226,7 @@ def environment() -> dict[str, Any]:
 
 
 def save(report: dict[str, Any], path: Path | None = None) -> None:
-    """Write the report as JSON."""
+    """Write the report as JSON, and the page of the documentation."""
     (path or FOLDER / "results.json").write_text(json.dumps(report, indent=1) + "\n")
+    if path is None:
+        (FOLDER.parent / "docs" / "benchmarks.md").write_text(page(report))

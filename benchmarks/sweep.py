@@ -61,5 +61,5 @@ def plot(report: dict[str, list[dict[str, Any]]], path: Path | None = None) -> N
     axes[0, 0].set_ylabel("time of one gradient [ms]")
     axes[1, 0].set_ylabel("peak memory, inputs aside [MB]")
     axes[0, 0].legend()
-    figure.savefig(path or FOLDER / "results.png", dpi=130)
+    figure.savefig(path or FOLDER.parent / "docs" / "pictures" / "benchmarks.png", dpi=130)
     plt.close(figure)

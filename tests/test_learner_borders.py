@@ -339,7 +339,7 @@ def test_several_inputs_and_trees_of_outputs():
     torch.manual_seed(2)
     model = Two().double()
     extra, sizes = torch.randn(T, B, 1, dtype=torch.float64), torch.rand(T, B, dtype=torch.float64)
-    net = eb.wrap(model)  # the learner tells it the shapes of both inputs
+    net = eb.wrap(model, example_input=(XS[0], extra[0]))
     learner = eb.OnlineLearner(net, rule="bptt", loss=two_loss, optimizer=optax.sgd(0.0))
     found = learner.gradients((XS, extra), {"y": YS, "size": sizes})
     outputs = model(XS, extra)

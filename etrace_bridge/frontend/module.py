@@ -98,8 +98,8 @@ class BridgedModule(brainstate.nn.Module):
         first call.
         """
         inputs, guessed = self._core.inputs_for(batch_size)
-        if self._session is not None and self._session.batch_size == batch_size and not (guessed and self._session.guessed):
-            inputs, guessed = self._session.inputs, self._session.guessed
+        if self._session is not None and self._session.batch_size == batch_size and not guessed:
+            inputs = self._session.inputs
         if inputs is None:
             self._session, self._pending = None, batch_size
             return
@@ -280,7 +280,7 @@ class BridgedModule(brainstate.nn.Module):
         """
         values = tuple(self._core.as_input(x) for x in inputs)
         if self._session is None and self._pending is _NOT_INITIALISED:
-            self._pending = values[0].shape[0] if values[0].ndim else None  # no need to guess: here is an input
+            self.init_state(batch_size=values[0].shape[0])
         self._session_for(values)
 
     # ---- torch state dicts
