@@ -15,11 +15,10 @@ from brainstate.transform import StatefulFunction
 
 import etrace_bridge as eb
 from torch_zoo import CASES, STEPS, Case, Reference, check_live, find, reference, tensors
+from zoo.online import QUICK_COMPILE, after_hooks
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-# Each program runs once on tiny arrays: compiling it is all of the cost.
-QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 RUNS = [(case.name, dtype) for case in CASES for dtype in DTYPES if not (dtype == "float64" and case.float32_only)]
 
 # Warnings of the libraries themselves while they build or run their own modules.
@@ -91,14 +90,6 @@ def bridged_result(case: Case, module: torch.nn.Module, ref: Reference, xs: torc
     }
 
 
-def with_hooks(module: torch.nn.Module, name: str, grad: Any) -> np.ndarray:
-    """Apply the hooks on a parameter, which torch runs on the final gradient and the bridge does not trace."""
-    value = torch.tensor(np.asarray(grad))
-    for hook in (module.get_parameter(name)._backward_hooks or {}).values():
-        value = hook(value)
-    return value.numpy()
-
-
 def assert_close(found: Any, wanted: torch.Tensor, tolerance: float, what: str, floor: float = 1.0) -> None:
     """Equal shape and dtype, and values up to `tolerance` of the array's largest value (at least `floor`)."""
     found, expected = np.asarray(found), wanted.detach().numpy()
@@ -138,7 +129,7 @@ def test_bridge_equals_torch(name: str, dtype: str) -> None:
     if name in ENLARGES and dtype == "float64":
         tolerance = 1e-9
     for key, grad in found["grads"].items():
-        assert_close(with_hooks(module, key, grad), ref.grads[key], tolerance, f"gradient of {key}", floor=0.0)
+        assert_close(after_hooks(module, key, grad), ref.grads[key], tolerance, f"gradient of {key}", floor=0.0)
     if ref.input_grad is not None:
         assert_close(found["input_grad"], ref.input_grad, tolerance, "gradient of the input", floor=0.0)
 

@@ -26,6 +26,14 @@ def step_loss(output: Any, weights: list[Any]) -> Any:
     return sum(((w.astype(y.dtype) + y / 4) * y).mean() for w, y in zip(weights, jax.tree.leaves(output), strict=True))
 
 
+def after_hooks(module: torch.nn.Module, name: str, grad: Any) -> np.ndarray:
+    """Apply the hooks on a parameter, which torch runs on the final gradient and the bridge does not trace."""
+    value = torch.tensor(np.asarray(grad))
+    for hook in (module.get_parameter(name)._backward_hooks or {}).values():
+        value = hook(value)
+    return value.numpy()
+
+
 @dataclass
 class OnlineCase:
     """A zoo module, compiled, with torch's own result in float64.
@@ -79,13 +87,7 @@ class OnlineCase:
             grads, carry = call(theta, *carry, self.xs[some].numpy(), [t[some] for t in targets])
             total = grads if total is None else [a + b for a, b in zip(total, grads, strict=True)]
         named = dict(zip(self.session.weight_names, total or [], strict=True))
-        return {name: self._after_hooks(name, grad) for name, grad in named.items()}
-
-    def _after_hooks(self, name: str, grad: Any) -> np.ndarray:
-        value = torch.tensor(np.asarray(grad))
-        for hook in (self.module.get_parameter(name)._backward_hooks or {}).values():
-            value = hook(value)
-        return value.numpy()
+        return {name: after_hooks(self.module, name, grad) for name, grad in named.items()}
 
     def errors(self, grads: dict[str, np.ndarray]) -> dict[str, float]:
         """Largest difference to torch BPTT by parameter, relative to the largest gradient value of the parameter."""
