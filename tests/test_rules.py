@@ -20,7 +20,7 @@ from etrace_bridge.engine import plan
 from etrace_bridge.engine.exits import exit_cotangents, find_exits, linearise_exits
 from etrace_bridge.engine.forward import run_forward
 from etrace_bridge.engine.linearise import loss_gradient
-from etrace_bridge.engine.plan import count_blocks, working_bytes
+from etrace_bridge.engine.plan import block_steps, working_bytes
 from etrace_bridge.engine.program import StepProgram
 from etrace_bridge.rules import BPTT, DRTRL, RTRL, Carry, Chunk, EProp, PPProp, Rule, SnAp1, make_rule, rule_names
 from models import B, H, I
@@ -294,11 +294,12 @@ def test_the_chunk_does_not_matter(name, rule):
     ids=str,
 )
 def test_blocks_do_not_matter(name, rule, monkeypatch):
-    """A chunk worked through in blocks of one and of three steps gives what it gives at once, the trace included."""
+    """A chunk worked through in blocks of one, three or five steps, some left over, gives what it gives at once, the trace included."""
     expected = run(name, rule, T)
     assert_live(expected.grads)
-    for count in (T, T // 3):
-        monkeypatch.setattr("etrace_bridge.rules.d_rtrl.count_blocks", lambda program, length, count=count: count)
+    assert T % 3 == 0 and T % 5
+    for size in (1, 3, 5):
+        monkeypatch.setattr("etrace_bridge.rules.d_rtrl.block_steps", lambda program, length, size=size: size)
         compiled.cache_clear()
         found = run.__wrapped__(name, rule, T)  # not the one in the cache
         assert_close([found.grads, found.losses, found.outputs], [expected.grads, expected.losses, expected.outputs], 1e-12)
@@ -307,13 +308,14 @@ def test_blocks_do_not_matter(name, rule, monkeypatch):
 
 
 def test_large_chunks_have_blocks():
-    """Blocks divide the chunk evenly, grow in number with it, and a small chunk is one."""
+    """Blocks divide the chunk evenly where they can, are of one size however long it is, and a small chunk is one."""
     program = case("torch_gru").program
-    each = working_bytes(program)
-    steps = 4 * plan.BLOCKS_FROM * plan.BLOCK_BYTES // each
-    count = count_blocks(program, steps - steps % 64)
-    assert count > 4 and (steps - steps % 64) % count == 0
-    assert count_blocks(program, 8) == 1
+    steps = 4 * plan.BLOCKS_FROM * plan.BLOCK_BYTES // working_bytes(program) // 64 * 64
+    size = block_steps(program, steps)
+    assert size < steps / 4 and steps % size == 0
+    prime = next(n for n in range(steps, 2 * steps) if all(n % d for d in range(2, n)))
+    assert size / 2 <= block_steps(program, prime) <= 2 * size
+    assert block_steps(program, 8) == 8
 
 
 @pytest.mark.parametrize("rule", [DRTRL(), EProp(kappa=0.6), RTRL()], ids=str)

@@ -206,7 +206,7 @@ def _look_at(trial: _Trial, rule: Rule, limit: int, reference: np.ndarray | None
     chunk = steps
     if not isinstance(rule, BPTT):  # at least two chunks: a stream needs the trace, which a single chunk does without
         memory = jax.eval_shape(lambda: rule.init(session.program))
-        chunk = min(choose_chunk(session.program, memory, steps, "auto", None, rule.in_blocks), math.ceil(steps / 2))
+        chunk = min(choose_chunk(session.program, memory, steps, "auto", None, rule.passes), math.ceil(steps / 2))
     if alone > limit:
         return Candidate(name, alone, chunk, False, None, False)
     program = trial.compile(rule, chunk)

@@ -160,21 +160,21 @@ class CoreLinear:
 def linearise_core(program: StepProgram, env: dict[Var, Any], forward: Forward, args: Sequence[Any]) -> CoreLinear:
     """`D_t`, `df_t` and the pull-back of the core, for all steps of a chunk."""
     core = program.core
-    tap_vars = [t.part.var for t in program.taps if t.legs]
+    entries = program.core_inputs
     hidden_vars = {leaf.invar for leaf in program.leaves}
-    others = [v for v in core.reads if v not in hidden_vars and v not in tap_vars and program.tier[v] > 0]
+    others = [v for v in core.reads if v not in hidden_vars and v not in entries and program.tier[v] > 0]
 
     def values(args_t, hidden_t, other_t, saved_t):
-        return program.values(step_env(program, env, args_t, hidden_t, other_t), saved_t, [*tap_vars, *others])
+        return program.values(step_env(program, env, args_t, hidden_t, other_t), saved_t, [*entries, *others])
 
     found = jax.vmap(values)(list(args), forward.hidden, forward.other, forward.saved)
-    ys, rest = found[: len(tap_vars)], found[len(tap_vars) :]
+    ys, rest = found[: len(entries)], found[len(entries) :]
 
     def states_of(hidden: Sequence[Any], ys: Sequence[Any]) -> Grouped:
         def one(hidden_t, ys_t, rest_t):
             inner = dict(env)
             inner.update((leaf.invar, h) for leaf, h in zip(program.leaves, hidden_t, strict=True))
-            inner.update(zip((*tap_vars, *others), (*ys_t, *rest_t), strict=True))
+            inner.update(zip((*entries, *others), (*ys_t, *rest_t), strict=True))
             done = core.run(inner)
             made = {leaf.index: read(done, leaf.outvar) for g in program.groups for leaf in g.leaves}
             return group_states(program, [made.get(leaf.index) for leaf in program.leaves])
@@ -220,6 +220,6 @@ def _depends(program: StepProgram, g: int, i: int, j: int) -> bool:
 
 
 def _spread_taps(program: StepProgram, values: Sequence[Any]) -> list[Any]:
-    """Values of the taps that have legs -> one a tap, None for the others."""
-    found = iter(values)
-    return [next(found) if t.legs else None for t in program.taps]
+    """Values of the core's inputs -> one a tap, None for those without legs."""
+    found = dict(zip(program.core_inputs, values, strict=True))
+    return [found[v] if t.legs else None for t, v in zip(program.taps, program.entries, strict=True)]

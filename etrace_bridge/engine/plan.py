@@ -18,9 +18,9 @@ from etrace_bridge.engine.program import StepProgram
 
 FLOOR_BYTES = 16 * 2**20  # buffers of this size cost nothing worth saving
 MAX_CHUNK = 512
-# Buffers in units of the trace. A sequence in one chunk needs no trace, so its buffers may be larger; with traces, the
-# whole stays within three times their size.
-ONE_CHUNK, SEVERAL_CHUNKS = 1.0, 1.6
+# Buffers in units of the trace. A sequence in one chunk has no trace, so its buffers may take that room too; either way the whole
+# stays within three times the trace.
+ONE_CHUNK, SEVERAL_CHUNKS = 2.6, 1.6
 # Working buffers of one block: little enough for the cache, but not less than the weights' size, since each block reads all of
 # them, and not less than a few steps, so that products have enough rows. A chunk smaller than a few blocks is one.
 BLOCK_BYTES, BLOCK_WEIGHTS, BLOCK_STEPS, BLOCKS_FROM = 3 * 2**20, 2, 8, 4
@@ -71,20 +71,20 @@ def _block_bytes(program: StepProgram) -> int:
     return max(BLOCK_BYTES, BLOCK_WEIGHTS * sum(map(_bytes, program.weight_vars)))
 
 
-def count_blocks(program: StepProgram, length: int) -> int:
-    """How many blocks of equal length a chunk of `length` steps is divided into."""
-    wanted = length * working_bytes(program) / _block_bytes(program)
-    if wanted < BLOCKS_FROM:
-        return 1
-    most = max(length // BLOCK_STEPS, 1)
-    near = min(int(wanted), most)
-    return min((n for n in range(1, most + 1) if length % n == 0), key=lambda n: abs(math.log(n / near)))
+def block_steps(program: StepProgram, length: int) -> int:
+    """Steps in a block of a chunk of `length` steps: a divisor of it if one is near, so that no shorter block is left over."""
+    block, each = _block_bytes(program), working_bytes(program)
+    if length * each < BLOCKS_FROM * block:
+        return length
+    near = min(max(block // each, BLOCK_STEPS), length)
+    even = [n for n in range(max(near // 2, BLOCK_STEPS), 2 * near + 1) if length % n == 0]
+    return min(even, key=lambda n: abs(math.log(n / near)), default=near)
 
 
-def chunk_bytes(program: StepProgram, length: int, with_trace: bool, in_blocks: bool) -> int:
+def chunk_bytes(program: StepProgram, length: int, with_trace: bool, passes: str) -> int:
     """An estimate of the buffers of a chunk, its trace aside."""
     at_once = length * working_bytes(program)
-    if not in_blocks or at_once < BLOCKS_FROM * _block_bytes(program):
+    if passes != "blocks" or at_once < BLOCKS_FROM * _block_bytes(program):
         return at_once
     block = max(_block_bytes(program), BLOCK_STEPS * working_bytes(program))
     return min(at_once, block + length * kept_bytes(program, with_trace))
@@ -95,7 +95,7 @@ def trace_bytes(trace: Any) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(trace))
 
 
-def choose_chunk(program: StepProgram, trace: Any, length: int, chunk: int | str, budget: int | None, in_blocks: bool) -> int:
+def choose_chunk(program: StepProgram, trace: Any, length: int, chunk: int | str, budget: int | None, passes: str) -> int:
     """Steps in a chunk, for `chunk="auto"` or a number.
 
     Args:
@@ -104,24 +104,27 @@ def choose_chunk(program: StepProgram, trace: Any, length: int, chunk: int | str
         length: steps in the sequence.
         chunk: `"auto"` or a number of steps.
         budget: bytes that the chunk's buffers may take.
-        in_blocks: the rule works through a chunk in blocks.
+        passes: the rule's `passes`.
     """
     if chunk != "auto":
         if not isinstance(chunk, (int, np.integer)) or chunk < 1:
             raise InputError(f"`chunk` is {chunk!r}; it must be 'auto' or a positive number of steps.")
         return min(int(chunk), length)
-    if budget is not None and budget < (one := chunk_bytes(program, 1, True, in_blocks)):
+    if budget is not None and budget < (one := chunk_bytes(program, 1, True, passes)):
         raise InputError(
             f"The budget of {budget} bytes is less than one step's buffers, about {one} bytes. Raise `budget`, or use a smaller batch."
         )
     size = trace_bytes(trace)
+    if passes == "short":
+        short = block_steps(program, length)
+        return short if budget is None else min(short, max(budget // working_bytes(program), 1))
     alone = budget if budget is not None else max(ONE_CHUNK * size, FLOOR_BYTES)
-    if length <= MAX_CHUNK and chunk_bytes(program, length, False, in_blocks) <= alone:
+    if length <= MAX_CHUNK and chunk_bytes(program, length, False, passes) <= alone:
         return length
     allowed = budget if budget is not None else max(SEVERAL_CHUNKS * size, FLOOR_BYTES)
-    most = next((k for k in range(min(MAX_CHUNK, length), 1, -1) if chunk_bytes(program, k, True, in_blocks) <= allowed), 1)
-    even = [k for k in range(most, max(1, int(0.7 * most)) - 1, -1) if length % k == 0]
-    return even[0] if even else math.ceil(length / math.ceil(length / most))
+    most = next((k for k in range(min(MAX_CHUNK, length), 1, -1) if chunk_bytes(program, k, True, passes) <= allowed), 1)
+    near = range(most, max(1, int(0.7 * most)) - 1, -1)
+    return min(near, key=lambda k: length % k)  # the largest that leaves the least over: what is left is one more program
 
 
 def divide(length: int, steps: int) -> ChunkPlan:

@@ -28,6 +28,7 @@ from etrace_bridge.compiler.primitives import is_float, passes_derivative
 from etrace_bridge.compiler.views import Contact, Part
 
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+_SUMS = frozenset({"add", "add_any"})
 
 
 @jax.custom_jvp
@@ -171,7 +172,7 @@ class StepProgram:
         outputs = set(variables(self.graph.module_info.jaxpr.outvars))
 
         def root(v: Var) -> Var:
-            while v not in outputs and len(readers.get(v, ())) == 1 and readers[v][0].primitive.name in ("add", "add_any"):
+            while v not in outputs and len(readers.get(v, ())) == 1 and readers[v][0].primitive.name in _SUMS:
                 v = readers[v][0].outvars[0]
             return v
 
@@ -198,13 +199,14 @@ class StepProgram:
 
     @cached_property
     def saved_vars(self) -> tuple[Var, ...]:
-        """Products (or their pieces) that the forward pass hands to the recomputation."""
-        pieces = {c.eqn_index: [p.var for p in c.parts] for c in self.graph.structure.use.contacts if c.parts}
+        """Products that the forward pass hands to the recomputation: their pieces, or the sums that the pieces end up in."""
+        entry = {t.part.var: v for t, v in zip(self.taps, self.entries, strict=True) if t.legs}
+        pieces = {c.eqn_index: [entry.get(p.var, p.var) for p in c.parts] for c in self.graph.structure.use.contacts if c.parts}
         saved: list[Var] = []
         for i, eqn in enumerate(self.eqns):
             if eqn.primitive.name in _PRODUCTS and self.tier[eqn.outvars[0]] > 0:
                 saved += pieces.get(i, eqn.outvars)
-        return tuple(saved)
+        return tuple(dict.fromkeys(saved))
 
     @cached_property
     def upstream(self) -> bool:
@@ -265,22 +267,57 @@ class StepProgram:
         return next(n for n, g in enumerate(self.groups) if g.index == leg.group)
 
     @cached_property
+    def entries(self) -> tuple[Var, ...]:
+        """For each tap, the variable by which it enters the core: its root, if that is a sum of such taps and of constants of the step."""
+        tapped = {t.part.var: t.index for t in self.taps if t.legs}
+        core = self._core_from(list(tapped))
+        moved = self._reached(core, [*tapped, *(leaf.invar for leaf in self.leaves)])
+        made_by = {v: eqn for eqn in core.eqns for v in eqn.outvars}
+
+        def is_sum(v: Any, root: Var) -> bool:
+            if isinstance(v, Literal) or v not in moved:
+                return True
+            if v in tapped:
+                return self.roots[tapped[v]] is root
+            eqn = made_by.get(v)  # none: an old state
+            if eqn is None or eqn.primitive.name not in _SUMS or id(eqn) in core.held:
+                return False
+            return all(is_sum(x, root) for x in eqn.invars)
+
+        return tuple(
+            root if root in made_by and is_sum(root, root) else t.part.var for t, root in zip(self.taps, self.roots, strict=True)
+        )
+
+    @cached_property
+    def core_inputs(self) -> tuple[Var, ...]:
+        """The variables by which taps enter the core."""
+        return tuple(dict.fromkeys(v for t, v in zip(self.taps, self.entries, strict=True) if t.legs))
+
+    @cached_property
     def core(self) -> Core:
+        return self._core_from(self.core_inputs)
+
+    def _core_from(self, given: Sequence[Var]) -> Core:
         outvars = [v for g in self.groups for v in g.hidden_outvars]
-        given = [t.part.var for t in self.taps if t.legs]
         return build_core(self.eqns, self.graph.structure.alignment, outvars, given)
+
+    @staticmethod
+    def _reached(core: Core, sources: Sequence[Var]) -> set[Var]:
+        """What depends on these through the core."""
+        reach = set(sources)
+        for eqn in core.eqns:
+            held = core.held.get(id(eqn), ())
+            live = (v in reach for k, v in enumerate(eqn.invars) if k not in held and not isinstance(v, Literal))
+            if passes_derivative(eqn) and any(live):
+                reach.update(v for v in eqn.outvars if is_float(v))
+        return reach
 
     @cached_property
     def depends(self) -> dict[tuple[int, int], bool]:
         """Whether new leaf i depends on old leaf j through the core."""
         result = {}
         for j in self.leaves:
-            reach = {j.invar}
-            for eqn in self.core.eqns:
-                held = self.core.held.get(id(eqn), ())
-                live = (v in reach for k, v in enumerate(eqn.invars) if k not in held and not isinstance(v, Literal))
-                if passes_derivative(eqn) and any(live):
-                    reach.update(v for v in eqn.outvars if is_float(v))
+            reach = self._reached(self.core, [j.invar])
             for i in self.leaves:
                 result[i.index, j.index] = not isinstance(i.outvar, Literal) and i.outvar in reach
         return result

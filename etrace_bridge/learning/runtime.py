@@ -202,12 +202,16 @@ class Runtime(Store):
 
     def plan(self, length: int) -> ChunkPlan:
         """The division of a sequence."""
-        chunk = self.options.chunk
-        if isinstance(self.rule, BPTT) and chunk == "auto":
-            return divide(length, length)
-        memory = jax.eval_shape(lambda: self.rule.init(self.session.program))
-        steps = choose_chunk(self.session.program, memory, length, chunk, self.options.budget, self.rule.in_blocks)
-        return divide(length, steps)
+        plans = self.session.plans
+        if length not in plans:
+            chunk = self.options.chunk
+            if isinstance(self.rule, BPTT) and chunk == "auto":
+                plans[length] = divide(length, length)
+            else:
+                memory = jax.eval_shape(lambda: self.rule.init(self.session.program))
+                steps = choose_chunk(self.session.program, memory, length, chunk, self.options.budget, self.rule.passes)
+                plans[length] = divide(length, steps)
+        return plans[length]
 
     def _start(self, session: Session) -> tuple[list[Any], list[Any]]:
         """A session's initial hidden and other states, to be read only."""

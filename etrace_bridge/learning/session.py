@@ -13,6 +13,7 @@ import numpy as np
 from etrace_bridge._errors import InputError, StateError
 from etrace_bridge.compiler.diagnostics import show_path
 from etrace_bridge.compiler.graph import compile_etrace_graph
+from etrace_bridge.engine.plan import ChunkPlan
 from etrace_bridge.engine.program import StepProgram
 from etrace_bridge.frontend import BridgedModule
 from etrace_bridge.learning.inputs import signature
@@ -37,6 +38,7 @@ class Session:
         resets: for each of those, whether it belongs to a sequence (and starts anew with it) rather than to the model.
         initial: hidden and other arrays before a sequence.
         compiled: the jitted programs made for this step.
+        plans: how sequences are divided into chunks, by their length.
     """
 
     def __init__(self, net: brainstate.nn.Module, args: Sequence[Any]) -> None:
@@ -69,6 +71,7 @@ class Session:
                     f"for a batch of {self.batch}: the input's first axis is not read as the batch. Give it a batch axis, (batch, …)"
                 )
         self.compiled: dict[Any, Any] = {}
+        self.plans: dict[int, ChunkPlan] = {}
 
     @property
     def is_evaluation(self) -> bool:

@@ -84,9 +84,13 @@ class Rule:
     name: ClassVar[str] = ""
 
     @property
-    def in_blocks(self) -> bool:
-        """Whether `chunk` works in blocks of steps (`engine.blocks`), so that longer chunks fit into the same memory."""
-        return False
+    def passes(self) -> str:
+        """How `chunk` goes over its steps, from which `chunk="auto"` knows what a chunk costs.
+
+        `"whole"`: all at once. `"blocks"`: in blocks (`engine.blocks`), so that longer chunks fit into the same memory. `"short"`: all at
+        once, and the rule's memory is so small that a chunk need not be longer than a block.
+        """
+        return "whole"
 
     def init(self, program: StepProgram) -> Any:
         """The memory before the first step."""

@@ -54,7 +54,7 @@ from etrace_bridge.engine.linearise import (
     step_outputs,
     upstream_gradient,
 )
-from etrace_bridge.engine.plan import count_blocks
+from etrace_bridge.engine.plan import block_steps
 from etrace_bridge.engine.program import StepProgram
 from etrace_bridge.engine.suffix import suffix_scan, suffix_start
 from etrace_bridge.rules.base import Carry, Chunk, ChunkResult, Rule, batch_rows, check_batch_axis, check_choice, register_rule
@@ -83,8 +83,8 @@ class DRTRL(Rule):
         check_choice("upstream", self.upstream, ("chunk", "step"))
 
     @property
-    def in_blocks(self) -> bool:
-        return self.credit != "chunk"
+    def passes(self) -> str:
+        return "whole" if self.credit == "chunk" else "blocks"
 
     def init(self, program: StepProgram) -> Traces:
         traces = []
@@ -97,8 +97,9 @@ class DRTRL(Rule):
 
     def chunk(self, program: StepProgram, theta: Sequence[Any], carry: Carry, data: Chunk, fresh: bool, final: bool) -> ChunkResult:
         env = program.weight_env(theta)
-        count = count_blocks(program, data.args[0].shape[0])
-        forward = forward_in_blocks(program, env, carry.hidden, carry.other, data.args, count)
+        length = data.args[0].shape[0]
+        size = block_steps(program, length)
+        forward = forward_in_blocks(program, env, carry.hidden, carry.other, data.args, size)
         exact = chunk_gradient(program, theta, carry, data) if data.loss is not None and self.credit == "chunk" else None
 
         def block(later: Any, steps: Any):
@@ -120,9 +121,9 @@ class DRTRL(Rule):
                 summed = self.gradient(program, theta, env, some, part, found, core, asked)
             return (a0, M0), summed, (losses, outputs, None if final else trace_rows(program, core, M, later is None))
 
-        start = suffix_start(group_states(program, forward.new_hidden), not final) if count > 1 else None
+        start = suffix_start(group_states(program, forward.new_hidden), not final) if size < length else None
         steps = (forward.steps(), list(data.args), data.targets, data.weights)
-        (a0, M0), summed, (losses, outputs, rows) = run_blocks(block, start, steps, count, reverse=True)
+        (a0, M0), summed, (losses, outputs, rows) = run_blocks(block, start, steps, size, reverse=True)
         if exact is not None:
             a0, summed, losses, outputs = exact.a0, (exact.grads, {}), exact.losses, exact.outputs
         grads = None

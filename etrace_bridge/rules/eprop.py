@@ -79,8 +79,8 @@ class EProp(DRTRL):
             raise InputError(f"`kappa` is {self.kappa}; it must be at least 0 and below 1.")
 
     @property
-    def in_blocks(self) -> bool:
-        return not self.kappa
+    def passes(self) -> str:
+        return "whole" if self.kappa else super().passes
 
     def init(self, program: StepProgram) -> Any:
         """D-RTRL's traces; with `kappa`, those and the filtered ones [leg][exit]."""

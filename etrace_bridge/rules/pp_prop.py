@@ -116,6 +116,10 @@ class PPProp(Rule):
         """What is left of a filter after one step."""
         return self.decay if self.time_constant is None else math.exp(-1 / self.time_constant)
 
+    @property
+    def passes(self) -> str:
+        return "short"
+
     def init(self, program: StepProgram) -> dict[str, Any]:
         """Filters `x` by contact, `f` [channel][state], `n` by group, one a batch element, and `eps` [element-wise leg][state]."""
         x = {c.index: jnp.zeros(c.form.shape(c.form.feature), c.y.aval.dtype) for c in _products(program)}
