@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from etrace_bridge._jax_compat import JaxprEqn, bind_equation
@@ -176,17 +177,24 @@ def _conv(eqn: JaxprEqn, weight: int) -> ContactForm | None:
     view = place(dn.rhs_spec, group + "o", "c", kernel)
     feature = place(dn.out_spec, "b", group + "c" + kernel, spatial)
 
+    dilation, inner, strides = p["rhs_dilation"], p["lhs_dilation"], p["window_strides"]
+    whole = "b" + group + "c" + kernel + spatial
+    order = [whole.index(c) for c in feature]
+
     def patches(x: Any) -> Any:
-        cols = lax.conv_general_dilated_patches(
-            x,
-            window,
-            p["window_strides"],
-            p["padding"],
-            p["lhs_dilation"],
-            p["rhs_dilation"],
-            dimension_numbers=dn,
-        )
-        return cols.reshape([sizes[c] for c in feature])
+        # Slices of the padded data, one a place of the kernel: XLA's own patches are a convolution again, slow in a loop.
+        x = jnp.transpose(x, dn.lhs_spec)
+        edges = [(0, 0, 0), (0, 0, 0), *((low, high, d - 1) for (low, high), d in zip(p["padding"], inner, strict=True))]
+        x = lax.pad(x, jnp.zeros((), x.dtype), edges)
+        sides = [sizes[s] for s in spatial]
+
+        def part(at: Sequence[int]) -> Any:
+            starts = [k * d for k, d in zip(at, dilation, strict=True)]
+            ends = [s + (n - 1) * step + 1 for s, n, step in zip(starts, sides, strides, strict=True)]
+            return lax.slice(x, (0, 0, *starts), (*x.shape[:2], *ends), (1, 1, *strides))
+
+        found = jnp.stack([part(at) for at in np.ndindex(*window)], axis=2)
+        return jnp.transpose(found.reshape([sizes[c] for c in whole]), order)
 
     return ContactForm(1, 0, sizes, out=out, view=view, feature=feature, phi=patches)
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from etrace_bridge.compiler.jaxpr import evaluate, needed_equations, read
+from etrace_bridge.engine.convolution import as_product
 from etrace_bridge.engine.linearise import group_states, step_env
 from etrace_bridge.engine.program import StepProgram
 
@@ -46,7 +47,7 @@ def scan_steps(program: StepProgram, theta: Sequence[Any], hidden: Sequence[Any]
     n = len(program.leaves)
 
     def body(carry: Any, args_t: Sequence[Any]) -> tuple[Any, Any]:
-        done = evaluate(eqns, step_env(program, env, args_t, *carry))
+        done = evaluate(eqns, step_env(program, env, args_t, *carry), as_product)
         new = [read(done, v) for v in new_vars]
         return (new[:n], new[n:]), [read(done, v) for v in program.out_vars]
 

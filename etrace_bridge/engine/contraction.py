@@ -14,6 +14,7 @@ from etrace_bridge._jax_compat import Var, bind_equation
 from etrace_bridge.compiler.contacts import ContactForm
 from etrace_bridge.compiler.graph import Leg
 from etrace_bridge.compiler.views import Contact
+from etrace_bridge.engine.convolution import is_product
 from etrace_bridge.engine.forward import Forward
 from etrace_bridge.engine.linearise import step_env
 from etrace_bridge.engine.program import StepProgram, Tap
@@ -48,6 +49,8 @@ def view_gradients(program: StepProgram, env: dict[Var, Any], ybar: Sequence[Any
         if contact.eqn.primitive.name in ("dot_general", "copy", "broadcast_in_dim"):
             pieces = [_product(t.part.form, ybar[t.index], xs.get(contact.index)) for t in taps]
             result[contact.index] = join_pieces(taps, pieces)
+        elif is_product(contact.eqn):
+            result[contact.index] = _product(contact.form, _whole(contact, taps, ybar), xs[contact.index])
         else:
             gradient = _transpose(contact, env, _whole(contact, taps, ybar), xs[contact.index])
             form = taps[0].part.form if len(taps) == 1 else contact.form

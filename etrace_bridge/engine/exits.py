@@ -20,6 +20,7 @@ from etrace_bridge.compiler.jaxpr import evaluate, needed_equations, read, varia
 from etrace_bridge.compiler.positions import Edge
 from etrace_bridge.compiler.primitives import is_float, passes_derivative
 from etrace_bridge.engine.aligned import follow_places, sheets
+from etrace_bridge.engine.convolution import as_product
 from etrace_bridge.engine.forward import Forward
 from etrace_bridge.engine.linearise import group_states, step_env
 from etrace_bridge.engine.program import StepProgram, tap, with_value
@@ -176,7 +177,7 @@ def _run_tapped(program: StepProgram, env: dict[Var, Any], saved: Sequence[Any],
     def on_equation(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
         i = number[id(eqn)]
         operands = [tap(v, deltas[i, k]) if (i, k) in deltas else v for k, v in enumerate(operands)]
-        results = bind_equation(eqn, operands)
+        results = as_product(eqn, operands) or bind_equation(eqn, operands)
         return [with_value(r, known[v]) if v in known else r for v, r in zip(eqn.outvars, results, strict=True)]
 
     done = evaluate(needed_equations(program.step_eqns, program.out_vars), dict(env), on_equation)

@@ -10,6 +10,7 @@ import jax
 
 from etrace_bridge._jax_compat import Var
 from etrace_bridge.compiler.jaxpr import evaluate, needed_equations, read, reads_of
+from etrace_bridge.engine.convolution import as_product
 from etrace_bridge.engine.loop import scan_time
 from etrace_bridge.engine.program import StepProgram
 
@@ -60,7 +61,7 @@ def run_forward(program: StepProgram, env: dict[Var, Any], hidden: Sequence[Any]
     input_eqns = needed_equations(program.tier_eqns(1), input_vars)
 
     def input_part(args_t: Sequence[Any]) -> list[Any]:
-        inner = evaluate(input_eqns, {**env, **dict(zip(program.arg_vars, args_t, strict=True))})
+        inner = evaluate(input_eqns, {**env, **dict(zip(program.arg_vars, args_t, strict=True))}, as_product)
         return [read(inner, v) for v in input_vars]
 
     inputs = dict(zip(input_vars, jax.vmap(input_part)(list(args)), strict=True))
@@ -70,7 +71,7 @@ def run_forward(program: StepProgram, env: dict[Var, Any], hidden: Sequence[Any]
         inner = {**env, **dict(zip(wanted, inputs_t, strict=True))}
         inner.update((leaf.invar, h) for leaf, h in zip(program.leaves, old_hidden, strict=True))
         inner.update((i, o) for (i, _), o in zip(program.other_vars, old_other, strict=True))
-        inner = evaluate(body_eqns, inner)
+        inner = evaluate(body_eqns, inner, as_product)
         new = [read(inner, v) for v in new_vars]
         n = len(program.leaves)
         return (new[:n], new[n:]), (old_hidden, old_other, [inner[v] for v in state_saved])

@@ -14,6 +14,8 @@ import jax
 import numpy as np
 
 from etrace_bridge._errors import InputError
+from etrace_bridge.compiler.views import Contact
+from etrace_bridge.engine.convolution import is_product
 from etrace_bridge.engine.program import StepProgram
 
 FLOOR_BYTES = 16 * 2**20  # buffers of this size cost nothing worth saving
@@ -49,7 +51,7 @@ def working_bytes(program: StepProgram) -> int:
     """
     hidden = sum(_bytes(leaf.invar) for leaf in program.leaves)
     pieces = sum(_bytes(t.part.var) for t in program.taps if t.contact.x is not None)
-    inputs = sum({id(c.x): _bytes(c.x) for c in program.traced_contacts if c.x is not None}.values())
+    inputs = sum({id(c.x): _feature_bytes(c) if is_product(c.eqn) else _bytes(c.x) for c in _with_data(program)}.values())
     return inputs + 2 * pieces * _widest(program) + hidden * (4 + 2 * _widest(program))
 
 
@@ -58,9 +60,17 @@ def kept_bytes(program: StepProgram, with_trace: bool) -> int:
     kept = sum(_bytes(leaf.invar) for leaf in program.leaves) + sum(map(_bytes, program.saved_vars))
     if with_trace:
         kept += _widest(program) * sum(_bytes(program.taps[n].part.var) for n in program.distinct_taps)
-        factors = {id(c.x): c for c in program.traced_contacts if c.x is not None}.values()
-        kept += sum(math.prod(c.form.shape(c.form.feature)) * c.y.aval.dtype.itemsize for c in factors)
+        kept += sum({id(c.x): _feature_bytes(c) for c in _with_data(program)}.values())
     return kept
+
+
+def _with_data(program: StepProgram) -> list[Contact]:
+    return [c for c in program.traced_contacts if c.x is not None]
+
+
+def _feature_bytes(contact: Contact) -> int:
+    form: Any = contact.form
+    return math.prod(form.shape(form.feature)) * contact.y.aval.dtype.itemsize
 
 
 def _widest(program: StepProgram) -> int:

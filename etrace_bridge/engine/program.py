@@ -26,6 +26,7 @@ from etrace_bridge.compiler.jaxpr import evaluate, needed_equations, read, varia
 from etrace_bridge.compiler.positions import HiddenLeaf
 from etrace_bridge.compiler.primitives import is_float, passes_derivative
 from etrace_bridge.compiler.views import Contact, Part
+from etrace_bridge.engine.convolution import as_product
 
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 _SUMS = frozenset({"add", "add_any"})
@@ -368,7 +369,7 @@ class StepProgram:
                 operands[tapped[id(eqn)]] = lax.stop_gradient(operands[tapped[id(eqn)]])
             for k in held.get(id(eqn), ()):
                 operands[k] = lax.stop_gradient(operands[k])
-            results = bind_equation(eqn, operands)
+            results = as_product(eqn, operands) or bind_equation(eqn, operands)
             for n, v in enumerate(eqn.outvars):
                 if v in known:
                     results[n] = with_value(results[n], known[v])
@@ -382,7 +383,7 @@ class StepProgram:
         """Values of `targets` in one step, nothing recomputed that `saved` has."""
         env = {**env, **dict(zip(self.saved_vars, saved, strict=True))}
         eqns = needed_equations(self.step_eqns, targets, given=list(env))
-        env = evaluate(eqns, env)
+        env = evaluate(eqns, env, as_product)
         return [read(env, v) for v in targets]
 
     def output_tree(self, flat: Sequence[Any]) -> Any:
