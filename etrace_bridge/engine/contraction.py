@@ -20,6 +20,7 @@ from etrace_bridge.engine.linearise import step_env
 from etrace_bridge.engine.program import StepProgram, Tap
 
 _TIME = "T"
+_PLAIN = ("dot_general", "copy", "broadcast_in_dim")
 LOOP_SIZE = 2**18  # elements of all traces from which they are read row by row
 
 
@@ -45,15 +46,13 @@ def view_gradients(program: StepProgram, env: dict[Var, Any], ybar: Sequence[Any
     """Gradient of each traced contact's view, from cotangents (K, …) at its taps; in the view's letters."""
     result = {}
     for contact in program.traced_contacts:
-        taps = [t for t in program.taps if t.contact is contact]
-        if contact.eqn.primitive.name in ("dot_general", "copy", "broadcast_in_dim"):
-            pieces = [_product(t.part.form, ybar[t.index], xs.get(contact.index)) for t in taps]
-            result[contact.index] = join_pieces(taps, pieces)
-        elif is_product(contact.eqn):
-            result[contact.index] = _product(contact.form, _whole(contact, taps, ybar), xs[contact.index])
+        taps = program.taps_of(contact)
+        form: Any = taps[0].part.form if len(taps) == 1 else contact.form
+        if contact.eqn.primitive.name in _PLAIN or is_product(contact.eqn):
+            joined = join_outputs(taps, [ybar[t.index] for t in taps])
+            result[contact.index] = _product(form, joined, xs.get(contact.index))
         else:
             gradient = _transpose(contact, env, _whole(contact, taps, ybar), xs[contact.index])
-            form = taps[0].part.form if len(taps) == 1 else contact.form
             result[contact.index] = gradient.reshape(form.shape(form.view))
     return result
 
@@ -73,8 +72,7 @@ def _whole(contact: Contact, taps: Sequence[Tap], ybar: Sequence[Any]) -> Any:
             return y
         spread = [n for n, c in enumerate(out, 1) if c not in contact.form.out]
         return y.sum(spread).reshape(y.shape[0], *contact.y.aval.shape)
-    axis = contact.form.out.index(taps[0].part.letter) + 1
-    return jnp.concatenate([ybar[t.index] for t in taps], axis=axis)
+    return join_outputs(taps, [ybar[t.index] for t in taps])
 
 
 def _transpose(contact: Contact, env: dict[Var, Any], ybar: Any, x: Any) -> Any:
@@ -92,6 +90,13 @@ def _transpose(contact: Contact, env: dict[Var, Any], ybar: Any, x: Any) -> Any:
 
     _, pull = jax.vjp(apply, view)
     return pull(ybar)[0]
+
+
+def join_outputs(taps: Sequence[Tap], pieces: Sequence[Any]) -> Any:
+    """Arrays (K, …) at the pieces of a contact's output, side by side."""
+    if len(taps) == 1:
+        return pieces[0]
+    return jnp.concatenate(list(pieces), axis=taps[0].contact.form.out.index(taps[0].part.letter) + 1)
 
 
 def join_pieces(taps: Sequence[Tap], pieces: Sequence[Any]) -> Any:
@@ -174,8 +179,12 @@ def contract_traces(legs: Sequence[Leg], a: Sequence[Sequence[Any]], traces: Seq
 
 
 def _contract_leg(leg: Leg, a: Sequence[Any], traces: Sequence[Any]) -> Any:
+    form = leg.part.form
+    letters = form.trace
+    if form.sizes[letters[0]] == 1 and letters[0] not in form.view:  # a batch of one: taken off before the product, a fused loop stays plain
+        a, traces, letters = [x[0] for x in a], [eps[0] for eps in traces], letters[1:]
     product = sum(_wide(leg, x) * eps.astype(x.dtype) for x, eps in zip(a, traces, strict=True))
-    return _to_view(leg, product, leg.part.form.trace)
+    return _to_view(leg, product, letters)
 
 
 def _wide(leg: Leg, x: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from etrace_bridge._jax_compat import JaxprEqn, Literal, Var, bind_equation
@@ -152,9 +153,24 @@ class StepProgram:
         """All legs, in the order of their traces."""
         return tuple(leg for t in self.taps for leg in t.legs)
 
-    def leg_index(self, leg: Leg) -> int:
-        """The place of a leg's trace."""
-        return next(n for n, other in enumerate(self.legs) if other is leg)
+    @cached_property
+    def traces(self) -> tuple[Leg, ...]:
+        """What each trace belongs to: all pieces of a contact, as one leg, where each feeds the same group and no other; else a leg."""
+        found: list[Leg] = []
+        for contact in self.traced_contacts:
+            taps = self.taps_of(contact)
+            one_group = {tuple(leg.group for leg in t.legs) for t in taps}
+            if len(taps) > 1 and len(one_group) == 1 and len(one_group.pop()) == 1:
+                found.append(_join_legs(contact, [t.legs[0] for t in taps]))
+            else:
+                found += [leg for t in taps for leg in t.legs]
+        return tuple(found)
+
+    def taps_of(self, of: Contact | Leg) -> list[Tap]:
+        """The pieces of a contact, or of a leg or trace."""
+        if isinstance(of, Contact):
+            return [t for t in self.taps if t.contact is of]
+        return [t for t in self.taps if t.contact is of.contact and (t.part is of.part or of.part.var is of.contact.y)]
 
     def tap_index(self, leg: Leg) -> int:
         """The place of the tap that a leg starts from."""
@@ -188,10 +204,9 @@ class StepProgram:
                 first.setdefault(self.roots[t.index], t.index)
         return tuple(first.values())
 
-    def distinct_index(self, leg: Leg) -> int:
-        """The place in `distinct_taps` of the tap with a leg's cotangents."""
-        root = self.roots[self.tap_index(leg)]
-        return next(n for n, t in enumerate(self.distinct_taps) if self.roots[t] is root)
+    def distinct_index(self, tap: Tap) -> int:
+        """The place in `distinct_taps` of the tap with the same cotangents."""
+        return next(n for n, t in enumerate(self.distinct_taps) if self.roots[t] is self.roots[tap.index])
 
     @cached_property
     def traced_contacts(self) -> tuple[Contact, ...]:
@@ -393,3 +408,10 @@ class StepProgram:
     def zero_taps(self, lead: tuple[int, ...]) -> dict[Var, Any]:
         """Zeros for every tap, with leading axes."""
         return {t.part.var: jnp.zeros((*lead, *t.part.var.aval.shape), t.part.var.aval.dtype) for t in self.taps}
+
+
+def _join_legs(contact: Contact, legs: Sequence[Leg]) -> Leg:
+    form: Any = contact.form
+    axis = form.out.index(legs[0].part.letter)
+    places = np.concatenate([leg.places.reshape(leg.part.form.shape(form.out)) for leg in legs], axis)
+    return Leg(contact, Part(contact.y, form), legs[0].group, places.reshape(contact.y.aval.shape))

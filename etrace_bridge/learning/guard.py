@@ -51,16 +51,19 @@ def full_verdict(alarm: Any, watched: Sequence[Any]) -> tuple[Any, Any]:
 def quick_verdict(alarm: Any, loss: Any, hidden: Sequence[Any], grads: Sequence[Any] | None) -> tuple[Any, Any]:
     """A verdict in few operations, for a single step: whether loss, hidden states and gradients are finite, not which is not.
 
-    Gradients are multiplied by a vector of zeros, where 0 · inf and 0 · NaN are NaN: a matrix product is several times faster than a
-    sum over the same numbers.
+    Each is multiplied by vectors of zeros, where 0 · inf and 0 · NaN are NaN: a product is several times faster than a sum over the same
+    numbers.
     """
-    watched = [*hidden, *([loss] if loss is not None else [])]
-    for g in grads or ():
-        rows = g.reshape(-1, g.shape[-1] if g.ndim else 1)
-        watched.append(rows @ jnp.zeros(rows.shape[1], g.dtype))
-    total = sum(jnp.sum(x * 0).astype(jnp.float32) for x in watched)
+    watched = [*hidden, *([loss] if loss is not None else []), *(grads or ())]
+    total = sum(_zero_if_finite(x).astype(jnp.float32) for x in watched)
     fine = (total == 0) & (alarm[STOPPED] == 0)
     return fine, jnp.concatenate([jnp.stack([alarm[COUNT] + fine, (~fine).astype(alarm.dtype)]), alarm[FIRST:]])
+
+
+def _zero_if_finite(x: Any) -> Any:
+    rows = x.reshape(-1, x.shape[-1] if x.ndim else 1)
+    zeros = [jnp.zeros(n, x.dtype) for n in rows.shape]
+    return zeros[0] @ (rows @ zeros[1])
 
 
 def after(fine: Any, theta: Sequence[Any]) -> Any:

@@ -38,6 +38,7 @@ from etrace_bridge.engine.contraction import (
     at_places,
     contact_inputs,
     contract_traces,
+    join_outputs,
     join_pieces,
     outer_sum,
     view_gradients,
@@ -59,7 +60,7 @@ from etrace_bridge.engine.program import StepProgram
 from etrace_bridge.engine.suffix import suffix_scan, suffix_start
 from etrace_bridge.rules.base import Carry, Chunk, ChunkResult, Rule, batch_rows, check_batch_axis, check_choice, register_rule
 
-Traces = list[list[Any]]  # [leg][state]
+Traces = list[list[Any]]  # one a leg of `program.traces`, [leg][state]
 
 
 @register_rule
@@ -88,7 +89,7 @@ class DRTRL(Rule):
 
     def init(self, program: StepProgram) -> Traces:
         traces = []
-        for leg in program.legs:
+        for leg in program.traces:
             group = program.groups[program.place_of(leg)]
             dtype = self.trace_dtype or leg.part.var.aval.dtype
             shape = leg.part.form.shape(leg.part.form.trace)
@@ -161,14 +162,14 @@ class DRTRL(Rule):
 
     def past(self, program: StepProgram, a0: Grouped, traces: Traces, M0: Any) -> tuple[dict[int, Any], Any]:
         """`a_0 · eps_0`, by contact; and `M0`, to be used only after the traces were read."""
-        return read_traces(program, program.legs, a0, traces, M0)
+        return read_traces(program, program.traces, a0, traces, M0)
 
     def advance(self, program: StepProgram, traces: Traces, rows: Any, xs: dict[int, Any], M0: Any, fresh: bool) -> Traces:
         """`eps_K = M_0 eps_0 + sum of (M_t df_t) ⊗ x_t`."""
-        return advance_traces(program, program.legs, traces, rows, xs, M0, fresh)
+        return advance_traces(program, program.traces, traces, rows, xs, M0, fresh)
 
     def reset(self, program: StepProgram, trace: Traces, keep: Any) -> Traces:
-        return clear_rows(program, program.legs, trace, keep)
+        return clear_rows(program, program.traces, trace, keep)
 
 
 def read_traces(program: StepProgram, legs: Sequence[Leg], a0: Grouped, traces: Traces, M0: Any) -> tuple[dict[int, Any], Any]:
@@ -176,14 +177,23 @@ def read_traces(program: StepProgram, legs: Sequence[Leg], a0: Grouped, traces: 
     asked = [[at_places(leg, a) for a in a0[program.place_of(leg)]] for leg in legs]
     sums, M0 = contract_traces(legs, asked, traces, M0)
     by_contact: dict[int, Any] = {}
-    for contact in (c for c in program.traced_contacts if any(leg.contact is c for leg in legs)):
-        taps = [t for t in program.taps if t.contact is contact]
-        pieces = []
-        for t in taps:
-            zero = jnp.zeros(t.part.form.shape(t.part.form.view), t.part.var.aval.dtype)
-            pieces.append(sum((total for leg, total in zip(legs, sums, strict=True) if leg.part is t.part), zero))
-        by_contact[contact.index] = join_pieces(taps, pieces)
+    for contact in dict.fromkeys(leg.contact.index for leg in legs):
+        own = [(leg, total) for leg, total in zip(legs, sums, strict=True) if leg.contact.index == contact]
+        by_contact[contact] = _sum_of_view(program, own)
     return by_contact, M0
+
+
+def _sum_of_view(program: StepProgram, found: Sequence[tuple[Leg, Any]]) -> Any:
+    """Gradient of a contact's view, from those of its traces."""
+    contact = found[0][0].contact
+    taps = program.taps_of(contact)
+    if all(len(program.taps_of(leg)) == len(taps) for leg, _ in found):
+        return sum(total for _, total in found)
+    pieces = []
+    for t in taps:
+        zero = jnp.zeros(t.part.form.shape(t.part.form.view), t.part.var.aval.dtype)
+        pieces.append(sum((total for leg, total in found if leg.part is t.part), zero))
+    return join_pieces(taps, pieces)
 
 
 def trace_rows(program: StepProgram, core: CoreLinear, M: Any, alone: bool = True) -> list[list[list[Any]]]:
@@ -204,7 +214,9 @@ def advance_traces(program, legs: Sequence[Leg], traces: Traces, rows: Any, xs: 
         place, found = program.place_of(leg), rows[program.colour_of(leg)]
         states = []
         for r in range(program.groups[place].num_state):
-            eps = outer_sum(leg, found[r][program.distinct_index(leg)], xs.get(leg.contact.index))
+            taps = program.taps_of(leg)
+            row = join_outputs(taps, [found[r][program.distinct_index(t)] for t in taps])
+            eps = outer_sum(leg, row, xs.get(leg.contact.index))
             if not fresh:
                 for s, old in enumerate(traces[n]):
                     m = at_places(leg, M0[place][r][s])

@@ -42,7 +42,7 @@ from etrace_bridge._errors import InputError
 from etrace_bridge._jax_compat import Var
 from etrace_bridge.compiler.jaxpr import read
 from etrace_bridge.compiler.primitives import is_float
-from etrace_bridge.engine.contraction import at_places, contact_inputs, outer_sum, weight_gradients
+from etrace_bridge.engine.contraction import at_places, contact_inputs, join_outputs, outer_sum, weight_gradients
 from etrace_bridge.engine.exits import GroupExits, at_exit, exit_cotangents, find_exits, linearise_exits
 from etrace_bridge.engine.forward import Forward, run_forward
 from etrace_bridge.engine.linearise import Grouped, LossGradient, group_states, step_env, step_outputs
@@ -89,7 +89,7 @@ class EProp(DRTRL):
             return eps
         exits = find_exits(program)
         filtered = []
-        for leg, states in zip(program.legs, eps, strict=True):
+        for leg, states in zip(program.traces, eps, strict=True):
             filtered.append([jnp.zeros_like(states[0]) for _ in exits[program.place_of(leg)].exits])
         return {"eps": eps, "filtered": filtered}
 
@@ -204,7 +204,7 @@ class EProp(DRTRL):
     def _advance_filtered(self, program, trace, core, pulls, exits: Sequence[GroupExits], xs, length: int, fresh: bool):
         """`ē_K = kappa^K ē_0 + N_0 eps_0 + sum of (N_s df_s + kappa^(K-s) du_s) ⊗ x_s`."""
         left = self.kappa ** np.arange(length - 1, -1, -1.0)
-        new: list[list[Any]] = [[] for _ in program.legs]
+        new: list[list[Any]] = [[] for _ in program.traces]
         for m in range(max((len(own.exits) for own in exits), default=0)):
             U, du = [], []
             for g, own in enumerate(exits):
@@ -216,11 +216,12 @@ class EProp(DRTRL):
                 du.append(taps)
             N, N0, _, _ = suffix_scan(U, core.D, False)
             through = [pull(N) for pull in core.pulls]
-            for n, leg in enumerate(program.legs):
-                place, tap = program.place_of(leg), program.tap_index(leg)
+            for n, leg in enumerate(program.traces):
+                place, taps = program.place_of(leg), program.taps_of(leg)
                 if m >= len(exits[place].exits):
                     continue
-                g_s = through[program.colour_of(leg)][tap] + du[place][tap]
+                through_g = through[program.colour_of(leg)]
+                g_s = join_outputs(taps, [through_g[t.index] + du[place][t.index] for t in taps])
                 eps = outer_sum(leg, g_s, xs.get(leg.contact.index))
                 if not fresh:
                     eps = eps + self.kappa**length * trace["filtered"][n][m].astype(eps.dtype)

@@ -214,7 +214,7 @@ class PPProp(Rule):
         legs = _elementwise(program)
         if legs:
             pulled = core.pull(a)
-            for n in {program.tap_index(leg) for leg in legs}:
+            for n in {t.index for leg in legs for t in program.taps_of(leg)}:
                 total[n] = total[n] + pulled[n]
         return total
 
@@ -266,7 +266,7 @@ def _products(program: StepProgram) -> list[Any]:
 
 
 def _elementwise(program: StepProgram) -> list[Leg]:
-    return [leg for leg in program.legs if leg.contact.x is None]
+    return [leg for leg in program.traces if leg.contact.x is None]
 
 
 def _next(f: list[Any], D_row: list[Any], keep: float, new: Any) -> Any:
