@@ -25,7 +25,7 @@ MAX_CHUNK = 512
 ONE_CHUNK, SEVERAL_CHUNKS = 2.6, 1.6
 # Working buffers of one block: little enough for the cache, but not less than the weights' size, since each block reads all of
 # them, and not less than a few steps, so that products have enough rows. A chunk smaller than a few blocks is one.
-BLOCK_BYTES, BLOCK_WEIGHTS, BLOCK_STEPS, BLOCKS_FROM = 3 * 2**20, 2, 8, 4
+BLOCK_BYTES, BLOCK_WEIGHTS, BLOCK_STEPS, BLOCKS_FROM = 3 * 2**20, 2, 8, 8
 
 
 @dataclass(frozen=True)
