@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar
@@ -510,3 +511,26 @@ def test_map_tensors_keeps_structure():
 
 def test_bptt_is_the_reference_on_xla():
     assert isinstance(eb.rules.make_rule("bptt"), BPTT)
+
+
+class RootOfState(nn.Module):
+    """Found by the fuzzer: the slope of the root at a state of zero is infinite, and torch never asks for it at the first state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(IN, H)
+
+    def forward(self, x, h=None):
+        h = x.new_zeros(x.shape[0], H) if h is None else h
+        v = torch.maximum(self.fc(x), h)
+        h = v.abs().sqrt() + v
+        return h, h
+
+
+@pytest.mark.parametrize("rule", ["rtrl", "d_rtrl"])
+def test_an_infinite_slope_at_the_first_state_is_reported_not_hidden(rule):
+    """A limit, said in docs/limits.md: the online gradient is NaN where torch's is finite, and the report says so."""
+    torch.manual_seed(0)
+    report = eb.check_gradients(RootOfState(), torch.randn(T, B, IN), torch.randn(T, B, H), loss=mse_loss, rule=rule)
+    assert not report.ok and "nan" in str(report)
+    assert all(math.isfinite(report[name].norm) for name in ("fc.weight", "fc.bias"))

@@ -300,9 +300,7 @@ class StepProgram:
                 return False
             return all(is_sum(x, root) for x in eqn.invars)
 
-        return tuple(
-            root if root in made_by and is_sum(root, root) else t.part.var for t, root in zip(self.taps, self.roots, strict=True)
-        )
+        return tuple(root if root in made_by and is_sum(root, root) else t.part.var for t, root in zip(self.taps, self.roots, strict=True))
 
     @cached_property
     def core_inputs(self) -> tuple[Var, ...]:
