@@ -6,8 +6,10 @@ import contextlib
 import io
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import etrace_bridge as eb
@@ -78,6 +80,49 @@ def test_commands_run_as_printed(tmp_path, monkeypatch, capsys) -> None:
                 ran.append(words[3])
     assert {"explain", "check", "recommend", "train", "bench"} <= set(ran)
     assert (tmp_path / "run" / "weights.pt").is_file() and (tmp_path / "run" / "model.safetensors").is_file()
+
+
+def shell_lines() -> list[tuple[str, str]]:
+    """(page, line) of every shell block that is not on the commands' own page."""
+    found = [(page, text) for page in PAGES if page != COMMANDS_PAGE for kind, _, text in blocks(page) if kind in ("sh", "bash")]
+    return [(page, line.split("#")[0].strip()) for page, text in found for line in text.splitlines()]
+
+
+MODEL = """
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gru, self.readout = nn.GRU(32, 8), nn.Linear(8, 2)
+    def forward(self, x):
+        return self.readout(self.gru(x)[0])
+make_model = Net
+"""
+
+
+def test_shell_lines_of_all_pages_work(tmp_path, monkeypatch, capsys) -> None:
+    """Our own commands run on a model and data of the shape that the lines speak of; targets of make and extras of pip exist."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("my_model.py", "path/to/file.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(MODEL)
+    numbers = np.random.default_rng(0)
+    np.savez("data.npz", xs=numbers.normal(size=(6, 8, 32)), targets=numbers.normal(size=(6, 8, 2)))
+    make = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.M)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    ran = []
+    for page, line in shell_lines():
+        words = shlex.split(line)
+        if words[:3] == ["python", "-m", "etrace_bridge"]:
+            assert main(words[3:]) == 0, f"{page}: {line}\n{capsys.readouterr().err}"
+            ran.append(words[3])
+        elif words[0] == "make":
+            assert words[1] in make, f"{page}: {line}"
+        else:
+            assert words[:2] == ["pip", "install"], f"{page}: {line}"
+            asked = re.findall(r"\[([\w,]+)\]", line)
+            assert set(",".join(asked).split(",")) - {""} <= set(extras), f"{page}: {line}"
+    assert {"check", "train"} <= set(ran)
 
 
 def link_targets(page: str) -> list[str]:

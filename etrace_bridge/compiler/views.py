@@ -67,7 +67,7 @@ class Contact:
         view: the weight view.
         y: the equation's output.
         x: the data operand; None for an element-wise contact.
-        parts: the pieces of `y` that the step reads; each is traced by itself.
+        parts: the pieces of `y` that the step reads; each is followed by itself.
     """
 
     index: int

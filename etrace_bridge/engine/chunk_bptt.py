@@ -42,13 +42,12 @@ class ChunkGradient:
 def scan_steps(program: StepProgram, theta: Sequence[Any], hidden: Sequence[Any], other, args: Sequence[Any]):
     """Runs K steps: outputs, hidden and other states after them. Differentiable in `theta` and `hidden`."""
     env = program.weight_env(theta)
-    new_vars = [leaf.outvar for leaf in program.leaves] + [o for _, o in program.other_vars]
-    eqns = needed_equations(program.step_eqns, [*program.out_vars, *new_vars])
+    eqns = needed_equations(program.step_eqns, [*program.out_vars, *program.new_vars])
     n = len(program.leaves)
 
     def body(carry: Any, args_t: Sequence[Any]) -> tuple[Any, Any]:
         done = evaluate(eqns, step_env(program, env, args_t, *carry), as_product)
-        new = [read(done, v) for v in new_vars]
+        new = [read(done, v) for v in program.new_vars]
         return (new[:n], new[n:]), [read(done, v) for v in program.out_vars]
 
     (hidden, other), outs = lax.scan(body, (list(hidden), list(other)), list(args))

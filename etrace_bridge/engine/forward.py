@@ -52,11 +52,10 @@ def run_forward(program: StepProgram, env: dict[Var, Any], hidden: Sequence[Any]
         other: other states before the chunk.
         args: the step's arguments, each with K steps on its first axis.
     """
-    new_vars = [leaf.outvar for leaf in program.leaves] + [o for _, o in program.other_vars]
     state_saved = [v for v in program.saved_vars if program.tier[v] == 2]
-    body_eqns = needed_equations(program.tier_eqns(2), [*new_vars, *state_saved])
+    body_eqns = needed_equations(program.tier_eqns(2), [*program.new_vars, *state_saved])
     input_saved = [v for v in program.saved_vars if program.tier[v] == 1]
-    wanted = [v for v in reads_of(body_eqns, new_vars) if program.tier[v] == 1]
+    wanted = [v for v in reads_of(body_eqns, program.new_vars) if program.tier[v] == 1]
     input_vars = list(dict.fromkeys([*wanted, *input_saved]))
     input_eqns = needed_equations(program.tier_eqns(1), input_vars)
 
@@ -72,7 +71,7 @@ def run_forward(program: StepProgram, env: dict[Var, Any], hidden: Sequence[Any]
         inner.update((leaf.invar, h) for leaf, h in zip(program.leaves, old_hidden, strict=True))
         inner.update((i, o) for (i, _), o in zip(program.other_vars, old_other, strict=True))
         inner = evaluate(body_eqns, inner, as_product)
-        new = [read(inner, v) for v in new_vars]
+        new = [read(inner, v) for v in program.new_vars]
         n = len(program.leaves)
         return (new[:n], new[n:]), (old_hidden, old_other, [inner[v] for v in state_saved])
 

@@ -115,6 +115,11 @@ class StepProgram:
             if i not in info.invar_to_weight_path and i not in info.invar_to_hidden_path
         ]
 
+    @cached_property
+    def new_vars(self) -> list[Any]:
+        """What the step leaves: new hidden states, then new values of the other states."""
+        return [leaf.outvar for leaf in self.leaves] + [o for _, o in self.other_vars]
+
     # -- tiers -------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -215,13 +220,15 @@ class StepProgram:
 
     @cached_property
     def saved_vars(self) -> tuple[Var, ...]:
-        """Products that the forward pass hands to the recomputation: their pieces, or the sums that the pieces end up in."""
+        """Products on the way to new states, which the forward pass hands to the recomputation: their pieces, or the sums that the
+        pieces end up in. Other products, such as a readout's, are left to the parallel passes.
+        """
         entry = {t.part.var: v for t, v in zip(self.taps, self.entries, strict=True) if t.legs}
-        pieces = {c.eqn_index: [entry.get(p.var, p.var) for p in c.parts] for c in self.graph.structure.use.contacts if c.parts}
+        pieces = {id(c.eqn): [entry.get(p.var, p.var) for p in c.parts] for c in self.graph.structure.use.contacts if c.parts}
         saved: list[Var] = []
-        for i, eqn in enumerate(self.eqns):
+        for eqn in needed_equations(self.eqns, self.new_vars):
             if eqn.primitive.name in _PRODUCTS and self.tier[eqn.outvars[0]] > 0:
-                saved += pieces.get(i, eqn.outvars)
+                saved += pieces.get(id(eqn), eqn.outvars)
         return tuple(dict.fromkeys(saved))
 
     @cached_property
