@@ -1,4 +1,8 @@
-"""The forward pass over a chunk: a scan that carries states and keeps only what the parallel part needs."""
+"""The forward pass over a chunk: scans that carry states and keep only what the parallel part needs.
+
+Each level of states (`StepProgram.levels`) has a scan of its own. What it reads of inputs and of earlier levels is there before, computed for
+all steps at once: the input products of every layer of a stack are one large product each.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from etrace_bridge._jax_compat import Var
-from etrace_bridge.compiler.jaxpr import evaluate, needed_equations, read, reads_of
+from etrace_bridge._jax_compat import JaxprEqn, Literal, Var
+from etrace_bridge.compiler.jaxpr import evaluate, needed_equations, read, reads_of, variables
 from etrace_bridge.engine.convolution import as_product
 from etrace_bridge.engine.loop import scan_time
 from etrace_bridge.engine.program import StepProgram
@@ -52,31 +57,61 @@ def run_forward(program: StepProgram, env: dict[Var, Any], hidden: Sequence[Any]
         other: other states before the chunk.
         args: the step's arguments, each with K steps on its first axis.
     """
-    state_saved = [v for v in program.saved_vars if program.tier[v] == 2]
-    body_eqns = needed_equations(program.tier_eqns(2), [*program.new_vars, *state_saved])
-    input_saved = [v for v in program.saved_vars if program.tier[v] == 1]
-    wanted = [v for v in reads_of(body_eqns, program.new_vars) if program.tier[v] == 1]
-    input_vars = list(dict.fromkeys([*wanted, *input_saved]))
-    input_eqns = needed_equations(program.tier_eqns(1), input_vars)
+    before, count = [*hidden, *other], len(program.leaves)
+    known: dict[Var, Any] = dict(zip(program.arg_vars, args, strict=True))  # values at all K steps
+    after: dict[int, Any] = {}
+    for level in program.levels:
+        after |= _run_level(program, env, level, before, known, args[0].shape[0])
+    known |= _in_parallel(program, env, known, program.saved_vars)
+    old = [known[v] for v in program.state_vars]
+    new = [after[n] for n in range(len(old))]
+    return Forward(old[:count], old[count:], [known[v] for v in program.saved_vars], new[:count], new[count:])
 
-    def input_part(args_t: Sequence[Any]) -> list[Any]:
-        inner = evaluate(input_eqns, {**env, **dict(zip(program.arg_vars, args_t, strict=True))}, as_product)
-        return [read(inner, v) for v in input_vars]
 
-    inputs = dict(zip(input_vars, jax.vmap(input_part)(list(args)), strict=True))
+def _run_level(
+    program: StepProgram, env: dict[Var, Any], level: Sequence[int], before: Sequence[Any], known: dict[Var, Any], length: int
+) -> dict[int, Any]:
+    """Runs one level through all steps, adds its values to `known`, and returns its states after them."""
+    old_vars, new_vars = [program.state_vars[n] for n in level], [program.new_vars[n] for n in level]
+    eqns = needed_equations(_depending(program.step_eqns, old_vars), new_vars)
+    made = {v for eqn in eqns for v in eqn.outvars}
+    saved = [v for v in program.saved_vars if v in made]
+    wanted = [v for v in reads_of(eqns, new_vars) if program.tier[v] > 0 and v not in old_vars]
+    known |= _in_parallel(program, env, known, wanted)
 
-    def body(carry: Any, inputs_t: list[Any]) -> tuple[Any, Any]:
-        old_hidden, old_other = carry
-        inner = {**env, **dict(zip(wanted, inputs_t, strict=True))}
-        inner.update((leaf.invar, h) for leaf, h in zip(program.leaves, old_hidden, strict=True))
-        inner.update((i, o) for (i, _), o in zip(program.other_vars, old_other, strict=True))
-        inner = evaluate(body_eqns, inner, as_product)
-        new = [read(inner, v) for v in program.new_vars]
-        n = len(program.leaves)
-        return (new[:n], new[n:]), (old_hidden, old_other, [inner[v] for v in state_saved])
+    def body(carry: list[Any], values: list[Any]) -> tuple[list[Any], Any]:
+        inner = {**env, **dict(zip(wanted, values, strict=True)), **dict(zip(old_vars, carry, strict=True))}
+        inner = evaluate(eqns, inner, as_product)
+        return [read(inner, v) for v in new_vars], (carry, [inner[v] for v in saved])
 
-    carry = (list(hidden), list(other))
-    xs = [inputs[v] for v in wanted]
-    (new_hidden, new_other), (old_hidden, old_other, kept_saved) = scan_time(body, carry, xs, args[0].shape[0])
-    saved = {v: inputs[v] for v in input_saved} | dict(zip(state_saved, kept_saved, strict=True))
-    return Forward(old_hidden, old_other, [saved[v] for v in program.saved_vars], new_hidden, new_other)
+    ends, (old, kept) = scan_time(body, [before[n] for n in level], [known[v] for v in wanted], length)
+    known |= zip((*old_vars, *saved), (*old, *kept), strict=True)
+    for v, values, end in zip(new_vars, old, ends, strict=True):
+        if not isinstance(v, Literal):
+            known.setdefault(v, jnp.concatenate([values[1:], end[None]]))
+    return dict(zip(level, ends, strict=True))
+
+
+def _depending(eqns: Sequence[JaxprEqn], sources: Sequence[Var]) -> list[JaxprEqn]:
+    """The equations that depend on `sources`."""
+    reach, chosen = set(sources), []
+    for eqn in eqns:
+        if not reach.isdisjoint(variables(eqn.invars)):
+            reach.update(eqn.outvars)
+            chosen.append(eqn)
+    return chosen
+
+
+def _in_parallel(program: StepProgram, env: dict[Var, Any], known: dict[Var, Any], wanted: Sequence[Var]) -> dict[Var, Any]:
+    """Values at all steps that follow from known ones."""
+    missing = [v for v in wanted if v not in known]
+    if not missing:
+        return {}
+    eqns = needed_equations(program.step_eqns, missing, [*env, *known])
+    given = [v for v in reads_of(eqns, missing) if v in known]
+
+    def one(values: Sequence[Any]) -> list[Any]:
+        inner = evaluate(eqns, {**env, **dict(zip(given, values, strict=True))}, as_product)
+        return [read(inner, v) for v in missing]
+
+    return dict(zip(missing, jax.vmap(one)([known[v] for v in given]), strict=True))

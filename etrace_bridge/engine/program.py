@@ -134,8 +134,34 @@ class StepProgram:
             tier.update((v, level) for v in eqn.outvars)
         return tier
 
-    def tier_eqns(self, level: int) -> list[JaxprEqn]:
-        return [eqn for eqn in self.eqns if self.tier[eqn.outvars[0]] == level]
+    @cached_property
+    def weight_eqns(self) -> list[JaxprEqn]:
+        return [eqn for eqn in self.eqns if self.tier[eqn.outvars[0]] == 0]
+
+    @cached_property
+    def state_vars(self) -> list[Var]:
+        """What the step starts from: old hidden states, then old values of the other states."""
+        return [leaf.invar for leaf in self.leaves] + [i for i, _ in self.other_vars]
+
+    @cached_property
+    def levels(self) -> tuple[tuple[int, ...], ...]:
+        """The states, as places in `state_vars`, in the order in which whole sequences of them can be computed.
+
+        States that depend on each other are in one level, and each level depends on earlier ones alone: a stack of recurrent
+        layers has a level each.
+        """
+        by_var: dict[Var, frozenset[int]] = {v: frozenset([n]) for n, v in enumerate(self.state_vars)}
+        for eqn in self.eqns:
+            read_by = frozenset().union(*(by_var.get(v, frozenset()) for v in variables(eqn.invars)))
+            by_var.update(dict.fromkeys(eqn.outvars, read_by))
+        needs = [{n} | set(() if isinstance(v, Literal) else by_var.get(v, ())) for n, v in enumerate(self.new_vars)]
+        for m in range(len(needs)):  # and what those need
+            for own in needs:
+                own |= needs[m] if m in own else set()
+        depth: dict[int, int] = {}
+        for n in sorted(range(len(needs)), key=lambda n: len(needs[n])):
+            depth[n] = 1 + max((depth[m] for m in needs[n] if n not in needs[m]), default=-1)
+        return tuple(tuple(n for n in depth if depth[n] == level) for level in sorted(set(depth.values())))
 
     @cached_property
     def step_eqns(self) -> list[JaxprEqn]:
@@ -361,7 +387,7 @@ class StepProgram:
         """Values of the weight tier."""
         env = dict(self.constants)
         env.update(zip(self.weight_vars, theta, strict=True))
-        return evaluate(self.tier_eqns(0), env)
+        return evaluate(self.weight_eqns, env)
 
     def run_step(
         self,
