@@ -57,6 +57,6 @@ def test_delayed_copy_is_learned_online():
 
 @pytest.mark.x32
 def test_digits_are_learned_online():
-    online, bptt = load("digits_lstm").run(epochs=24, hidden=32, learning_rate=0.01)
+    online, bptt = load("digits_lstm").run(epochs=36, hidden=32, learning_rate=0.01)  # long enough for both to have settled
     assert bptt > 0.9, "BPTT itself does not learn the task: nothing is compared"
     assert online >= 0.95 * bptt
