@@ -310,7 +310,7 @@ def test_blocks_do_not_matter(name, rule, monkeypatch):
 def test_large_chunks_have_blocks():
     """Blocks divide the chunk evenly where they can, are of one size however long it is, and a small chunk is one."""
     program = case("torch_gru").program
-    steps = 4 * plan.BLOCKS_FROM * plan.BLOCK_BYTES // working_bytes(program) // 64 * 64
+    steps = 4 * plan.FLOOR_BYTES // working_bytes(program) // 64 * 64
     size = block_steps(program, steps)
     assert size < steps / 4 and steps % size == 0
     prime = next(n for n in range(steps, 2 * steps) if all(n % d for d in range(2, n)))

@@ -18,14 +18,14 @@ from etrace_bridge.compiler.views import Contact
 from etrace_bridge.engine.convolution import is_product
 from etrace_bridge.engine.program import StepProgram
 
-FLOOR_BYTES = 16 * 2**20  # buffers of this size cost nothing worth saving
 MAX_CHUNK = 512
 # Buffers in units of the trace. A sequence in one chunk has no trace, so its buffers may take that room too; either way the whole
 # stays within three times the trace.
-ONE_CHUNK, SEVERAL_CHUNKS = 2.6, 1.6
+ONE_CHUNK, SEVERAL_CHUNKS = 2.6, 1.4
 # Working buffers of one block: little enough for the cache, but not less than the weights' size, since each block reads all of
-# them, and not less than a few steps, so that products have enough rows. A chunk smaller than a few blocks is one.
-BLOCK_BYTES, BLOCK_WEIGHTS, BLOCK_STEPS, BLOCKS_FROM = 3 * 2**20, 2, 8, 8
+# them, and not less than a few steps, so that products have enough rows.
+BLOCK_BYTES, BLOCK_WEIGHTS, BLOCK_STEPS = 3 * 2**20, 2, 8
+FLOOR_BYTES = 24 * 2**20  # buffers of this size cost nothing worth saving: such a chunk is one block
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,9 @@ def _block_bytes(program: StepProgram) -> int:
 def block_steps(program: StepProgram, length: int) -> int:
     """Steps in a block of a chunk of `length` steps: a divisor of it if one is near, so that no shorter block is left over."""
     block, each = _block_bytes(program), working_bytes(program)
-    if length * each < BLOCKS_FROM * block:
+    near = max(block // each, BLOCK_STEPS)
+    if length * each <= FLOOR_BYTES or length <= 2 * near:
         return length
-    near = min(max(block // each, BLOCK_STEPS), length)
     even = [n for n in range(max(near // 2, BLOCK_STEPS), 2 * near + 1) if length % n == 0]
     return min(even, key=lambda n: abs(math.log(n / near)), default=near)
 
@@ -94,7 +94,7 @@ def block_steps(program: StepProgram, length: int) -> int:
 def chunk_bytes(program: StepProgram, length: int, with_trace: bool, passes: str) -> int:
     """An estimate of the buffers of a chunk, its trace aside."""
     at_once = length * working_bytes(program)
-    if passes != "blocks" or at_once < BLOCKS_FROM * _block_bytes(program):
+    if passes != "blocks" or at_once <= FLOOR_BYTES:
         return at_once
     block = max(_block_bytes(program), BLOCK_STEPS * working_bytes(program))
     return min(at_once, block + length * kept_bytes(program, with_trace))
@@ -128,13 +128,19 @@ def choose_chunk(program: StepProgram, trace: Any, length: int, chunk: int | str
     if passes == "short":
         short = block_steps(program, length)
         return short if budget is None else min(short, max(budget // working_bytes(program), 1))
-    alone = budget if budget is not None else max(ONE_CHUNK * size, FLOOR_BYTES)
-    if length <= MAX_CHUNK and chunk_bytes(program, length, False, passes) <= alone:
+
+    def fits(k: int, with_trace: bool, times: float) -> bool:
+        needed = chunk_bytes(program, k, with_trace, passes)
+        if budget is not None:
+            return needed <= budget
+        return needed <= times * size or k * working_bytes(program) <= FLOOR_BYTES
+
+    if length <= MAX_CHUNK and fits(length, False, ONE_CHUNK):
         return length
-    allowed = budget if budget is not None else max(SEVERAL_CHUNKS * size, FLOOR_BYTES)
-    most = next((k for k in range(min(MAX_CHUNK, length), 1, -1) if chunk_bytes(program, k, True, passes) <= allowed), 1)
-    near = range(most, max(1, int(0.7 * most)) - 1, -1)
-    return min(near, key=lambda k: length % k)  # the largest that leaves the least over: what is left is one more program
+    most = next((k for k in range(min(MAX_CHUNK, length), 1, -1) if fits(k, True, SEVERAL_CHUNKS)), 1)
+    near = range(most, max(1, most // 2) - 1, -1)
+    # The largest that leaves least over, at the end of the sequence and then of the chunk: what is left over is one more program.
+    return min(near, key=lambda k: (length % k, k % block_steps(program, k)))
 
 
 def divide(length: int, steps: int) -> ChunkPlan:
