@@ -10,6 +10,9 @@ from benchmarks.ours import make_ours
 from benchmarks.workloads import Workload
 
 
+SHOWN = {"ours": "etrace_bridge", "yardstick": "written by hand"}  # the programs' names in the plot
+
+
 def sweep(quick: bool, patience: float = 0.0, clock: str = "wall", repeats: int = 5) -> dict[str, list[dict[str, Any]]]:
     """Measure a GRU over lengths at one size, and over sizes at one length."""
     lengths = (100, 400) if quick else (100, 300, 1000, 3000, 10_000)
@@ -52,8 +55,13 @@ def plot(report: dict[str, list[dict[str, Any]]], path: Path | None = None) -> N
             if not points:
                 continue
             at = [x for x, _ in points]
-            axes[0, column].loglog(at, [result["seconds"] * 1e3 for _, result in points], "o-", label=name)
+            axes[0, column].loglog(at, [result["seconds"] * 1e3 for _, result in points], "o-", label=SHOWN.get(name, name))
             axes[1, column].loglog(at, [result["memory_bytes"] / 1e6 for _, result in points], "o-", label=name)
+        at = [row["workload"][axis] for row in report[axis]]
+        for axes_of in axes[:, column]:
+            axes_of.set_xticks(at, [f"{x:,}" for x in at])
+            axes_of.minorticks_off()
+            axes_of.grid(alpha=0.3)
         first = report[axis][0]["workload"]
         fixed = "H={hidden} B={batch} I={inputs}" if axis == "steps" else "T={steps} B={batch} I={inputs}"
         axes[0, column].set_title("GRU, " + fixed.format(**first))
