@@ -1,0 +1,118 @@
+"""How the engine divides a step: levels of states, what the forward pass keeps, traces, and convolutions as products."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import models
+from etrace_bridge.engine import convolution
+from etrace_bridge.engine.forward import run_forward
+from etrace_bridge.engine.program import StepProgram
+
+
+def program_of(name: str) -> StepProgram:
+    return StepProgram(models.graph_of(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "levels"),
+    [
+        ("torch_gru", 1),
+        ("torch_lstm", 1),  # h and c depend on each other
+        ("stacked", 2),
+        ("tied_layers", 2),
+        ("delay_line", 1),
+    ],
+)
+def test_states_that_depend_on_each_other_are_one_level(name, levels):
+    program = program_of(name)
+    assert len(program.levels) == levels
+    assert sorted(n for level in program.levels for n in level) == list(range(len(program.state_vars)))
+
+
+@pytest.mark.parametrize("name", ["torch_gru", "torch_lstm", "stacked", "tied_layers", "delay_line", "encoder_readout", "unused_state"])
+def test_levels_give_the_states_of_the_step_itself(name):
+    """Against the step's own jaxpr, one step after the other."""
+    program = program_of(name)
+    rng, steps = np.random.default_rng(0), 4
+    draw = lambda v, *lead: jnp.asarray(rng.standard_normal((*lead, *v.aval.shape)), v.aval.dtype)  # noqa: E731
+    theta, xs = [draw(v) for v in program.weight_vars], [draw(v, steps) for v in program.arg_vars]
+    hidden = [draw(leaf.invar) for leaf in program.leaves]
+    assert not program.other_vars
+    found = run_forward(program, program.weight_env(theta), hidden, [], xs)
+    info = program.graph.module_info
+    order = {v: n for n, v in enumerate([*program.arg_vars, *program.weight_vars, *(leaf.invar for leaf in program.leaves)])}
+    for t in range(steps):
+        for expected, kept in zip(hidden, found.hidden, strict=True):
+            np.testing.assert_allclose(kept[t], expected, rtol=1e-12, atol=1e-12)
+        values = [*(x[t] for x in xs), *theta, *hidden]
+        out = jax.core.eval_jaxpr(info.jaxpr, info.closed_jaxpr.consts, *(values[order[v]] for v in info.jaxpr.invars))
+        by_var = {v: o for v, o in zip(info.jaxpr.outvars, out, strict=True) if not hasattr(v, "val")}
+        hidden = [
+            by_var[leaf.outvar] if not hasattr(leaf.outvar, "val") else jnp.full(h.shape, leaf.outvar.val)
+            for leaf, h in zip(program.leaves, hidden, strict=True)
+        ]
+    for expected, last in zip(hidden, found.new_hidden, strict=True):
+        np.testing.assert_allclose(last, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_gru_keeps_sums():
+    """Of r and z the sums of both products; of n the two products apart, since r scales one of them."""
+    program = program_of("torch_gru")
+    assert len(program.saved_vars) == 4
+    made = {v: eqn.primitive.name for eqn in program.eqns for v in eqn.outvars}
+    assert sum(made[v] == "add" for v in program.saved_vars) >= 2
+
+
+def test_the_readout_is_left_to_the_parallel_passes():
+    program = program_of("encoder_readout")
+    products = [eqn.outvars[0] for eqn in program.eqns if eqn.primitive.name == "dot_general"]
+    *on_the_way, readout = products  # the encoder's, the recurrent layer's, the readout's
+    assert len(on_the_way) == 2 and readout not in program.saved_vars and len(program.saved_vars) == 2
+
+
+def test_gates_share_a_trace():
+    program = program_of("torch_lstm")
+    products = [leg for leg in program.traces if leg.contact.x is not None]
+    assert len(products) == 2 and all(len(program.taps_of(leg)) == 4 for leg in products)
+
+
+SHAPES = {
+    "plain": ((2, 3, 6, 5), (4, 3, 3, 3), {"padding": "SAME"}),
+    "strided": ((2, 3, 7, 6), (4, 3, 3, 2), {"window_strides": (2, 3), "padding": ((1, 0), (2, 1))}),
+    "dilated": ((2, 3, 9, 8), (4, 3, 3, 2), {"rhs_dilation": (2, 3), "padding": ((2, 2), (0, 1))}),
+    "transposed": ((2, 3, 4, 4), (4, 3, 3, 3), {"lhs_dilation": (2, 2), "padding": ((1, 2), (1, 2))}),
+    "cropped": ((2, 3, 6, 6), (4, 3, 3, 3), {"padding": ((-1, 0), (0, -1))}),
+    "grouped": ((2, 6, 5, 5), (4, 3, 3, 3), {"feature_group_count": 2, "padding": "SAME"}),
+    "depthwise": ((2, 4, 5), (8, 1, 3), {"feature_group_count": 4, "padding": "SAME"}),
+    "channels last": ((2, 6, 5, 3), (3, 3, 3, 4), {"padding": "SAME", "dimension_numbers": ("NHWC", "HWIO", "NHWC")}),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_convolutions_as_products(name):
+    """Values and both derivatives are those of XLA's own convolution."""
+    x_shape, w_shape, options = SHAPES[name]
+    options = {"window_strides": (1,) * (len(x_shape) - 2)} | options
+    rng = np.random.default_rng(0)
+    x, w = jnp.asarray(rng.standard_normal(x_shape)), jnp.asarray(rng.standard_normal(w_shape))
+    conv = lambda x, w: lax.conv_general_dilated(x, w, **options)  # noqa: E731
+    (eqn,) = jax.make_jaxpr(conv)(x, w).eqns
+    assert convolution.is_product(eqn)
+    y, pull = jax.vjp(conv, x, w)
+    found, found_pull = jax.vjp(lambda x, w: convolution.as_product(eqn, [x, w])[0], x, w)
+    cotangent = jnp.asarray(rng.standard_normal(y.shape))
+    for a, b in zip((found, *found_pull(cotangent)), (y, *pull(cotangent)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-11)
+
+
+def test_large_convolutions_stay_what_they_are(monkeypatch):
+    x, w = jnp.ones((1, 1, 8, 8)), jnp.ones((1, 1, 3, 3))
+    (eqn,) = jax.make_jaxpr(lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME"))(x, w).eqns
+    assert convolution.is_product(eqn)
+    monkeypatch.setattr(convolution, "PATCH_BYTES", 100)
+    assert not convolution.is_product(eqn) and convolution.as_product(eqn, [x, w]) is None
