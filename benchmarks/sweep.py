@@ -9,7 +9,6 @@ from benchmarks.harness import FOLDER, MAKERS, measure
 from benchmarks.ours import make_ours
 from benchmarks.workloads import Workload
 
-
 SHOWN = {"ours": "etrace_bridge", "yardstick": "written by hand"}  # the programs' names in the plot
 
 

@@ -4,7 +4,7 @@ The three tiers of a step's equations:
 
 - *weight tier*: weights and constants alone; runs once a chunk;
 - *input tier*: the step's arguments, no state; runs in parallel over the K steps of a chunk;
-- *state tier*: the rest; runs inside the scan over time.
+- *state tier*: the rest; what new states need of it runs in scans over time, one for each level of states.
 """
 
 from __future__ import annotations
