@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 import models
+from etrace_bridge._jax_compat import evaluate_jaxpr
 from etrace_bridge.engine import convolution
 from etrace_bridge.engine.forward import run_forward
 from etrace_bridge.engine.program import StepProgram
@@ -50,7 +51,7 @@ def test_levels_give_the_states_of_the_step_itself(name):
         for expected, kept in zip(hidden, found.hidden, strict=True):
             np.testing.assert_allclose(kept[t], expected, rtol=1e-12, atol=1e-12)
         values = [*(x[t] for x in xs), *theta, *hidden]
-        out = jax.core.eval_jaxpr(info.jaxpr, info.closed_jaxpr.consts, *(values[order[v]] for v in info.jaxpr.invars))
+        out = evaluate_jaxpr(info.closed_jaxpr, *(values[order[v]] for v in info.jaxpr.invars))
         by_var = {v: o for v, o in zip(info.jaxpr.outvars, out, strict=True) if not hasattr(v, "val")}
         hidden = [
             by_var[leaf.outvar] if not hasattr(leaf.outvar, "val") else jnp.full(h.shape, leaf.outvar.val)
