@@ -39,11 +39,11 @@ def executables_memory(call: Callable[[], Any], aside: int) -> tuple[int, str]:
         aside: Bytes of inputs and outputs that grow with the sequence, left out of the count.
     """
     client = jax.devices()[0].client
-    known = {id(program) for program in client.live_executables()}
+    known = client.live_executables()  # held, so that identities stay theirs
     call()
     sizes = [0]
     for program in client.live_executables():
-        if id(program) not in known:
+        if all(program is not old for old in known):
             stats = program.get_compiled_memory_stats()
             total = stats.temp_size_in_bytes + stats.output_size_in_bytes + stats.argument_size_in_bytes
             sizes.append(total - stats.alias_size_in_bytes)

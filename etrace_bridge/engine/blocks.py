@@ -35,7 +35,7 @@ def run_blocks(body: Callable[[Any, Any], tuple[Any, Any, Any]], carry: Any, ste
     count, rest = divmod(jax.tree.leaves(steps)[0].shape[0], size)
     if count + bool(rest) == 1:
         return body(carry, steps)
-    last = jax.tree.map(lambda x: x[-rest:], steps)
+    last = jax.tree.map(lambda x: x[count * size :], steps)
     blocks = jax.tree.map(lambda x: x[: count * size].reshape(count, size, *x.shape[1:]), steps)
     total = ended = None
     if rest and reverse:

@@ -179,14 +179,8 @@ def contract_traces(legs: Sequence[Leg], a: Sequence[Sequence[Any]], traces: Seq
 
 
 def _contract_leg(leg: Leg, a: Sequence[Any], traces: Sequence[Any]) -> Any:
-    form = leg.part.form
-    letters = form.trace
-    if (
-        form.sizes[letters[0]] == 1 and letters[0] not in form.view
-    ):  # a batch of one: taken off before the product, a fused loop stays plain
-        a, traces, letters = [x[0] for x in a], [eps[0] for eps in traces], letters[1:]
     product = sum(_wide(leg, x) * eps.astype(x.dtype) for x, eps in zip(a, traces, strict=True))
-    return _to_view(leg, product, letters)
+    return _to_view(leg, product, leg.part.form.trace)
 
 
 def _wide(leg: Leg, x: Any) -> Any:
