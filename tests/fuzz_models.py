@@ -18,7 +18,9 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-BATCH, STEPS, WIDTH = 2, 4, 3
+STEPS = 4
+# Sizes that divide a vector register and sizes that do not: what XLA makes of a loop depends on them.
+BATCHES, WIDTHS = (2, 2, 3, 4), (3, 3, 4, 5)
 
 _HEADER = """\
 class Spike(torch.autograd.Function):
@@ -58,7 +60,7 @@ BINARY = (
 MIXING = (
     "{a} - {a}.mean(-1, keepdim=True)", "torch.softmax({a}, -1)", "{a}.roll(1, -1)", "{a}.flip(-1)", "{a}.cumsum(-1)",
     "F.layer_norm({a}, {a}.shape[-1:])", "{a} * {a}.sum(-1, keepdim=True)", "{a} / (1 + {a}.norm(dim=-1, keepdim=True))",
-    "{a} + {a}.amax(-1, keepdim=True)", "torch.cat([{a}[..., 1:], {a}[..., :1]], -1)", "{a}[..., [2, 0, 1]]",
+    "{a} + {a}.amax(-1, keepdim=True)", "torch.cat([{a}[..., 1:], {a}[..., :1]], -1)", "{a}[..., [2, 0, 1] + list(range(3, {a}.shape[-1]))]",
     "{a}.transpose(0, -1).contiguous().transpose(0, -1)", "{a}.reshape(-1).reshape({a}.shape)", "torch.stack([{a}, {a}]).sum(0)",
     "{a} * {a}.var(-1, keepdim=True)", "{a} - torch.logsumexp({a}, -1, keepdim=True)", "{a} * {a}.prod(-1, keepdim=True)",
     "{a} - {a}.amin(-1, keepdim=True)", "F.normalize({a} + 2.0, dim=-1)",
@@ -66,7 +68,7 @@ MIXING = (
 IN_PLACE = (
     "{v}.add_({b})", "{v}.mul_({b})", "{v}[..., 0] = {b}[..., 1]", "{v}[..., 1:] *= 0.5", "{v} += {b}", "{v}[:, :1].add_({b}[:, :1])",
     "{v}.masked_fill_({b} > 0.5, 0.25)", "{v}.clamp_(-1, 1)", "{v}.copy_({b} + {v})", "{v}.sigmoid_()",
-    "{v}.div_(1 + {b}.abs())", "{v}.lerp_({b}, 0.3)", "{v}[..., ::2] = {b}[..., :2]", "{v}.sub_({b}.mean(-1, keepdim=True))",
+    "{v}.div_(1 + {b}.abs())", "{v}.lerp_({b}, 0.3)", "{v}[..., ::2] = {b}[..., : ({b}.shape[-1] + 1) // 2]", "{v}.sub_({b}.mean(-1, keepdim=True))",
 )  # fmt: skip
 NEW_STATE = (
     "0.8 * {h} + 0.2 * {v}", "torch.tanh({v})", "torch.sigmoid({d}) * {h} + torch.tanh({v})", "{z} * {h} + (1 - {z}) * torch.tanh({v})",
@@ -82,14 +84,18 @@ class Program:
     Attributes:
         source: Python source, given `torch`, `nn` and `F`.
         style: where the state is: in `"attribute"`s, in `"buffer"`s, or an `"argument"`.
-        inputs: `"dense"` (B, 3), `"tokens"` (B,) or `"image"` (B, 2, 3).
+        inputs: `"dense"` (B, width), `"tokens"` (B,) or `"image"` (B, 2, width).
         seed: of weights and data.
+        batch: batch size.
+        width: units of every layer.
     """
 
     source: str
     style: str
     inputs: str
     seed: int
+    batch: int = 2
+    width: int = 3
 
     def build(self) -> nn.Module:
         """A fresh module, the same weights every time, in float64."""
@@ -108,12 +114,13 @@ class Program:
         """Inputs, time on the first axis."""
         generator = torch.Generator().manual_seed(self.seed + 1)
         if self.inputs == "tokens":
-            return torch.randint(0, 4, (STEPS, BATCH), generator=generator)
-        shape = (WIDTH,) if self.inputs == "dense" else (2, WIDTH)
-        return torch.randn(STEPS, BATCH, *shape, generator=generator).double()
+            return torch.randint(0, 4, (STEPS, self.batch), generator=generator)
+        shape = (self.width,) if self.inputs == "dense" else (2, self.width)
+        return torch.randn(STEPS, self.batch, *shape, generator=generator).double()
 
     def __repr__(self) -> str:
-        return f"Program(style={self.style!r}, inputs={self.inputs!r}, seed={self.seed}):\n{self.source}"
+        sizes = f"batch={self.batch}, width={self.width}"
+        return f"Program(style={self.style!r}, inputs={self.inputs!r}, seed={self.seed}, {sizes}):\n{self.source}"
 
 
 class _Writer:
@@ -125,6 +132,7 @@ class _Writer:
         self.body: list[str] = []
         self.weights: list[tuple[str, tuple[int, ...]]] = []
         self._count = itertools.count()
+        self.batch, self.width = self.pick(BATCHES), self.pick(WIDTHS)
 
     def pick(self, options: Any) -> Any:
         """One of several options."""
@@ -172,8 +180,9 @@ def _matrix(w: _Writer, rows: int, columns: int) -> str:
     return w.parameter((rows, columns))
 
 
-def _dense(w: _Writer, source: str, width: int, out: int, fused: bool) -> list[str]:
-    """Products of `source` (B, width) with weights, each (B, out)."""
+def _dense(w: _Writer, source: str, fused: bool) -> list[str]:
+    """Products of `source` with weights, each of its shape (B, width)."""
+    width = out = w.width
     if fused:
         n = w.pick((2, 3))
         bias = f", {w.parameter((n * out,))}" if w.chance(2) else ""
@@ -193,8 +202,18 @@ def _dense(w: _Writer, source: str, width: int, out: int, fused: bool) -> list[s
     return [w.value(f"F.linear({source}, {_matrix(w, out, width)}{bias})")]
 
 
+def _candidate(w: _Writer, source: str, state: str) -> str:
+    """What a GRU makes of an input and a state."""
+    given, kept = ([f"v{next(w._count)}" for _ in range(3)] for _ in range(2))
+    for gates, of in ((given, source), (kept, state)):
+        w.body.append(f"{', '.join(gates)} = F.linear({of}, {w.parameter((3 * w.width, w.width))}).chunk(3, -1)")
+    (r, z, n), (hr, hz, hn) = given, kept
+    new = w.value(f"torch.tanh({n} + torch.sigmoid({r} + {hr}) * {hn})")
+    return w.value(f"({state} - {new}) * torch.sigmoid({z} + {hz}) + {new}")
+
+
 def _convolution(w: _Writer, source: str, fused: bool) -> list[str]:
-    """Convolutions of `source` (B, 2, 3), each of the same shape."""
+    """Convolutions of `source` (B, 2, width), each of the same shape."""
     if fused:
         names = [f"v{next(w._count)}" for _ in range(2)]
         w.body.append(f"{', '.join(names)} = F.conv1d({source}, {w.parameter((4, 2, 3))}, {w.parameter((4,))}, padding=1).chunk(2, 1)")
@@ -212,7 +231,7 @@ def _operations(w: _Writer, pool: list[str], fresh: list[str], protected: list[s
         elif kind == "binary":
             new = w.value(w.pick(BINARY).format(a=a, b=b))
         elif kind == "parameter":
-            shape = w.pick(((), (WIDTH,), (1, WIDTH)))
+            shape = w.pick(((), (w.width,), (1, w.width)))
             p = w.parameter(shape)
             new = w.value(w.pick((f"{a} * {p}", f"{a} + {p}", f"{a} * torch.sigmoid({p})", f"torch.tanh({a} - {p})")))
         elif kind == "mixing":
@@ -233,7 +252,7 @@ def _layer(w: _Writer, n: int, source: str, shape: tuple[int, ...]) -> tuple[str
     size = ", ".join(map(str, shape))
     if form == "packed":
         w.body.append(f"a{n}, b{n} = h{n}.chunk(2, -1)")
-        names, states = [f"a{n}", f"b{n}"], [(f"h{n}", str(2 * WIDTH))]
+        names, states = [f"a{n}", f"b{n}"], [(f"h{n}", str(2 * w.width))]
     elif form == "pair":
         w.body.append(f"a{n}, b{n} = h{n}[..., 0], h{n}[..., 1]")
         names, states = [f"a{n}", f"b{n}"], [(f"h{n}", f"{size}, 2")]
@@ -243,17 +262,19 @@ def _layer(w: _Writer, n: int, source: str, shape: tuple[int, ...]) -> tuple[str
         names, states = [f"h{n}"], [(f"h{n}", size)]
     pool = list(names)
     fused = w.chance(3)
-    pool += _convolution(w, source, fused) if conv else _dense(w, source, WIDTH, WIDTH, fused)
+    pool += _convolution(w, source, fused) if conv else _dense(w, source, fused)
     if w.chance(2):
         recurrent = w.pick(pool)
-        pool += _convolution(w, recurrent, w.chance(3)) if conv else _dense(w, recurrent, WIDTH, WIDTH, w.chance(3))
+        pool += _convolution(w, recurrent, w.chance(3)) if conv else _dense(w, recurrent, w.chance(3))
+    if not conv and w.chance(4):
+        pool.append(_candidate(w, source, names[0]))
     fresh = [v for v in pool if v not in names]
     _operations(w, pool, fresh, names)
     new = []
     for name in names:
         form_of_state = w.pick(NEW_STATE)
         gate = w.value(f"torch.sigmoid({w.pick(fresh)})") if "{z}" in form_of_state else ""
-        decay = w.parameter(w.pick(((WIDTH,), ()))) if "{d}" in form_of_state else ""
+        decay = w.parameter(w.pick(((w.width,), ()))) if "{d}" in form_of_state else ""
         scalar = f"torch.sigmoid({w.parameter(())})" if "{s}" in form_of_state else ""
         made = w.value(form_of_state.format(v=_joined(w, fresh), h=name, z=gate, d=decay, s=scalar))
         new.append(made)
@@ -282,29 +303,29 @@ def programs(draw: Any) -> Program:
     w = _Writer(draw)
     inputs = w.pick(("dense", "dense", "dense", "tokens", "image"))
     if inputs == "tokens":
-        source = w.value(f"F.embedding(x, {w.parameter((4, WIDTH))})")
+        source = w.value(f"F.embedding(x, {w.parameter((4, w.width))})")
     elif inputs == "image" and w.chance(2):
         source = w.value(f"F.conv1d(x, {w.parameter((1, 2, 3))}, padding=1).flatten(1)")
     else:
         source = "x"
-    shape = (2, WIDTH) if inputs == "image" and source == "x" else (WIDTH,)
+    shape = (2, w.width) if inputs == "image" and source == "x" else (w.width,)
     states: list[tuple[str, str, str]] = []
     outputs = []
     for n in range(draw(st.integers(1, 2)) + w.chance(6)):
         source, stored = _layer(w, n, source, shape)
         states += stored
         outputs.append(source)
-    readout = f"F.linear({source}, {w.parameter((2, WIDTH))})" if w.chance(2) else source
+    readout = f"F.linear({source}, {w.parameter((2, w.width))})" if w.chance(2) else source
     result = f"{readout}, {outputs[0]}" if w.chance(3) else readout
     style = w.pick(("attribute", "argument", "buffer"))
-    return Program(_HEADER + _assemble(w, states, result, style), style, inputs, draw(st.integers(0, 63)))
+    return Program(_HEADER + _assemble(w, states, result, style), style, inputs, draw(st.integers(0, 63)), w.batch, w.width)
 
 
 def _assemble(w: _Writer, states: list[tuple[str, str, str]], result: str, style: str) -> str:
     names = [name for name, _, _ in states]
     init, start, end = list(w.init), [], []
     if style == "argument":
-        zeros = ", ".join(f"torch.zeros({BATCH}, {shape}, dtype=self.{w.weights[0][0][5:]}.dtype)" for _, shape, _ in states)
+        zeros = ", ".join(f"torch.zeros({w.batch}, {shape}, dtype=self.{w.weights[0][0][5:]}.dtype)" for _, shape, _ in states)
         start = [f"if state is None:\n            state = ({zeros},)", f"({', '.join(names)},) = state"]
         packed = f"({result})" if "," in result else result
         end = [f"return {packed}, ({', '.join(new for _, _, new in states)},)"]
@@ -313,13 +334,13 @@ def _assemble(w: _Writer, states: list[tuple[str, str, str]], result: str, style
         for name, shape, new in states:
             if style == "buffer":
                 init.append(
-                    f'self.register_buffer("{name}", torch.linspace(-0.5, 0.5, {BATCH}).reshape(-1, *[1] * {shape.count(",") + 1}) * torch.ones({shape}))'
+                    f'self.register_buffer("{name}", torch.linspace(-0.5, 0.5, {w.batch}).reshape(-1, *[1] * {shape.count(",") + 1}) * torch.ones({shape}))'
                 )
                 start.append(f"{name} = self.{name}")
             else:
                 init.append(f"self.{name} = None")
                 start.append(
-                    f"{name} = torch.zeros({BATCH}, {shape}, dtype={w.weights[0][0]}.dtype) if self.{name} is None else self.{name}"
+                    f"{name} = torch.zeros({w.batch}, {shape}, dtype={w.weights[0][0]}.dtype) if self.{name} is None else self.{name}"
                 )
             end.append(f"self.{name} = {new}")
         end.append(f"return {result}")

@@ -24,11 +24,12 @@ FOLDERS = {f"{PACKAGE}.adapters": "adapters"}
 
 # What each room of the house may import, itself aside. Everything that is not listed here (cli, plot, the
 # public names in `__init__`) stands on top and may import all of them.
-GROUND = {"_errors", "_types", "_jax_compat"}
+GROUND = {"_errors", "_types", "_jax_compat", "_jit"}
 MAY_IMPORT = {
     "_errors": set(),
     "_types": {"_errors"},
     "_jax_compat": {"_errors", "_types"},
+    "_jit": set(),
     "compiler": GROUND,
     "engine": GROUND | {"compiler"},
     "rules": GROUND | {"compiler", "engine"},
@@ -186,6 +187,12 @@ def test_jax_internals_live_in_one_file():
     files = python_files(PACKAGE, "adapters", "tests", "examples", "benchmarks")
     files = [file for file in files if file != JAX_INTERNALS_FILE]
     assert_none([line for file in files for line in jax_internals((ROOT / file).read_text(), file)])
+
+
+def test_the_package_compiles_in_one_place():
+    """`jax.jit` without the options of `_jit.jit` can compute wrong numbers in float64."""
+    files = [file for file in python_files(PACKAGE, "adapters") if file.name != "_jit.py"]
+    assert_none([str(file) for file in files if re.search(r"\bjax\.jit\(|@jax\.jit|from jax import .*\bjit\b", (ROOT / file).read_text())])
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch import nn
 
 from etrace_bridge._errors import StateError
 from etrace_bridge._jax_compat import ClosedJaxpr, evaluate_jaxpr, is_concrete
+from etrace_bridge._jit import jit
 from etrace_bridge.frontend.names import NamedTensor
 from etrace_bridge.frontend.ops.dtypes import to_jax_dtype
 from etrace_bridge.frontend.plan import Injector, StepPlan
@@ -46,7 +47,7 @@ class TracedStep:
     num_outputs: int
 
     def __post_init__(self) -> None:
-        self.compiled = jax.jit(self._evaluate)
+        self.compiled = jit(self._evaluate)
 
     def __call__(self, tensors: Sequence[Any], states: Sequence[Any], key: Any, inputs: Sequence[Any]) -> tuple[list, list, Any]:
         """Evaluate the step: inlined inside another JAX trace, compiled otherwise.

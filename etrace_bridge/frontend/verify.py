@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from etrace_bridge._jit import jit
 from etrace_bridge.frontend.borders import to_jax, to_torch
 from etrace_bridge.frontend.hooks import apply_parameter_hooks
 from etrace_bridge.frontend.module import BridgedModule, wrap
@@ -163,7 +164,7 @@ def _bridge_results(net: BridgedModule, sequences: list[torch.Tensor], weights: 
         return total.real if jnp.iscomplexobj(total) else total, (outputs, trajectory)
 
     floats = {i: x for i, x in enumerate(xs) if jnp.issubdtype(x.dtype, jnp.inexact)}
-    (_, (outputs, trajectory)), (by_name, by_input) = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(values, floats)
+    (_, (outputs, trajectory)), (by_name, by_input) = jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(values, floats)
     # JAX's gradient by a complex value is the conjugate of torch's.
     by_name, by_input = jax.tree.map(jnp.conj, (by_name, by_input))
     gradients = {**by_name, **{f"input {i}" if i else "input": g for i, g in by_input.items()}}

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from etrace_bridge._errors import InputError
+from etrace_bridge._jit import jit
 from etrace_bridge.engine.plan import divide
 from etrace_bridge.learning.programs import Recipe, make_gradients
 from etrace_bridge.learning.session import Session
@@ -76,7 +77,7 @@ def compile_gradients(
 
     theta, _, _ = session.read()
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (theta, session.initial, list(args), targets))
-    compiled = jax.jit(call).lower(*shapes).compile()
+    compiled = jit(call).lower(*shapes).compile()
     found = compiled.memory_analysis()
     total = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes - found.alias_size_in_bytes
     return GradientProgram(compiled, int(total) - tree_bytes((args, targets)))

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from etrace_bridge._errors import InputError, NonFiniteError, StateError
+from etrace_bridge._jit import jit
 from etrace_bridge.engine.plan import ChunkPlan, choose_chunk, divide
 from etrace_bridge.engine.sequence import step_weights
 from etrace_bridge.frontend import BridgedModule, to_torch
@@ -134,7 +135,7 @@ class Runtime(Store):
                     raise StateError(f"A step changed the structure of the learner's values from {tree} to {after}.")
                 return flat, *out
 
-            compiled[key] = jax.jit(on_leaves, donate_argnums=(0,) if donate else ())
+            compiled[key] = jit(on_leaves, donate_argnums=(0,) if donate else ())
         return compiled[key]
 
     # -- one step ----------------------------------------------------------------------------------------------
@@ -233,7 +234,7 @@ class Runtime(Store):
         session, plan = data.session, self.plan(data.length)
         key = ("gradients", data.loss, plan, carry)
         if key not in session.compiled:
-            session.compiled[key] = jax.jit(make_gradients(self.recipe(data.loss), plan, carry))
+            session.compiled[key] = jit(make_gradients(self.recipe(data.loss), plan, carry))
         values = self.values
         state = (values.hidden, values.other, values.trace) if carry else (*self._start_state(session), None)
         grads, losses, outputs, weights, (hidden, other, trace) = session.compiled[key](
@@ -287,7 +288,7 @@ class Runtime(Store):
                 self.lend()
                 alike = session.in_evaluation()
                 self._lent = None
-            session.compiled["predict"] = alike, jax.jit(make_prediction(alike.program))
+            session.compiled["predict"] = alike, jit(make_prediction(alike.program))
         alike, call = session.compiled["predict"]
         values = self.values
         hidden, other = (values.hidden, values.other) if carry else self._start_state(session)
@@ -311,7 +312,7 @@ class Runtime(Store):
         data = self._sequence(xs, targets, mask, False)
         key = ("losses", data.loss)
         if key not in data.session.compiled:
-            data.session.compiled[key] = jax.jit(jax.vmap(data.loss))
+            data.session.compiled[key] = jit(jax.vmap(data.loss))
         losses = data.session.compiled[key](self._predict(data, False), data.targets)
         return losses, step_weights(data.length, data.mask, self.options.reduction)
 
@@ -361,7 +362,7 @@ class Runtime(Store):
         else:
             key = "apply"
             if key not in self.session.compiled:
-                self.session.compiled[key] = jax.jit(self.updater.update)  # pyright: ignore[reportOptionalMemberAccess]
+                self.session.compiled[key] = jit(self.updater.update)  # pyright: ignore[reportOptionalMemberAccess]
             wanted = {n: as_array(finished[n]) for n in names}
             new, opt = self.session.compiled[key](wanted, values.opt, theta)
         theta = self.placement.put([jnp.asarray(new[n]) for n in names])
@@ -421,7 +422,7 @@ class Runtime(Store):
         """What is not finite in a step from the current state."""
         loss = None if target is None else self.loss_for(target)
         function = make_step(self.recipe(loss), target is not None, own_update=False)
-        new, loss, _, grads = jax.jit(function)(self.values, args, target)
+        new, loss, _, grads = jit(function)(self.values, args, target)
         grads = grads if grads is not None else [np.zeros(())] * len(new.theta)
         watched = [np.zeros(()) if loss is None else loss, *grads, *new.hidden]
         return [not np.isfinite(np.asarray(x)).all() for x in watched]

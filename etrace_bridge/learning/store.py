@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from etrace_bridge._errors import BridgeError, InputError, NonFiniteError, StateError
+from etrace_bridge._jit import jit
 from etrace_bridge.learning.guard import new_alarm
 from etrace_bridge.learning.inputs import as_array, check_float_dtypes, signature
 from etrace_bridge.learning.optimizers import Updater
@@ -184,7 +185,7 @@ class Store:
         if self.values.trace is None:
             session = self.session
             if "trace" not in session.compiled:
-                session.compiled["trace"] = jax.jit(lambda: self.rule.init(session.program))
+                session.compiled["trace"] = jit(lambda: self.rule.init(session.program))
             self.values = self.values._replace(trace=self.placement.put(session.compiled["trace"]()))
 
     # -- states ------------------------------------------------------------------------------------------------

@@ -1,0 +1,85 @@
+"""Programs that XLA's CPU compiler gets wrong when it is left alone: right as this package compiles them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import etrace_bridge as eb
+from etrace_bridge._jit import FLOAT64_OPTIONS, _are_known, jit
+
+
+def gate_cotangents(stored, cotangent, kept, t):
+    """The reverse step of a GRU, its three gates' cotangents side by side."""
+    keep, z_slope, r_slope, recurrent, n_slope, n, update = (jax.lax.dynamic_index_in_dim(s, 2 - t, keepdims=False) for s in stored)
+    d = (cotangent - kept) * update
+    d = d + d * n_slope
+    return jnp.concatenate([d * recurrent * r_slope, keep * cotangent * z_slope, d], 1)
+
+
+@pytest.mark.parametrize(("batch", "units"), [(4, 5), (4, 4), (3, 5)])
+def test_concatenated_gates_in_float64(batch, units):
+    """jaxlib 0.10.2 on x86: four elements of the last gate are wrong for batch 4 and 5 units under plain `jax.jit`."""
+    rng = np.random.default_rng(0)
+    stored = [rng.normal(size=(3, batch, units)) for _ in range(7)]
+    cotangent, kept = (rng.normal(size=(batch, units)) for _ in range(2))
+    found = jit(gate_cotangents)(stored, cotangent, kept, jnp.array(1))
+    keep, z_slope, r_slope, recurrent, n_slope, _, update = (s[1] for s in stored)
+    d = (cotangent - kept) * update * (1 + n_slope)
+    np.testing.assert_allclose(found, np.concatenate([d * recurrent * r_slope, keep * cotangent * z_slope, d], 1), rtol=1e-12)
+
+
+class DecayAndGates(nn.Module):
+    """The model on which it was found: a layer with a learned decay below a GRUCell of five units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 6)
+        self.input = nn.Linear(6, 8)
+        self.recurrent = nn.Linear(8, 8, bias=False)
+        self.decay = nn.Parameter(torch.zeros(8))
+        self.gru = nn.GRUCell(8, 5)
+        self.readout = nn.Linear(5, 7)
+
+    def forward(self, token, state=None):
+        zeros = [torch.zeros(len(token), n, dtype=self.decay.dtype) for n in (8, 5)]
+        m, h = zeros if state is None else state
+        d = torch.sigmoid(self.decay)
+        m = d * m + (1 - d) * torch.tanh(self.input(self.embedding(token)) + self.recurrent(m))
+        h = self.gru(m, h)
+        return self.readout(h), (m, h)
+
+
+@pytest.mark.parametrize(("rule", "chunk"), [("bptt", 10), ("rtrl", 3)])
+def test_a_gru_cell_of_five_units_at_batch_four(rule, chunk):
+    torch.manual_seed(3)
+    tokens = torch.randint(0, 7, (10, 4))
+    report = eb.check_gradients(DecayAndGates(), tokens, tokens.roll(1, 0), loss=cross_entropy, rule=rule, chunk=chunk)
+    assert report.ok, str(report)
+    assert report.worst().relative_error < 1e-9
+
+
+def options_of_jit(monkeypatch) -> list[dict]:
+    seen = []
+    monkeypatch.setattr(jax, "jit", lambda function, **options: seen.append(options) or function)
+    jit(abs)
+    return seen
+
+
+@pytest.mark.x32
+def test_float32_is_compiled_as_jax_compiles_it(monkeypatch):
+    assert options_of_jit(monkeypatch) == [{}]
+
+
+def test_options_that_xla_does_not_know_are_left_out(monkeypatch):
+    assert options_of_jit(monkeypatch)[-1] == {"compiler_options": FLOAT64_OPTIONS}
+    monkeypatch.undo()
+    _are_known.cache_clear()
+    monkeypatch.setitem(FLOAT64_OPTIONS, "xla_cpu_of_another_time", True)
+    assert int(jit(abs)(-3)) == 3
+    _are_known.cache_clear()
