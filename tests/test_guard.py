@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import mse_loss
 
 import etrace_bridge as eb
-from etrace_bridge.learning.guard import alarm_text, full_verdict, new_alarm, quick_verdict
+from etrace_bridge.learning.guard import alarm_text, full_verdict, new_alarm, quick_verdict, to_watch
 from learner_models import B, O, T, make_data, make_net
 
 XS, YS = make_data()
@@ -168,6 +168,73 @@ def test_without_the_guard_nan_goes_on_and_nothing_piles_up():
     assert learner.steps == 202
 
 
+@pytest.fixture(scope="module")
+def alone() -> eb.OnlineLearner:
+    """Batch 1: the factors of the gradients are watched in their place."""
+    return eb.OnlineLearner(make_net(hidden=16), rule="d_rtrl", loss=mse_loss, optimizer=optax.adam(0.01))
+
+
+def test_gradients_are_watched_by_their_factors(alone):
+    one = slice(0, 1)
+    alone.step(XS[0, one], YS[0, one])
+    runtime = alone._runtime
+    values, session = runtime.values, runtime.session
+    recipe = runtime.recipe(runtime.loss_for(YS[0, one]))
+    data = ([XS[:1, one].numpy()], YS[:1, one].numpy(), np.ones(1))
+    found = recipe.run(values.theta, (values.hidden, values.other, values.trace), data, False, False)
+    products = session.program.only_traced
+    assert [n for n, p in zip(session.weight_names, products, strict=True) if not p] == ["out.weight", "out.bias"]
+    watched = to_watch(found.grads, values.trace, found.factors, products)
+    assert len(watched[0]) == 2 and watched[1] is values.trace
+    assert to_watch(found.grads, [values.trace] * 3, found.factors, products) is found.grads, "a large memory is not read"
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "named"),
+    [
+        (torch.nan, 1, "the loss, the gradient of `rnn"),
+        (torch.inf, 1, r"appeared in: the gradient of `rnn\.weight_ih_l0`\. "),
+        (1, torch.nan, "the loss, the gradient of `rnn"),
+        (torch.inf, None, "appeared in: the trace"),
+        (torch.nan, None, r"the hidden state `rnn\.h_l0`"),
+    ],
+)
+def test_one_sample_at_a_time(alone, x, y, named):
+    one = slice(0, 1)
+    alone.reset()
+    alone.step(XS[0, one], YS[0, one])
+    before = copies(alone)
+    bad = XS[1, one].clone()
+    bad[0, 0] *= x  # infinity is no worse for tanh than 1
+    alone.step(bad, None if y is None else YS[1, one] * y)
+    with pytest.raises(eb.NonFiniteError, match=named):
+        alone.gradients(XS[:, one], YS[:, one])
+    assert_unchanged(alone, before)
+    assert np.isfinite(alone.step(XS[1, one], YS[1, one]).loss)
+
+
+def test_a_trace_that_is_not_finite(alone):
+    one = slice(0, 1)
+    alone.reset()
+    alone.step(XS[0, one], YS[0, one])
+    runtime = alone._runtime
+    good = runtime.values
+    runtime.values = good._replace(trace=jax.tree.map(lambda t: t.at[-1, -1].set(np.inf), good.trace))
+    weights = [np.array(w) for w in good.theta]
+    with pytest.raises(eb.NonFiniteError, match="the gradient of `rnn"):
+        _ = alone.step(XS[1, one], YS[1, one])
+        alone.gradients(XS[:, one], YS[:, one])
+    assert all(map(np.array_equal, runtime.values.theta, weights))
+    runtime.values = runtime.values._replace(trace=good.trace)
+
+
+def test_an_element_that_overflows_keeps_its_value():
+    learner = eb.OnlineLearner(make_net(), rule="d_rtrl", loss=mse_loss, optimizer=optax.sgd(1e308))
+    learner.step(XS[0, :1], 1e3 * YS[0, :1])
+    learner._runtime.look()
+    assert all(np.isfinite(x).all() for x in copies(learner) if x.dtype.kind == "f")
+
+
 def test_verdicts():
     fine, nan = np.ones((B, O)), np.full((B, O), np.nan)
     alarm = new_alarm(5, 3)
@@ -178,9 +245,14 @@ def test_verdicts():
     still, later = full_verdict(after, [fine, fine, fine])
     assert not bool(still) and list(later) == list(after), "once stopped, it stays stopped"
     quick = jax.jit(quick_verdict)  # compiled: XLA must not drop a product with zeros
-    assert bool(quick(alarm, np.float64(1), [fine], [fine, np.float64(1)])[0])
-    for loss, hidden, grads in ((np.nan, fine, fine), (1.0, nan, fine), (1.0, fine, nan), (np.inf, fine, fine)):
-        good, after = quick(alarm, np.float64(loss), [hidden], [fine, grads])
+    large, huge = np.ones((64, 33)), np.full((B, O), 1e200)  # huge in float64, infinite in float32
+    good, after = quick(alarm, (np.float64(1), [fine, huge], [large, np.arange(3)]))
+    assert bool(good) and list(after) == [6, 0, 0, 0, 0]
+    holes = large.copy()
+    holes[63, 32] = np.inf
+    for loss, one, many in ((np.nan, fine, large), (1.0, nan, large), (1.0, fine, holes), (np.inf, fine, large)):
+        good, after = quick(alarm, (np.float64(loss), [fine, one], [many]))
         assert not bool(good) and list(after) == [5, 1, 0, 0, 0]
+    assert not bool(quick(np.array([5, 1, 0], np.int32), fine)[0])
     many = alarm_text(7, [f"the gradient of `w{n}`" for n in range(6)])
     assert "At step 7" in many and "`w3` and 2 more" in many and "`clip_norm=1.0`" in many

@@ -12,6 +12,7 @@ import models
 from etrace_bridge._jax_compat import evaluate_jaxpr
 from etrace_bridge.engine import convolution
 from etrace_bridge.engine.forward import run_forward
+from etrace_bridge.engine.linearise import loss_gradient
 from etrace_bridge.engine.program import StepProgram
 
 
@@ -117,3 +118,29 @@ def test_large_convolutions_stay_what_they_are(monkeypatch):
     assert convolution.is_product(eqn)
     monkeypatch.setattr(convolution, "PATCH_BYTES", 100)
     assert not convolution.is_product(eqn) and convolution.as_product(eqn, [x, w]) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [("torch_gru", set()), ("stacked", set()), ("encoder_readout", {"w_in", "b_in", "w_out", "b_out"}), ("tied_layers", set()), ("embedding", set())],
+)
+def test_weights_that_only_traces_read(name, others):
+    """The loss reaches them through their contacts alone: with those left out, their gradient is zero, and that of the rest is not."""
+    program = program_of(name)
+    rng, steps = np.random.default_rng(0), 2
+
+    def draw(v, *lead):
+        shape = (*lead, *v.aval.shape)
+        return jnp.asarray(rng.standard_normal(shape) if jnp.issubdtype(v.aval.dtype, jnp.floating) else rng.integers(0, 3, shape), v.aval.dtype)
+
+    theta, xs = [draw(v) for v in program.weight_vars], [draw(v, steps) for v in program.arg_vars]
+    forward = run_forward(program, program.weight_env(theta), [draw(leaf.invar) for leaf in program.leaves], [], xs)
+
+    def loss(output, target):
+        return sum(jnp.sum((o - 0.3) ** 2) for o in jax.tree.leaves(output))
+
+    direct = loss_gradient(program, theta, forward, xs, loss, jnp.zeros(steps), jnp.ones(steps), "step").direct
+    paths = program.graph.module_info.invar_to_weight_path
+    for v, g, alone in zip(program.weight_vars, direct, program.only_traced, strict=True):
+        assert bool(np.abs(g).max() > 0) is not alone, paths[v]
+    assert {paths[v][0] for v, alone in zip(program.weight_vars, program.only_traced, strict=True) if not alone} == others

@@ -245,6 +245,17 @@ class StepProgram:
         return tuple(seen.values())
 
     @cached_property
+    def only_traced(self) -> tuple[bool, ...]:
+        """For each weight, whether all that reads it has a trace."""
+        traced = {id(c.eqn) for c in self.traced_contacts}
+        others = [eqn for eqn in self.eqns if id(eqn) not in traced]
+        read: set[Var] = set(variables([*self.out_vars, *self.new_vars]))
+        for eqn in reversed(others):
+            if self.tier[eqn.outvars[0]] > 0 or any(v in read for v in eqn.outvars):
+                read.update(variables(eqn.invars))
+        return tuple(v not in read for v in self.weight_vars)
+
+    @cached_property
     def saved_vars(self) -> tuple[Var, ...]:
         """Products on the way to new states, which the forward pass hands to the recomputation: their pieces, or the sums that the
         pieces end up in. Other products, such as a readout's, are left to the parallel passes.

@@ -3,6 +3,8 @@
 The verdict is part of the compiled program, so the host need not wait for it: once something was NaN or infinite, all later
 updates are held back too, and the host hears of it at its next look.
 
+Where a product of finite numbers overflows in the update itself, that element alone keeps its old value.
+
 The alarm is a vector of whole numbers: how many updates (and steps without a target) were good; whether one was not; and for every
 watched array (loss, gradients, hidden states) whether it was that.
 """
@@ -15,8 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 COUNT, STOPPED, FIRST = 0, 1, 2
+VECTOR = 2048  # elements of an array that is added up as it is
 
 
 def watched_names(weights: Sequence[str], hidden: Sequence[str]) -> list[str]:
@@ -35,8 +39,13 @@ def is_bad(tree: Any) -> Any:
 
 
 def hold_back(fine: Any, new: Any, old: Any) -> Any:
-    """`new` if it is fine, else `old`."""
-    return jax.tree.map(lambda n, o: jnp.where(fine, n, o), new, old)
+    """`new` if it is fine, else `old`; an element that has overflowed stays `old` in any case."""
+
+    def one(new: Any, old: Any) -> Any:
+        finite = jnp.isfinite(new) if jnp.issubdtype(new.dtype, jnp.inexact) else True
+        return jnp.where(fine & finite, new, old)
+
+    return jax.tree.map(one, new, old)
 
 
 def full_verdict(alarm: Any, watched: Sequence[Any]) -> tuple[Any, Any]:
@@ -48,22 +57,50 @@ def full_verdict(alarm: Any, watched: Sequence[Any]) -> tuple[Any, Any]:
     return fine, jnp.concatenate([jnp.stack([alarm[COUNT] + fine, ~fine]), flags]).astype(jnp.int32)
 
 
-def quick_verdict(alarm: Any, loss: Any, hidden: Sequence[Any], grads: Sequence[Any] | None) -> tuple[Any, Any]:
-    """A verdict in few operations, for a single step: whether loss, hidden states and gradients are finite, not which is not.
+def quick_verdict(alarm: Any, watched: Any) -> tuple[Any, Any]:
+    """A verdict in few operations, for a single step: whether all arrays are finite, not which is not.
 
-    Each is multiplied by vectors of zeros, where 0 · inf and 0 · NaN are NaN: a product is several times faster than a sum over the same
-    numbers.
+    Everything is multiplied by zero, where 0 · inf and 0 · NaN are NaN, and added up: large arrays by a product with a vector of
+    zeros, which is several times faster than a sum over the same numbers, and vectors of one length together.
     """
-    watched = [*hidden, *([loss] if loss is not None else []), *(grads or ())]
-    total = sum(_zero_if_finite(x).astype(jnp.float32) for x in watched)
+    vectors: dict[int, Any] = {}
+    for x in map(_zeros_if_finite, jax.tree.leaves(watched)):
+        vectors[x.size] = vectors.get(x.size, 0) + x
+    total = jnp.sum(jnp.concatenate(list(vectors.values())))
     fine = (total == 0) & (alarm[STOPPED] == 0)
-    return fine, jnp.concatenate([jnp.stack([alarm[COUNT] + fine, (~fine).astype(alarm.dtype)]), alarm[FIRST:]])
+    place = lax.iota(alarm.dtype, alarm.size)
+    return fine, jnp.where(place == COUNT, alarm + fine, jnp.where(place == STOPPED, ~fine, alarm))
 
 
-def _zero_if_finite(x: Any) -> Any:
-    rows = x.reshape(-1, x.shape[-1] if x.ndim else 1)
-    zeros = [jnp.zeros(n, x.dtype) for n in rows.shape]
-    return zeros[0] @ (rows @ zeros[1])
+def _zeros_if_finite(x: Any) -> Any:
+    """A vector of zeros, or with NaN in it."""
+    if x.size > VECTOR and x.ndim > 1:
+        x = x.reshape(-1, x.shape[-1]) @ jnp.zeros(x.shape[-1], x.dtype)
+    return (0 * x.reshape(-1)).astype(jnp.float32)
+
+
+def to_watch(grads: Sequence[Any] | None, memory: Any, factors: Any, is_product: Sequence[bool]) -> Any:
+    """What of a step is watched: its gradients, or in place of some the factors of which they are sums of products.
+
+    A gradient that is only used in the update of its weight is never written to memory; one that is watched is written and read once
+    more. That is still less work than reading the memory of a rule where it is much more than the gradients, as for a large batch.
+
+    Args:
+        grads: gradients; None without a loss.
+        memory: the rule's memory before the step.
+        factors: a rule's factors (`ChunkResult.factors`).
+        is_product: for each gradient, whether it is a sum of products of factors and memory.
+    """
+    if factors is None or grads is None:
+        return grads, factors
+    products = [g for g, p in zip(grads, is_product, strict=True) if p]
+    if _elements((memory, factors)) > 2 * _elements(products):
+        return grads
+    return [g for g, p in zip(grads, is_product, strict=True) if not p], memory, factors
+
+
+def _elements(tree: Any) -> int:
+    return sum(x.size for x in jax.tree.leaves(tree))
 
 
 def after(fine: Any, theta: Sequence[Any]) -> Any:
@@ -77,7 +114,7 @@ def after(fine: Any, theta: Sequence[Any]) -> Any:
 def describe_alarm(bad: Sequence[str], most: int = 4) -> str:
     """The watched arrays that were not finite, for people."""
     shown = ", ".join(bad[:most]) + (f" and {len(bad) - most} more" if len(bad) > most else "")
-    return shown or "a value"
+    return shown or "the trace"
 
 
 def alarm_text(step: int, bad: Sequence[str]) -> str:

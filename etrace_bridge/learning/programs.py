@@ -16,9 +16,9 @@ from etrace_bridge.engine.chunk_bptt import scan_steps
 from etrace_bridge.engine.plan import ChunkPlan
 from etrace_bridge.engine.program import StepProgram
 from etrace_bridge.engine.sequence import run_sequence, step_weights
-from etrace_bridge.learning.guard import after, full_verdict, hold_back, quick_verdict
+from etrace_bridge.learning.guard import after, full_verdict, hold_back, quick_verdict, to_watch
 from etrace_bridge.learning.optimizers import Updater
-from etrace_bridge.rules import Carry, Chunk, Rule
+from etrace_bridge.rules import Carry, Chunk, ChunkResult, Rule
 
 
 class Values(NamedTuple):
@@ -65,10 +65,14 @@ class Recipe:
     reduction: str
     guard: bool
 
-    def chunk(self, theta: Sequence[Any], state: Any, data: Any, fresh: bool, final: bool):
-        """Runs one chunk: gradients, losses, outputs, new (hidden, other, trace)."""
+    def run(self, theta: Sequence[Any], state: Any, data: Any, fresh: bool, final: bool) -> ChunkResult:
+        """Runs the rule on one chunk from (hidden, other, trace)."""
         args, targets, weights = data
-        result = self.rule.chunk(self.program, theta, Carry(*state), Chunk(args, targets, weights, self.loss), fresh, final)
+        return self.rule.chunk(self.program, theta, Carry(*state), Chunk(args, targets, weights, self.loss), fresh, final)
+
+    def chunk(self, *chunk: Any):
+        """The same: gradients, losses, outputs, new (hidden, other, trace)."""
+        result = self.run(*chunk)
         new = result.carry
         return result.grads, result.losses, result.outputs, (new.hidden, new.other, new.trace)
 
@@ -104,28 +108,31 @@ class Recipe:
         return after._replace(hidden=before.hidden, other=self.end(before.other, after.other), trace=before.trace)
 
 
-def make_step(recipe: Recipe, with_loss: bool, own_update: bool) -> Callable:
+def make_step(recipe: Recipe, own_update: bool) -> Callable:
     """`(values, args, target) -> (values, loss, output, gradients)`, one time step.
 
     Args:
         recipe: what to run.
-        with_loss: there is a target.
         own_update: the update is part of the program; otherwise the gradients leave it.
     """
+
+    is_product = recipe.program.only_traced
 
     def step(values: Values, args: Sequence[Any], target: Any):
         theta = values.theta
         data = ([a[None] for a in args], jax.tree.map(lambda t: t[None], target), jnp.ones(1, theta[0].dtype))
         state = (values.hidden, values.other, values.trace)
-        grads, losses, outputs, (hidden, other, trace) = recipe.chunk(theta, state, data, False, False)
-        loss, output = None if losses is None else losses[0], jax.tree.map(lambda o: o[0], outputs)
+        result = recipe.run(theta, state, data, False, False)
+        grads, after_it = result.grads, result.carry
+        hidden, other, trace = after_it.hidden, after_it.other, after_it.trace
+        loss, output = None if result.losses is None else result.losses[0], jax.tree.map(lambda o: o[0], result.outputs)
         new = Values(theta, values.opt, hidden, other, trace, values.alarm)
         if not own_update:
             return new, loss, output, grads
         if not recipe.guard:
             theta, opt = (theta, values.opt) if grads is None else recipe.apply(grads, values.opt, theta)
             return new._replace(theta=theta, opt=opt), loss, output, None
-        fine, alarm = quick_verdict(values.alarm, loss, hidden, grads)
+        fine, alarm = quick_verdict(values.alarm, (loss, hidden, to_watch(grads, values.trace, result.factors, is_product)))
         if grads is not None:
             updated = recipe.apply(grads, values.opt, theta)
             theta, opt = hold_back(fine, updated, (theta, values.opt))

@@ -172,7 +172,7 @@ class Runtime(Store):
         loss = None if target is None else self.loss_for(target)
         wanted = jax.tree.map(as_array, target)
         host = target is not None and self._host_update
-        make = lambda: make_step(self.recipe(loss), target is not None, not host)  # noqa: E731
+        make = lambda: make_step(self.recipe(loss), not host)  # noqa: E731
         call = self._compiled(("step", loss, host), make, donate=not host)
         arrays, wanted = self.placement.put_batch((arrays, wanted), 0, session.batch)
         if host:
@@ -421,7 +421,7 @@ class Runtime(Store):
     def _diagnose(self, args: list[Any], target: Any) -> list[bool]:
         """What is not finite in a step from the current state."""
         loss = None if target is None else self.loss_for(target)
-        function = make_step(self.recipe(loss), target is not None, own_update=False)
+        function = make_step(self.recipe(loss), own_update=False)
         new, loss, _, grads = jit(function)(self.values, args, target)
         grads = grads if grads is not None else [np.zeros(())] * len(new.theta)
         watched = [np.zeros(()) if loss is None else loss, *grads, *new.hidden]

@@ -65,12 +65,16 @@ class ChunkResult:
         losses: (K,) unweighted losses; None without a loss.
         outputs: the model's outputs, K on the first axis.
         carry: states and trace after the chunk.
+        factors: arrays of which, with the memory before, the new memory and the gradients of weights with a trace and no other use are
+            sums of products. The guard may watch these in place of the gradients, which then need not exist as arrays. None: there are none
+            to name.
     """
 
     grads: list[Any] | None
     losses: Any
     outputs: Any
     carry: Carry
+    factors: Any = None
 
 
 class Rule:

@@ -109,22 +109,24 @@ class DRTRL(Rule):
             some, part = forward.with_steps(kept), Chunk(args, targets, weights, data.loss)
             core = self.linearise(program, env, some, args)
             summed = losses = outputs = None
+            ybar: list[Any] = []
             if data.loss is None or exact is not None:
                 b = no_credit(program, some)
                 outputs = step_outputs(program, env, some, args) if exact is None else None
                 a, a0, M, M0 = suffix_scan(b, core.D, not final, later)
             else:
                 found = self.differentiate(program, theta, env, some, part)
-                losses, outputs = found.losses, found.outputs
+                losses, outputs, ybar = found.losses, found.outputs, found.ybar
                 a, a0, M, M0 = suffix_scan(found.b, core.D, not final, later)
                 # Of one step alone, nothing later asks for anything.
                 asked = None if later is None and len(weights) == 1 else a
                 summed = self.gradient(program, theta, env, some, part, found, core, asked)
-            return (a0, M0), summed, (losses, outputs, None if final else trace_rows(program, core, M, later is None))
+            rows = None if final else trace_rows(program, core, M, later is None)
+            return (a0, M0), summed, (losses, outputs, rows, ybar if length == 1 else None)
 
         start = suffix_start(group_states(program, forward.new_hidden), not final) if size < length else None
         steps = (forward.steps(), list(data.args), data.targets, data.weights)
-        (a0, M0), summed, (losses, outputs, rows) = run_blocks(block, start, steps, size, reverse=True)
+        (a0, M0), summed, (losses, outputs, rows, ybar) = run_blocks(block, start, steps, size, reverse=True)
         if exact is not None:
             a0, summed, losses, outputs = exact.a0, (exact.grads, {}), exact.losses, exact.outputs
         grads = None
@@ -134,10 +136,13 @@ class DRTRL(Rule):
                 past, M0 = self.past(program, a0, carry.trace, M0)
                 by_contact = add_contacts(by_contact, past)
             grads = _add(direct, weight_gradients(program, theta, by_contact))
-        trace = carry.trace
+        trace, factors = carry.trace, None
         if not final:
-            trace = self.advance(program, carry.trace, rows, contact_inputs(program, env, forward, data.args), M0, fresh)
-        return ChunkResult(grads, losses, outputs, Carry(forward.new_hidden, forward.new_other, trace))
+            xs = contact_inputs(program, env, forward, data.args)
+            trace = self.advance(program, carry.trace, rows, xs, M0, fresh)
+            if length == 1 and exact is None:
+                factors = (a0, ybar, M0, rows, xs)
+        return ChunkResult(grads, losses, outputs, Carry(forward.new_hidden, forward.new_other, trace), factors)
 
     def linearise(self, program: StepProgram, env: dict, forward: Forward, args: Sequence[Any]) -> CoreLinear:
         """`D_t` and `df_t`; rules that keep more of the Jacobian override this."""
