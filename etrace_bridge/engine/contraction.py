@@ -46,22 +46,30 @@ def view_gradients(program: StepProgram, env: dict[Var, Any], ybar: Sequence[Any
     """Gradient of each traced contact's view, from cotangents (K, …) at its taps; in the view's letters."""
     result = {}
     for contact in program.traced_contacts:
-        taps = program.taps_of(contact)
-        form: Any = taps[0].part.form if len(taps) == 1 else contact.form
+        x = xs.get(contact.index)
         if contact.eqn.primitive.name in _PLAIN or is_product(contact.eqn):
-            joined = join_outputs(taps, [ybar[t.index] for t in taps])
-            result[contact.index] = _product(form, joined, xs.get(contact.index))
+            phi = None if x is None else features(_form_of(program, contact), x)
+            result[contact.index] = outer_gradient(program, contact, ybar, phi)
         else:
-            gradient = _transpose(contact, env, _whole(contact, taps, ybar), xs[contact.index])
+            form = _form_of(program, contact)
+            gradient = _transpose(contact, env, _whole(contact, program.taps_of(contact), ybar), x)
             result[contact.index] = gradient.reshape(form.shape(form.view))
     return result
 
 
-def _product(form: ContactForm, ybar: Any, x: Any) -> Any:
-    ybar = ybar.reshape(ybar.shape[0], *form.shape(form.out))
-    if x is None:
-        return jnp.einsum(f"{_TIME}{form.out}->{form.view}", ybar)
-    return jnp.einsum(f"{_TIME}{form.out},{_TIME}{form.feature}->{form.view}", ybar, features(form, x))
+def outer_gradient(program: StepProgram, contact: Contact, ybar: Sequence[Any], phi: Any) -> Any:
+    """`sum over t of ybar_t ⊗ phi_t` in the letters of a contact's view, from cotangents (K, …) at all taps; `phi` is None without features."""
+    taps, form = program.taps_of(contact), _form_of(program, contact)
+    joined = join_outputs(taps, [ybar[t.index] for t in taps])
+    joined = joined.reshape(joined.shape[0], *form.shape(form.out))
+    if phi is None:
+        return jnp.einsum(f"{_TIME}{form.out}->{form.view}", joined)
+    return jnp.einsum(f"{_TIME}{form.out},{_TIME}{form.feature}->{form.view}", joined, phi)
+
+
+def _form_of(program: StepProgram, contact: Contact) -> ContactForm:
+    taps = program.taps_of(contact)
+    return taps[0].part.form if len(taps) == 1 else contact.form
 
 
 def _whole(contact: Contact, taps: Sequence[Tap], ybar: Sequence[Any]) -> Any:

@@ -11,7 +11,7 @@ Jacobian, which acts on the states of the group at each position, `b_t = dl_t/dh
 `f̄`'s start, so that after one step the factored trace is exactly `df_1 ⊗ x_1`, D-RTRL's.
 
 An element-wise contact (bias, decay, threshold) has no `x`; its D-RTRL trace is as small as `f̄`, so it is kept
-as it is: `eps_t = D_t eps_(t-1) + df_t`.
+as it is, `eps_t = D_t eps_(t-1) + df_t`, and its gradient is the sum of `b_t · eps_(t-1)` and the direct term.
 
 For K steps, `c_t = b_t · f̄_(t-1) / n_(t-1)` is a cotangent at the contact's output, and the filter of `x` can act on it instead:
 
@@ -38,19 +38,18 @@ import numpy as np
 
 from etrace_bridge._errors import InputError
 from etrace_bridge.compiler.graph import Leg
-from etrace_bridge.engine.contraction import contact_inputs, features, join_pieces, take_places, view_gradients, weight_gradients
+from etrace_bridge.engine.contraction import contact_inputs, features, outer_gradient, take_places, view_gradients, weight_gradients
 from etrace_bridge.engine.forward import run_forward
 from etrace_bridge.engine.linearise import CoreLinear, Grouped, linearise_core, loss_gradient, step_outputs
 from etrace_bridge.engine.loop import scan_time
 from etrace_bridge.engine.program import StepProgram
-from etrace_bridge.engine.suffix import suffix_scan
 from etrace_bridge.rules.base import Carry, Chunk, ChunkResult, Rule, batch_rows, check_batch_axis, check_choice, register_rule
-from etrace_bridge.rules.d_rtrl import add_contacts, advance_traces, clear_rows, no_credit, read_traces, trace_rows
+from etrace_bridge.rules.d_rtrl import add_contacts, no_credit
 
 
 @dataclass(frozen=True)
 class Channel:
-    """Legs of products whose outputs are only added up and feed the same places: they share one `f̄`.
+    """Legs whose outputs are only added up and feed the same places: products share one `f̄`, element-wise contacts one `eps`.
 
     Attributes:
         legs: the legs.
@@ -66,19 +65,23 @@ class Channel:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of `f̄`: that of the contact's piece."""
+        """Shape of the filter: that of the contact's piece."""
         return self.legs[0].part.var.aval.shape
 
     def at(self, array: Any, lead: int) -> Any:
         """Values of the group's places, at the piece's elements; `lead` axes are kept."""
         return take_places(self.legs[0], array, lead).reshape(*array.shape[:lead], *self.shape)
 
+    def zeros(self, program: StepProgram) -> list[Any]:
+        """A filter at its start, for each state of the group."""
+        return [jnp.zeros(self.shape, self.legs[0].part.var.aval.dtype) for _ in range(program.groups[self.group].num_state)]
 
-def find_channels(program: StepProgram) -> list[Channel]:
-    """The channels of all legs of products."""
+
+def find_channels(program: StepProgram, products: bool) -> list[Channel]:
+    """The channels of all legs of products, or of element-wise contacts."""
     found: dict[Any, list[Leg]] = {}
     for leg in program.legs:
-        if leg.contact.x is not None:
+        if (leg.contact.x is not None) is products:
             key = (program.roots[program.tap_index(leg)], leg.group, leg.places.tobytes())
             found.setdefault(key, []).append(leg)
     return [
@@ -121,18 +124,13 @@ class PPProp(Rule):
         return "short"
 
     def init(self, program: StepProgram) -> dict[str, Any]:
-        """Filters `x` by contact, `f` [channel][state], `n` by group, one a batch element, and `eps` [element-wise leg][state]."""
-        x = {c.index: jnp.zeros(c.form.shape(c.form.feature), c.y.aval.dtype) for c in _products(program)}
-        f = [
-            [jnp.zeros(c.shape, c.legs[0].part.var.aval.dtype) for _ in range(program.groups[c.group].num_state)]
-            for c in find_channels(program)
-        ]
-        n = [jnp.zeros(g.varshape[:1], g.hidden_invars[0].aval.dtype) for g in program.groups]
-        eps = []
-        for leg in _elementwise(program):
-            form, states = leg.part.form, program.groups[program.place_of(leg)].num_state
-            eps.append([jnp.zeros(form.shape(form.trace), leg.part.var.aval.dtype) for _ in range(states)])
-        return {"x": x, "f": f, "n": n, "eps": eps}
+        """Filters `x` by contact, `f` and `eps` [channel][state], and `n` by group, one a batch element."""
+        return {
+            "x": {c.index: jnp.zeros(c.form.shape(c.form.feature), c.y.aval.dtype) for c in _products(program)},
+            "f": [c.zeros(program) for c in find_channels(program, True)],
+            "n": [jnp.zeros(g.varshape[:1], g.hidden_invars[0].aval.dtype) for g in program.groups],
+            "eps": [c.zeros(program) for c in find_channels(program, False)],
+        }
 
     def chunk(self, program: StepProgram, theta: Sequence[Any], carry: Carry, data: Chunk, fresh: bool, final: bool) -> ChunkResult:
         env = program.weight_env(theta)
@@ -146,26 +144,16 @@ class PPProp(Rule):
         else:
             found = loss_gradient(program, theta, forward, data.args, data.loss, data.targets, data.weights, self.credit)
             losses, outputs, b = found.losses, found.outputs, found.b
-        a, a0, M, M0 = suffix_scan(b, core.D, not final)
-        credit, f = self._filter(program, trace, core, b, length)
+        credit, own, f, eps = self._filter(program, trace, core, b, length)
         if found is not None:
             later, first = self._spread_back(credit, length)
-            ybar = self._cotangents(program, found.ybar, core, a, later)
-            by_contact = view_gradients(program, env, ybar, xs)
-            if not fresh:
-                past, M0 = read_traces(program, _elementwise(program), a0, trace["eps"], M0)
-                past |= self._past(program, first, trace["x"])
-                by_contact = add_contacts(by_contact, past)
+            by_contact = view_gradients(program, env, _at_taps(program, True, later, found.ybar), xs)
+            by_contact = add_contacts(by_contact, self._past(program, own, None if fresh else first, trace["x"]))
             pulled = weight_gradients(program, theta, by_contact)
             grads = [d + g for d, g in zip(found.direct, pulled, strict=True)]
         if not final:
-            eps = advance_traces(program, _elementwise(program), trace["eps"], trace_rows(program, core, M), xs, M0, fresh)
-            trace = {
-                "x": self._filter_features(program, trace["x"], xs, length),
-                "f": f,
-                "n": self._norms(trace["n"], length)[1],
-                "eps": eps,
-            }
+            x, n = self._filter_features(program, trace["x"], xs, length), self._norms(trace["n"], length)[1]
+            trace = {"x": x, "f": f, "n": n, "eps": eps}
         return ChunkResult(grads, losses, outputs, Carry(forward.new_hidden, forward.new_other, trace))
 
     def _norms(self, n: Sequence[Any], length: int) -> tuple[list[Any], list[Any]]:
@@ -174,26 +162,25 @@ class PPProp(Rule):
         rows = [jnp.asarray(left, x.dtype)[:, None] * x + jnp.asarray(1 - left, x.dtype)[:, None] for x in n]
         return [r[:-1] for r in rows], [r[-1] for r in rows]
 
-    def _filter(self, program: StepProgram, trace: dict, core: CoreLinear, b: Grouped, length: int) -> tuple[list[Any], list[Any]]:
-        """`c_t` of every channel, and `f̄` after the chunk."""
-        channels = find_channels(program)
+    def _filter(self, program: StepProgram, trace: dict, core: CoreLinear, b: Grouped, length: int) -> tuple[list, list, list, list]:
+        """`c_t` of every product's channel, the sum of `b_t · eps_(t-1)` of every other, and `f̄` and `eps` after the chunk."""
         norms, _ = self._norms(trace["n"], length)
         scaled = [[_divide_rows(x, n) for x in states] for states, n in zip(b, norms, strict=True)]
-        asked = [[c.at(x, 1) for x in scaled[c.group]] for c in channels]
-        D = [[[None if d is None else c.at(d, 1) for d in row] for row in core.D[c.group]] for c in channels]
-        df = [[core.df[c.colour][i][c.tap] for i in range(len(core.D[c.group]))] for c in channels]
+        products = _drives(find_channels(program, True), scaled, core)
+        others = _drives(find_channels(program, False), b, core)
 
-        def body(f: list[Any], step: Any) -> tuple[list[Any], list[Any]]:
-            asked_t, D_t, df_t = step
-            credit = [sum(x * y for x, y in zip(xs, ys, strict=True)) for xs, ys in zip(asked_t, f, strict=True)]
-            after = [
-                [_next(old, D_c[i], self.alpha, (1 - self.alpha) * df_c[i]) for i in range(len(old))]
-                for old, D_c, df_c in zip(f, D_t, df_t, strict=True)
-            ]
-            return after, credit
+        def body(carry: Any, step: Any) -> tuple[Any, Any]:
+            f, eps, own = carry
+            products_t, others_t = step
+            credit = [_dot(asked, old) for (asked, _, _), old in zip(products_t, f, strict=True)]
+            own = [total + _dot(asked, old) for total, (asked, _, _), old in zip(own, others_t, eps, strict=True)]
+            f = [_next(old, D, df, self.alpha, 1 - self.alpha) for old, (_, D, df) in zip(f, products_t, strict=True)]
+            eps = [_next(old, D, df, 1, 1) for old, (_, D, df) in zip(eps, others_t, strict=True)]
+            return (f, eps, own), credit
 
-        after, credit = scan_time(body, trace["f"], (asked, D, df), length)
-        return credit, after
+        start = trace["f"], trace["eps"], [jnp.zeros_like(states[0]) for states in trace["eps"]]
+        (f, eps, own), credit = scan_time(body, start, (products, others), length)
+        return credit, own, f, eps
 
     def _spread_back(self, credit: list[Any], length: int) -> tuple[list[Any], list[Any]]:
         """`c̃_s` of every channel and step, and `c̃_0`."""
@@ -204,36 +191,14 @@ class PPProp(Rule):
         first, later = scan_time(body, [jnp.zeros_like(c[0]) for c in credit], credit, length, reverse=True)
         return later, first
 
-    def _cotangents(self, program: StepProgram, ybar: Sequence[Any], core: CoreLinear, a: Grouped, later: list[Any]) -> list[Any]:
-        """What steps ask of each tap: directly, and by what they ask of earlier steps."""
-        total = list(ybar)
-        for channel, c in zip(find_channels(program), later, strict=True):
-            for leg in channel.legs:
-                n = program.tap_index(leg)
-                total[n] = total[n] + c
-        legs = _elementwise(program)
-        if legs:
-            pulled = core.pull(a)
-            for n in {t.index for leg in legs for t in program.taps_of(leg)}:
-                total[n] = total[n] + pulled[n]
-        return total
-
-    def _past(self, program: StepProgram, first: list[Any], x: dict[int, Any]) -> dict[int, Any]:
-        """`c̃_0 ⊗ x̄_0`, by contact."""
-        asked = {id(leg): c for channel, c in zip(find_channels(program), first, strict=True) for leg in channel.legs}
-        by_contact = {}
-        for contact in _products(program):
-            taps = [t for t in program.taps if t.contact is contact]
-            pieces = []
-            for t in taps:
-                form = t.part.form
-                total = jnp.zeros(form.shape(form.view), t.part.var.aval.dtype)
-                for leg in t.legs:
-                    c = asked[id(leg)].reshape(form.shape(form.out))
-                    total = total + jnp.einsum(f"{form.out},{form.feature}->{form.view}", c, x[contact.index])
-                pieces.append(total)
-            by_contact[contact.index] = join_pieces(taps, pieces)
-        return by_contact
+    def _past(self, program: StepProgram, own: list[Any], first: list[Any] | None, x: dict[int, Any]) -> dict[int, Any]:
+        """By contact, what is not in the cotangents of the steps: `own` of element-wise contacts, `c̃_0 ⊗ x̄_0` of products."""
+        zeros = list(program.zero_taps((1,)).values())
+        asked = _at_taps(program, False, [c[None] for c in own], zeros)
+        if first is not None:
+            asked = _at_taps(program, True, [c[None] for c in first], asked)
+        contacts = [c for c in program.traced_contacts if c.x is None or first is not None]
+        return {c.index: outer_gradient(program, c, asked, None if c.x is None else x[c.index][None]) for c in contacts}
 
     def _filter_features(self, program: StepProgram, x: dict[int, Any], xs: dict[int, Any], length: int) -> dict[int, Any]:
         """`x̄` after the chunk."""
@@ -246,34 +211,64 @@ class PPProp(Rule):
         return new
 
     def reset(self, program: StepProgram, trace: dict, keep: Any) -> dict:
-        f = []
-        for channel, states in zip(find_channels(program), trace["f"], strict=True):
-            group = program.groups[channel.group]
-            check_batch_axis(group, keep)
-            rows = batch_rows(channel.legs[0].places, group.leaves[0].num_places // group.varshape[0], keep).reshape(channel.shape)
-            f.append([s * rows.astype(s.dtype) for s in states])
+        def cleared(products: bool, filters: list[Any]) -> list[Any]:
+            result = []
+            for channel, states in zip(find_channels(program, products), filters, strict=True):
+                group = program.groups[channel.group]
+                check_batch_axis(group, keep)
+                rows = batch_rows(channel.legs[0].places, group.leaves[0].num_places // group.varshape[0], keep).reshape(channel.shape)
+                result.append([s * rows.astype(s.dtype) for s in states])
+            return result
+
         x = dict(trace["x"])
         for contact in _products(program):
             axis = _batch_axis(program, contact)
             shape = [-1 if n == axis else 1 for n in range(x[contact.index].ndim)]
             x[contact.index] = x[contact.index] * keep.reshape(shape).astype(x[contact.index].dtype)
-        eps = clear_rows(program, _elementwise(program), trace["eps"], keep)
-        return {"x": x, "f": f, "n": [n * keep.astype(n.dtype) for n in trace["n"]], "eps": eps}
+        n = [n * keep.astype(n.dtype) for n in trace["n"]]
+        return {"x": x, "f": cleared(True, trace["f"]), "n": n, "eps": cleared(False, trace["eps"])}
 
 
 def _products(program: StepProgram) -> list[Any]:
     return [c for c in program.traced_contacts if c.x is not None]
 
 
-def _elementwise(program: StepProgram) -> list[Leg]:
-    return [leg for leg in program.traces if leg.contact.x is None]
+def _drives(channels: Sequence[Channel], b: Grouped, core: CoreLinear) -> list[Any]:
+    """For each channel what is asked of its filter at every step, `D_t` and `df_t`, all at the piece's elements."""
+    return [
+        (
+            [c.at(x, 1) for x in b[c.group]],
+            [[None if d is None else c.at(d, 1) for d in row] for row in core.D[c.group]],
+            [core.df[c.colour][i][c.tap] for i in range(len(core.D[c.group]))],
+        )
+        for c in channels
+    ]
 
 
-def _next(f: list[Any], D_row: list[Any], keep: float, new: Any) -> Any:
-    for d, old in zip(D_row, f, strict=True):
-        if d is not None:
-            new = new + keep * d * old
-    return new.astype(f[0].dtype)
+def _at_taps(program: StepProgram, products: bool, values: Sequence[Any], ybar: Sequence[Any]) -> list[Any]:
+    """Cotangents at all taps, with values of the channels added at theirs."""
+    total = list(ybar)
+    for channel, value in zip(find_channels(program, products), values, strict=True):
+        for leg in channel.legs:
+            n = program.tap_index(leg)
+            total[n] = total[n] + value
+    return total
+
+
+def _dot(asked: Sequence[Any], states: Sequence[Any]) -> Any:
+    return sum(x * y for x, y in zip(asked, states, strict=True))
+
+
+def _next(f: Sequence[Any], D: Sequence[Sequence[Any]], df: Sequence[Any], keep: float, gain: float) -> list[Any]:
+    """`keep D f + gain df` for every state."""
+    after = []
+    for row, new in zip(D, df, strict=True):
+        new = gain * new
+        for d, old in zip(row, f, strict=True):
+            if d is not None:
+                new = new + keep * d * old
+        after.append(new.astype(f[0].dtype))
+    return after
 
 
 def _divide_rows(b: Any, n: Any) -> Any:
