@@ -6,8 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from jax import lax
+from torch import nn
 
+import etrace_bridge as eb
 import models
 from etrace_bridge._jax_compat import evaluate_jaxpr
 from etrace_bridge.engine import convolution
@@ -144,3 +147,29 @@ def test_weights_that_only_traces_read(name, others):
     for v, g, alone in zip(program.weight_vars, direct, program.only_traced, strict=True):
         assert bool(np.abs(g).max() > 0) is not alone, paths[v]
     assert {paths[v][0] for v, alone in zip(program.weight_vars, program.only_traced, strict=True) if not alone} == others
+
+
+@pytest.mark.parametrize("steps", [1, 5])
+def test_loops_multiply_with_the_transpose(steps):
+    """Of torch's (out, in) weights, once before the loop; a single step has no loop to do it for."""
+    net = eb.wrap(nn.GRU(3, 4).double())
+    x = jnp.ones((2, 3))
+    net.init_state(batch_size=2)
+    program = StepProgram(eb.compile_etrace_graph(net, x))
+    rng = np.random.default_rng(0)
+    theta, hidden = ([jnp.asarray(rng.standard_normal(v.aval.shape)) for v in vs] for vs in (program.weight_vars, [program.leaves[0].invar]))
+    xs = jnp.asarray(rng.standard_normal((steps, 2, 3)))
+
+    def forward(theta, hidden, xs):
+        return run_forward(program, program.weight_env(theta), hidden, [], [xs]).new_hidden
+
+    jaxpr = jax.make_jaxpr(forward)(theta, hidden, xs)
+    loops = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+    eqns = loops[0].params["jaxpr"].eqns if loops else jaxpr.eqns
+    contracted = {eqn.params["dimension_numbers"][0][1] for eqn in eqns if eqn.primitive.name == "dot_general"}
+    assert len(loops) == (steps > 1) and contracted == ({(0,)} if loops else {(1,)})
+    cell = nn.GRU(3, 4).double()
+    names = [path[-1] if len(path) > 1 else path[0] for path in (program.graph.module_info.invar_to_weight_path[v] for v in program.weight_vars)]
+    cell.load_state_dict({name: torch.from_numpy(np.array(w)) for name, w in zip(names, theta, strict=True)})
+    expected, _ = cell(torch.from_numpy(np.array(xs)), torch.from_numpy(np.array(hidden[0])).reshape(1, 2, 4))
+    np.testing.assert_allclose(np.reshape(forward(theta, hidden, xs)[0], (2, 4)), expected[-1].detach().numpy(), rtol=1e-12)

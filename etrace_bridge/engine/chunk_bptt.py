@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from etrace_bridge.compiler.jaxpr import evaluate, needed_equations, read
-from etrace_bridge.engine.convolution import as_product
 from etrace_bridge.engine.linearise import group_states, step_env
+from etrace_bridge.engine.loop import products_in_loop
 from etrace_bridge.engine.program import StepProgram
 
 
@@ -44,9 +44,10 @@ def scan_steps(program: StepProgram, theta: Sequence[Any], hidden: Sequence[Any]
     env = program.weight_env(theta)
     eqns = needed_equations(program.step_eqns, [*program.out_vars, *program.new_vars])
     n = len(program.leaves)
+    on_equation = products_in_loop(eqns, env, args[0].shape[0])
 
     def body(carry: Any, args_t: Sequence[Any]) -> tuple[Any, Any]:
-        done = evaluate(eqns, step_env(program, env, args_t, *carry), as_product)
+        done = evaluate(eqns, step_env(program, env, args_t, *carry), on_equation)
         new = [read(done, v) for v in program.new_vars]
         return (new[:n], new[n:]), [read(done, v) for v in program.out_vars]
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from etrace_bridge._jax_compat import JaxprEqn, Literal, Var
 from etrace_bridge.compiler.jaxpr import evaluate, needed_equations, read, reads_of, variables
 from etrace_bridge.engine.convolution import as_product
-from etrace_bridge.engine.loop import scan_time
+from etrace_bridge.engine.loop import products_in_loop, scan_time
 from etrace_bridge.engine.program import StepProgram
 
 
@@ -78,10 +78,11 @@ def _run_level(
     saved = [v for v in program.saved_vars if v in made]
     wanted = [v for v in reads_of(eqns, new_vars) if program.tier[v] > 0 and v not in old_vars]
     known |= _in_parallel(program, env, known, wanted)
+    on_equation = products_in_loop(eqns, env, length)
 
     def body(carry: list[Any], values: list[Any]) -> tuple[list[Any], Any]:
         inner = {**env, **dict(zip(wanted, values, strict=True)), **dict(zip(old_vars, carry, strict=True))}
-        inner = evaluate(eqns, inner, as_product)
+        inner = evaluate(eqns, inner, on_equation)
         return [read(inner, v) for v in new_vars], (carry, [inner[v] for v in saved])
 
     ends, (old, kept) = scan_time(body, [before[n] for n in level], [known[v] for v in wanted], length)
