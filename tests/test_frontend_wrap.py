@@ -184,6 +184,44 @@ def test_several_inputs() -> None:
     assert net.hidden_paths == (("h",),)
 
 
+class SequenceAndExtra(nn.Module):
+    """A second input that is required and meets the output of a sequence layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.out = nn.GRU(I, H), nn.Linear(H + 2, 2)
+
+    def forward(self, x: Tensor, extra: Tensor) -> Tensor:
+        return self.out(torch.cat([self.gru(x)[0], extra], -1))
+
+
+def test_several_inputs_need_no_example() -> None:
+    """The states wait for the first call, which shows all inputs."""
+    model = SequenceAndExtra()
+    xs, extras = torch.randn(4, B, I), torch.randn(4, B, 2)
+    net = eb.wrap(model)
+    net.init_state(B)
+    found = np.stack([net(x, extra) for x, extra in zip(xs, extras, strict=True)])
+    np.testing.assert_allclose(found, model(xs, extras).detach(), atol=1e-6)
+
+
+def test_a_learner_with_several_inputs_needs_no_example() -> None:
+    model = SequenceAndExtra().double()
+    xs, extras, ys = (torch.randn(4, B, n, dtype=torch.float64) for n in (I, 2, 2))
+    learner = eb.OnlineLearner(model, rule="bptt", loss=nn.functional.mse_loss)
+    found = learner.gradients((xs, extras), ys).grads
+    nn.functional.mse_loss(model(xs, extras), ys).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(found[name], p.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_an_argument_that_may_be_an_input_is_asked_for() -> None:
+    net = eb.wrap(SequenceAndExtra())
+    net.init_state(B)
+    with pytest.raises(eb.InputError, match=r"fails without `extra`.*call the model with all its inputs.*example_input=\(x, \.\.\.\)"):
+        net(torch.randn(B, I))
+
+
 def test_deepcopy_is_independent() -> None:
     net = eb.wrap(nn.GRU(I, H))
     net.init_state(B)

@@ -63,6 +63,13 @@ def find_root_adapter(model: nn.Module, inputs: tuple, state: Any) -> tuple[Adap
     except Exception as error:
         if given is not None or not _required(model, names):
             raise
+        unclear = [name for name in names if not _STATE_NAME.fullmatch(name)]
+        if unclear:
+            raise InputError(
+                f"`{type(model).__name__}.forward` fails without `{', '.join(unclear)}` ({type(error).__name__}: {error}). If that is an input, "
+                "call the model with all its inputs, or show them first: `wrap(model, example_input=(x, ...))`. If it is a state, pass "
+                "`wrap(model, state=lambda batch_size: torch.zeros(batch_size, hidden))`."
+            ) from error
         raise StateError(
             f"`{type(model).__name__}.forward` needs a state in `{', '.join(names)}` and fails without one "
             f"({type(error).__name__}: {error}). The bridge cannot know its shape. Pass `wrap(model, state=lambda "
