@@ -38,6 +38,11 @@ def is_bad(tree: Any) -> Any:
     return jnp.any(jnp.stack([jnp.any(~jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))
 
 
+def choose(fine: Any, new: Any, old: Any) -> Any:
+    """`new` if it is fine, else `old`."""
+    return jax.tree.map(lambda n, o: jnp.where(fine, n, o), new, old)
+
+
 def hold_back(fine: Any, new: Any, old: Any) -> Any:
     """`new` if it is fine, else `old`; an element that has overflowed stays `old` in any case."""
 

@@ -16,7 +16,7 @@ from etrace_bridge.engine.chunk_bptt import scan_steps
 from etrace_bridge.engine.plan import ChunkPlan
 from etrace_bridge.engine.program import StepProgram
 from etrace_bridge.engine.sequence import run_sequence, step_weights
-from etrace_bridge.learning.guard import after, full_verdict, hold_back, quick_verdict, to_watch
+from etrace_bridge.learning.guard import after, choose, full_verdict, hold_back, quick_verdict, to_watch
 from etrace_bridge.learning.optimizers import Updater
 from etrace_bridge.rules import Carry, Chunk, ChunkResult, Rule
 
@@ -130,8 +130,10 @@ def make_step(recipe: Recipe, own_update: bool) -> Callable:
         if not own_update:
             return new, loss, output, grads
         if not recipe.guard:
-            theta, opt = (theta, values.opt) if grads is None else recipe.apply(grads, values.opt, theta)
-            return new._replace(theta=theta, opt=opt), loss, output, None
+            if grads is not None:
+                theta, opt = recipe.apply(grads, values.opt, theta)
+                new = new._replace(theta=theta, opt=opt, trace=choose(after(True, theta), trace, values.trace))
+            return new, loss, output, None
         fine, alarm = quick_verdict(values.alarm, (loss, hidden, to_watch(grads, values.trace, result.factors, is_product)))
         if grads is not None:
             updated = recipe.apply(grads, values.opt, theta)
