@@ -7,14 +7,9 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks.baselines import Program
 from benchmarks.harness import CLOCKS, MAKERS, environment, measure, save, table
-from benchmarks.ours import make_ours
-from benchmarks.workloads import WORKLOADS, Workload
-
-
-def _ours_read(workload: Workload) -> Program | None:
-    return make_ours(workload, read_loss=True)
+from benchmarks.ours import STEP_VARIANTS
+from benchmarks.workloads import WORKLOADS
 
 
 def main() -> None:
@@ -40,7 +35,7 @@ def main() -> None:
     for workload in WORKLOADS:
         if options.only and workload.name not in options.only:
             continue
-        makers = MAKERS | {"ours, loss read": _ours_read} if workload.mode == "step" else MAKERS
+        makers = MAKERS | STEP_VARIANTS if workload.mode == "step" else MAKERS
         rows.append(measure(workload, makers, repeats, budget, options.patience, options.clock))
         print(table(rows[-1:]), flush=True)
     print("\nRatios to torch BPTT, least time of each program in one interleaved run:\n" + table(rows))

@@ -232,6 +232,7 @@ def make_braintrace(workload: Workload) -> Program | None:
         return learner.etrace_grad(xs, targets, step_fn=loss, return_value=True)
 
     weights = model.states(brainstate.ParamState)
+    x, target = xs[0].numpy(), targets[0].numpy()
 
     @brainstate.transform.jit
     def step(x: jax.Array, target: jax.Array) -> jax.Array:
@@ -242,7 +243,7 @@ def make_braintrace(workload: Workload) -> Program | None:
 
     def run() -> Any:
         if workload.mode == "step":
-            return step(xs[0].numpy().copy(), targets[0].numpy().copy()).block_until_ready()
+            return step(x.copy(), target.copy()).block_until_ready()
         return jax.block_until_ready(gradients(jnp.array(xs.numpy()), jnp.array(targets.numpy())))
 
     return Program(run, lambda: executables_memory(run, sequence_bytes(workload, outputs=False)))

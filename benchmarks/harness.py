@@ -183,7 +183,8 @@ PAGE_HEAD = """# Benchmarks
 
 Written by `python -m benchmarks` (`make bench` runs it last). Time of one gradient of the whole sequence as a ratio to torch BPTT on
 the same model and data in the same run, least of several interleaved runs after warm-up; *step* rows are one online step with an SGD
-update. Everything goes through the public API with torch tensors in. The yardstick is a program written by hand for this one model
+update, its loss left on the device unless it says *loss read*. Everything goes through the public API, with torch tensors in unless it
+says *JAX arrays*. The yardstick is a program written by hand for this one model
 (`benchmarks/yardstick.py`). A dash: the program does not exist for this row, or would take minutes.
 
 """
@@ -192,7 +193,7 @@ update. Everything goes through the public API with torch tensors in. The yardst
 def page(report: dict[str, Any]) -> str:
     """Return the report as a page of the documentation."""
     rows = report["rows"]
-    names = [*MAKERS, "ours, loss read"]
+    names = list(MAKERS)
     lines = [["workload", "sizes", "to reach", *names, f"{REFERENCE}, ms", "our memory", f"{REFERENCE}'s memory"]]
     for row in rows:
         workload, results = Workload(**row["workload"]), row["programs"]
@@ -203,6 +204,10 @@ def page(report: dict[str, Any]) -> str:
         lines.append([workload.name, workload.shape, reach, *cells, time_ms, *memory])
     lines.insert(1, ["---"] * len(lines[0]))
     text = PAGE_HEAD + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+    for row in rows:
+        if row["workload"]["mode"] == "step":
+            times = [f"{name} {r['seconds'] * 1e6:.0f}" for name, r in row["programs"].items() if "seconds" in r]
+            text += f"\n- one online step ({Workload(**row['workload']).shape}), in µs: {'; '.join(times)}"
     for row in report.get("memory", ()):
         text += f"\n- peak memory of `gradients` at T={row['steps']}: {row['bytes'] / 1e6:.0f} MB, {row['traces']:.2f} × the trace"
     machine = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in report["environment"].items())

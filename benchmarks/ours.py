@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -11,12 +12,13 @@ from benchmarks.baselines import RATE, Program, executables_memory, sequence_byt
 from benchmarks.workloads import Workload, data, torch_model
 
 
-def make_ours(workload: Workload, read_loss: bool = False) -> Program | None:
+def make_ours(workload: Workload, read_loss: bool = False, jax_arrays: bool = False) -> Program | None:
     """Return `OnlineLearner.gradients` or `.step` on the workload; None while the package has no `OnlineLearner`.
 
     Args:
         workload: What to run.
         read_loss: For a step, read the loss as a float instead of leaving it on the device.
+        jax_arrays: For a step, give JAX arrays instead of torch tensors.
     """
     import etrace_bridge as eb
 
@@ -33,11 +35,20 @@ def make_ours(workload: Workload, read_loss: bool = False) -> Program | None:
         chunk="auto",
     )
 
+    x, target = (jax.numpy.asarray(a[0].numpy()) if jax_arrays else a[0] for a in (xs, targets))
+
     def run() -> Any:
         if workload.mode == "gradients":
             # The result arrives lazily: reading every gradient is what makes the computation part of the measurement.
             return {name: grad.numpy() for name, grad in learner.gradients(xs, targets).grads.items()}
-        info = learner.step(xs[0], targets[0])
+        info = learner.step(x, target)
         return info.loss if read_loss else jax.block_until_ready(info.raw_loss)
 
     return Program(run, lambda: executables_memory(run, sequence_bytes(workload, outputs=True)))
+
+
+# One step, in other ways than leaving the loss on the device and giving torch tensors.
+STEP_VARIANTS = {
+    "ours, loss read": functools.partial(make_ours, read_loss=True),
+    "ours, JAX arrays": functools.partial(make_ours, jax_arrays=True),
+}
