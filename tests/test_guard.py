@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import mse_loss
 
 import etrace_bridge as eb
@@ -226,6 +227,28 @@ def test_a_trace_that_is_not_finite(alone):
         alone.gradients(XS[:, one], YS[:, one])
     assert all(map(np.array_equal, runtime.values.theta, weights))
     runtime.values = runtime.values._replace(trace=good.trace)
+
+
+class RootOfWeight(nn.Module):
+    """A weight whose square root is used: at zero its derivative is infinite, and everything else is finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3, 3, dtype=torch.float64))
+
+    def forward(self, x, h=None):
+        h = torch.tanh(x @ self.w.sqrt() + (0 if h is None else 0.5 * h))
+        return h, h
+
+
+def test_a_derivative_of_the_weight_itself_that_is_infinite():
+    model = RootOfWeight()
+    with torch.no_grad():
+        model.w[0, 0] = 0
+    learner = eb.OnlineLearner(model, rule="d_rtrl", loss=mse_loss, optimizer=optax.sgd(0.1))
+    with pytest.raises(eb.NonFiniteError, match="the gradient of `w`"):
+        learner.step(torch.ones(1, 3, dtype=torch.float64), torch.zeros(1, 3, dtype=torch.float64))
+        learner.gradients(torch.ones(2, 1, 3, dtype=torch.float64), torch.zeros(2, 1, 3, dtype=torch.float64))
 
 
 def test_an_element_that_overflows_keeps_its_value():

@@ -149,6 +149,12 @@ def test_weights_that_only_traces_read(name, others):
     assert {paths[v][0] for v, alone in zip(program.weight_vars, program.only_traced, strict=True) if not alone} == others
 
 
+def test_a_weight_that_is_computed_with_counts_as_read():
+    """The derivative of what it becomes may be infinite where every factor of the trace is finite."""
+    program = program_of("normalised")
+    assert not any(program.only_traced)
+
+
 @pytest.mark.parametrize("steps", [1, 5])
 def test_loops_multiply_with_the_transpose(steps):
     """Of torch's (out, in) weights, once before the loop; a single step has no loop to do it for."""

@@ -25,7 +25,7 @@ from etrace_bridge.compiler.graph import ETraceGraph, Leg
 from etrace_bridge.compiler.hidden_group import HiddenGroup
 from etrace_bridge.compiler.jaxpr import evaluate, needed_equations, read, variables
 from etrace_bridge.compiler.positions import HiddenLeaf
-from etrace_bridge.compiler.primitives import is_float, passes_derivative
+from etrace_bridge.compiler.primitives import is_float, is_structural, passes_derivative
 from etrace_bridge.compiler.views import Contact, Part
 from etrace_bridge.engine.convolution import as_product
 
@@ -246,12 +246,12 @@ class StepProgram:
 
     @cached_property
     def only_traced(self) -> tuple[bool, ...]:
-        """For each weight, whether all that reads it has a trace."""
+        """For each weight, whether all that reads it, as it is or in pieces, has a trace."""
         traced = {id(c.eqn) for c in self.traced_contacts}
         others = [eqn for eqn in self.eqns if id(eqn) not in traced]
         read: set[Var] = set(variables([*self.out_vars, *self.new_vars]))
         for eqn in reversed(others):
-            if self.tier[eqn.outvars[0]] > 0 or any(v in read for v in eqn.outvars):
+            if not is_structural(eqn) or self.tier[eqn.outvars[0]] > 0 or any(v in read for v in eqn.outvars):
                 read.update(variables(eqn.invars))
         return tuple(v not in read for v in self.weight_vars)
 
