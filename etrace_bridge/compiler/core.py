@@ -31,14 +31,17 @@ class Core:
     outvars: tuple[Any, ...]
 
     def run(self, env: dict[Var, Any]) -> dict[Var, Any]:
-        """Evaluates the core on the values of `reads`; gradients stop at the cuts."""
-        return evaluate(self.eqns, dict(env), self._hold)
+        """Evaluates the core on the values of `reads`; gradients stop at the cuts.
 
-    def _hold(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
-        held = self.held.get(id(eqn))
-        if held is None:
-            return None
-        return bind_equation(eqn, [lax.stop_gradient(v) if k in held else v for k, v in enumerate(operands)])
+        A value that is given stays, also where an equation makes it beside another one that is needed: one gate of a fused product.
+        """
+
+        def on_equation(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+            held = self.held.get(id(eqn), ())
+            results = bind_equation(eqn, [lax.stop_gradient(v) if k in held else v for k, v in enumerate(operands)])
+            return [env.get(v, r) for v, r in zip(eqn.outvars, results, strict=True)]
+
+        return evaluate(self.eqns, dict(env), on_equation)
 
 
 def build_core(eqns: Sequence[JaxprEqn], alignment: Alignment, outvars: Sequence[Any], given: Sequence[Var] = ()) -> Core:
