@@ -13,7 +13,7 @@ from torch import nn
 import etrace_bridge as eb
 import models
 from etrace_bridge._jax_compat import evaluate_jaxpr
-from etrace_bridge.engine import convolution
+from etrace_bridge.engine import convolution, loop
 from etrace_bridge.engine.forward import run_forward
 from etrace_bridge.engine.linearise import loss_gradient
 from etrace_bridge.engine.program import StepProgram
@@ -155,9 +155,10 @@ def test_a_weight_that_is_computed_with_counts_as_read():
     assert not any(program.only_traced)
 
 
-@pytest.mark.parametrize("steps", [1, 5])
-def test_loops_multiply_with_the_transpose(steps):
-    """Of torch's (out, in) weights, once before the loop; a single step has no loop to do it for."""
+@pytest.mark.parametrize(("steps", "largest"), [(1, 2**18), (5, 2**18), (5, 10)])
+def test_loops_multiply_with_the_transpose(monkeypatch, steps, largest):
+    """Of torch's (out, in) weights, once before the loop; a single step has no loop to do it for, and a large matrix gains nothing."""
+    monkeypatch.setattr(loop, "LARGEST_TURNED", largest)
     net = eb.wrap(nn.GRU(3, 4).double())
     x = jnp.ones((2, 3))
     net.init_state(batch_size=2)
@@ -173,7 +174,7 @@ def test_loops_multiply_with_the_transpose(steps):
     loops = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
     eqns = loops[0].params["jaxpr"].eqns if loops else jaxpr.eqns
     contracted = {eqn.params["dimension_numbers"][0][1] for eqn in eqns if eqn.primitive.name == "dot_general"}
-    assert len(loops) == (steps > 1) and contracted == ({(0,)} if loops else {(1,)})
+    assert len(loops) == (steps > 1) and contracted == ({(0,)} if loops and largest > 10 else {(1,)})
     cell = nn.GRU(3, 4).double()
     names = [path[-1] if len(path) > 1 else path[0] for path in (program.graph.module_info.invar_to_weight_path[v] for v in program.weight_vars)]
     cell.load_state_dict({name: torch.from_numpy(np.array(w)) for name, w in zip(names, theta, strict=True)})

@@ -11,6 +11,8 @@ from jax import lax
 from etrace_bridge._jax_compat import JaxprEqn, Var
 from etrace_bridge.engine.convolution import as_product
 
+LARGEST_TURNED = 2**18  # elements of a matrix
+
 
 def scan_time(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, length: int, reverse: bool = False) -> tuple[Any, Any]:
     """`lax.scan(body, carry, xs)`, with the body run in place for one step: the online step has no use for a loop's overhead."""
@@ -23,8 +25,8 @@ def scan_time(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, 
 def products_in_loop(eqns: Sequence[JaxprEqn], env: dict[Var, Any], length: int) -> Callable[[JaxprEqn, list[Any]], list[Any] | None]:
     """How `evaluate` runs products inside a loop over time.
 
-    torch's weights are (out, in), and XLA's CPU product of a small batch with such a matrix takes up to twice as long as with its
-    transpose: so that is made once, before the loop.
+    torch's weights are (out, in), and XLA's CPU product of a small batch with such a matrix, if it is small too, takes up to twice as
+    long as with its transpose: so that is made once, before the loop. One row, or a large matrix, is not faster with it.
 
     Args:
         eqns: the loop's equations.
@@ -44,8 +46,11 @@ def products_in_loop(eqns: Sequence[JaxprEqn], env: dict[Var, Any], length: int)
 
 
 def _meets_rows(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a product of data with the rows of a matrix."""
+    """Whether an equation is a product of several rows of data with the rows of a small matrix."""
     if eqn.primitive.name != "dot_general" or not isinstance(eqn.invars[1], Var):
         return False
     (_, right), (_, batch) = eqn.params["dimension_numbers"]
-    return eqn.invars[1].aval.ndim == 2 and tuple(right) == (1,) and not batch
+    data, matrix = eqn.invars[0].aval, eqn.invars[1].aval
+    if matrix.ndim != 2 or tuple(right) != (1,) or batch:
+        return False
+    return data.size > matrix.shape[1] and matrix.size <= LARGEST_TURNED
