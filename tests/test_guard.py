@@ -253,6 +253,8 @@ def test_a_derivative_of_the_weight_itself_that_is_infinite():
 
 def test_an_element_that_overflows_keeps_its_value():
     learner = eb.OnlineLearner(make_net(), rule="d_rtrl", loss=mse_loss, optimizer=optax.sgd(1e308))
+    grads = learner.gradients(XS[:1, :1], 1e3 * YS[:1, :1]).grads
+    assert all(torch.isfinite(g).all() for g in grads.values()) and torch.isinf(1e308 * grads["out.weight"]).any()
     learner.step(XS[0, :1], 1e3 * YS[0, :1])
     learner._runtime.look()
     assert all(np.isfinite(x).all() for x in copies(learner) if x.dtype.kind == "f")

@@ -25,8 +25,8 @@ def scan_time(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, 
 def products_in_loop(eqns: Sequence[JaxprEqn], env: dict[Var, Any], length: int) -> Callable[[JaxprEqn, list[Any]], list[Any] | None]:
     """How `evaluate` runs products inside a loop over time.
 
-    torch's weights are (out, in), and XLA's CPU product of a small batch with such a matrix, if it is small too, takes up to twice as
-    long as with its transpose: so that is made once, before the loop. One row, or a large matrix, is not faster with it.
+    torch's weights are (out, in), and XLA's CPU product of a small batch with such a matrix, if it is small too, takes longer
+    than with its transpose: so that is made once, before the loop. One row, or a large matrix, is not faster with it.
 
     Args:
         eqns: the loop's equations.
