@@ -26,6 +26,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from etrace_bridge._jit import jit
+
 Params = dict[str, Array]
 Gradients = dict[str, Array]
 
@@ -267,7 +269,7 @@ def _plus(first: Any, second: Any) -> Any:
     return jax.tree.map(jnp.add, first, second)
 
 
-@partial(jax.jit, static_argnames=("chunk_size", "feature_major", "max_blocks"))
+@partial(jit, static_argnames=("chunk_size", "feature_major", "max_blocks"))
 def sequence_gradients(
     params: Params,
     h0: Array,
@@ -306,7 +308,7 @@ def sequence_gradients(
     return _plus(grads, grads_end), loss + loss_end, jnp.concatenate([*parts, outputs])
 
 
-@partial(jax.jit, donate_argnums=(0, 1, 2))
+@partial(jit, donate_argnums=(0, 1, 2))
 def online_step(
     params: Params, h: Array, trace: Trace, x: Array, target: Array, rate: float | Array
 ) -> tuple[Params, Array, Trace, Array, Array]:

@@ -8,6 +8,9 @@ from typing import Any
 
 import jax
 
+# Loops over time are what the programs of this package are made of. In XLA's CPU compiler as it comes, each of a loop's arrays that
+# two kernels read is copied at every step, which the analysis by regions finds needless, and kernels use half of a register.
+OPTIONS = {"xla_cpu_copy_insertion_use_region_analysis": True, "xla_cpu_prefer_vector_width": 512}
 # XLA's fusion emitters for the CPU (jaxlib 0.10.2) hand LLVM loops over a few columns that it turns into vectors of, say, twenty
 # doubles, and their x86 code can be wrong: the gates' cotangents of a GRU with 5 units and batch 4, concatenated, were. Without
 # these emitters float64 is right, and a little slower; no float32 program was found wrong, so those keep them.
@@ -15,22 +18,22 @@ FLOAT64_OPTIONS = {"xla_cpu_use_fusion_emitters": False}
 
 
 def jit(function: Callable, **options: Any) -> Any:
-    """`jax.jit` with the compiler's options that this package needs; not for use inside another jitted function.
+    """`jax.jit` with the compiler's options that this package wants; not for use inside another jitted function.
 
     Args:
         function: what to compile.
         options: of `jax.jit`.
     """
-    if jax.config.jax_enable_x64 and _are_known():
-        options["compiler_options"] = FLOAT64_OPTIONS
-    return jax.jit(function, **options)
+    wanted = OPTIONS | FLOAT64_OPTIONS if jax.config.jax_enable_x64 else OPTIONS
+    known = {name: value for name, value in wanted.items() if _is_known(name, value)}
+    return jax.jit(function, compiler_options=known, **options)
 
 
 @functools.cache
-def _are_known() -> bool:
-    """Whether this XLA still has the options; one that does not have them has no such emitters to turn off."""
+def _is_known(name: str, value: Any) -> bool:
+    """Whether this XLA, for the device in use, has the option: what another one lacks, it has no need of."""
     try:
-        jax.jit(lambda: 0.0, compiler_options=FLOAT64_OPTIONS)()
+        jax.jit(lambda: 0.0, compiler_options={name: value})()
     except jax.errors.JaxRuntimeError:
         return False
     return True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import etrace_bridge as eb
-from etrace_bridge._jit import FLOAT64_OPTIONS, _are_known, jit
+from etrace_bridge._jit import FLOAT64_OPTIONS, OPTIONS, jit
 
 
 def gate_cotangents(stored, cotangent, kept, t):
@@ -22,6 +24,13 @@ def gate_cotangents(stored, cotangent, kept, t):
     return jnp.concatenate([d * recurrent * r_slope, keep * cotangent * z_slope, d], 1)
 
 
+def expected_cotangents(stored, cotangent, kept) -> np.ndarray:
+    """The same by numpy, at the step that the tests ask for."""
+    keep, z_slope, r_slope, recurrent, n_slope, _, update = (s[1].astype(np.float64) for s in stored)
+    d = (cotangent - kept) * update * (1 + n_slope)
+    return np.concatenate([d * recurrent * r_slope, keep * cotangent * z_slope, d], 1)
+
+
 @pytest.mark.parametrize(("batch", "units"), [(4, 5), (4, 4), (3, 5)])
 def test_concatenated_gates_in_float64(batch, units):
     """jaxlib 0.10.2 on x86: four elements of the last gate are wrong for batch 4 and 5 units under plain `jax.jit`."""
@@ -29,9 +38,7 @@ def test_concatenated_gates_in_float64(batch, units):
     stored = [rng.normal(size=(3, batch, units)) for _ in range(7)]
     cotangent, kept = (rng.normal(size=(batch, units)) for _ in range(2))
     found = jit(gate_cotangents)(stored, cotangent, kept, jnp.array(1))
-    keep, z_slope, r_slope, recurrent, n_slope, _, update = (s[1] for s in stored)
-    d = (cotangent - kept) * update * (1 + n_slope)
-    np.testing.assert_allclose(found, np.concatenate([d * recurrent * r_slope, keep * cotangent * z_slope, d], 1), rtol=1e-12)
+    np.testing.assert_allclose(found, expected_cotangents(stored, cotangent, kept), rtol=1e-12)
 
 
 class DecayAndGates(nn.Module):
@@ -72,14 +79,23 @@ def options_of_jit(monkeypatch) -> list[dict]:
 
 
 @pytest.mark.x32
-def test_float32_is_compiled_as_jax_compiles_it(monkeypatch):
-    assert options_of_jit(monkeypatch) == [{}]
+def test_float32_keeps_the_emitters(monkeypatch):
+    assert options_of_jit(monkeypatch)[-1] == {"compiler_options": OPTIONS}
+
+
+@pytest.mark.x32
+def test_float32_gates_at_every_small_size():
+    """The program that is wrong in float64, where a wrong vector of floats would show: sizes up to beyond a register of 512 bits."""
+    for batch, units in itertools.product((1, 2, 3, 4, 8), range(1, 21)):
+        rng = np.random.default_rng(batch)
+        stored = [rng.normal(size=(3, batch, units)).astype(np.float32) for _ in range(7)]
+        cotangent, kept = (rng.normal(size=(batch, units)).astype(np.float32) for _ in range(2))
+        found = jit(gate_cotangents)(stored, cotangent, kept, jnp.array(1))
+        np.testing.assert_allclose(found, expected_cotangents(stored, cotangent, kept), rtol=1e-4, atol=1e-5, err_msg=f"{batch} x {units}")
 
 
 def test_options_that_xla_does_not_know_are_left_out(monkeypatch):
-    assert options_of_jit(monkeypatch)[-1] == {"compiler_options": FLOAT64_OPTIONS}
-    monkeypatch.undo()
-    _are_known.cache_clear()
-    monkeypatch.setitem(FLOAT64_OPTIONS, "xla_cpu_of_another_time", True)
+    monkeypatch.setitem(OPTIONS, "xla_cpu_of_another_time", True)
     assert int(jit(abs)(-3)) == 3
-    _are_known.cache_clear()
+    (options,) = (seen["compiler_options"] for seen in options_of_jit(monkeypatch))
+    assert set(options) == (set(OPTIONS) | set(FLOAT64_OPTIONS)) - {"xla_cpu_of_another_time"}

@@ -1,7 +1,8 @@
 """A whole sequence, chunk after chunk, as one program.
 
-Two or more full chunks are one scan with one body. Outside it, a first chunk does not read a trace that is known to be zero, and a
-last one does not write a trace that nobody will read: a sequence of one chunk has no trace work at all.
+Three or more full chunks are one scan with one body. Outside it, a first chunk does not read a trace that is known to be zero, and a
+last one does not write a trace that nobody will read: a sequence of one chunk has no trace work at all, one of two writes and reads
+the trace once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from jax import lax
 
 from etrace_bridge.engine.plan import ChunkPlan
 
-LOOP_FROM = 2  # from this many full chunks on, one loop body for all of them: unrolled, XLA keeps the buffers of several at once
+LOOP_FROM = 3  # from this many full chunks on, one loop body for all of them: unrolled, XLA keeps the buffers of several at once
 
 # (carry, data of one chunk, fresh, final) -> (gradients, losses, outputs, carry)
 ChunkFunction = Callable[[Any, Any, bool, bool], tuple[Any, Any, Any, Any]]

@@ -183,13 +183,11 @@ class PPProp(Rule):
         return credit, own, f, eps
 
     def _spread_back(self, credit: list[Any], length: int) -> tuple[list[Any], list[Any]]:
-        """`c̃_s` of every channel and step, and `c̃_0`."""
-
-        def body(later: list[Any], credit_t: list[Any]) -> tuple[list[Any], list[Any]]:
-            return [c + self.alpha * x for c, x in zip(credit_t, later, strict=True)], later
-
-        first, later = scan_time(body, [jnp.zeros_like(c[0]) for c in credit], credit, length, reverse=True)
-        return later, first
+        """`c̃_s` of every channel and step, and `c̃_0`: the sum of `alpha^(t-s-1) c_t` over t > s, as a product over time."""
+        ages = np.arange(length) - np.arange(length + 1)[:, None]
+        left = np.where(ages >= 0, self.alpha ** np.maximum(ages, 0.0), 0)
+        found = [jnp.tensordot(jnp.asarray(left, c.dtype), c, 1) for c in credit]
+        return [c[1:] for c in found], [c[0] for c in found]
 
     def _past(self, program: StepProgram, own: list[Any], first: list[Any] | None, x: dict[int, Any]) -> dict[int, Any]:
         """By contact, what is not in the cotangents of the steps: `own` of element-wise contacts, `c̃_0 ⊗ x̄_0` of products."""
