@@ -23,8 +23,8 @@ MAX_CHUNK = 512
 # stays within three times the trace.
 ONE_CHUNK, SEVERAL_CHUNKS = 2.6, 1.4
 # Working buffers of one block: little enough for the cache, but not less than the weights' size, since each block reads all of
-# them, and not less than a few steps, so that products have enough rows.
-BLOCK_BYTES, BLOCK_WEIGHTS, BLOCK_STEPS = 3 * 2**20, 2, 8
+# them, and not less than a few steps, so that products have enough rows: batch times steps.
+BLOCK_BYTES, BLOCK_WEIGHTS, BLOCK_STEPS, BLOCK_ROWS = 3 * 2**20, 2, 8, 256
 FLOOR_BYTES = 24 * 2**20  # buffers of this size cost nothing worth saving: such a chunk is one block
 
 
@@ -81,10 +81,17 @@ def _block_bytes(program: StepProgram) -> int:
     return max(BLOCK_BYTES, BLOCK_WEIGHTS * sum(map(_bytes, program.weight_vars)))
 
 
+def _least_steps(program: StepProgram) -> int:
+    """Steps that a block has at least."""
+    forms: list[Any] = [c.form for c in _with_data(program)]
+    rows = min((math.prod(f.sizes[letter] for letter in f.out if letter not in f.view) for f in forms), default=BLOCK_ROWS)
+    return max(BLOCK_STEPS, math.ceil(BLOCK_ROWS / rows))
+
+
 def block_steps(program: StepProgram, length: int) -> int:
     """Steps in a block of a chunk of `length` steps: a divisor of it if one is near, so that no shorter block is left over."""
-    block, each = _block_bytes(program), working_bytes(program)
-    near = max(block // each, BLOCK_STEPS)
+    each = working_bytes(program)
+    near = max(_block_bytes(program) // each, _least_steps(program))
     if length * each <= FLOOR_BYTES or length <= 2 * near:
         return length
     even = [n for n in range(max(near // 2, BLOCK_STEPS), 2 * near + 1) if length % n == 0]
@@ -96,7 +103,7 @@ def chunk_bytes(program: StepProgram, length: int, with_trace: bool, passes: str
     at_once = length * working_bytes(program)
     if passes != "blocks" or at_once <= FLOOR_BYTES:
         return at_once
-    block = max(_block_bytes(program), BLOCK_STEPS * working_bytes(program))
+    block = max(_block_bytes(program), _least_steps(program) * working_bytes(program))
     return min(at_once, block + length * kept_bytes(program, with_trace))
 
 
