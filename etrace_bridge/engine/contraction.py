@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -64,7 +65,24 @@ def outer_gradient(program: StepProgram, contact: Contact, ybar: Sequence[Any], 
     joined = joined.reshape(joined.shape[0], *form.shape(form.out))
     if phi is None:
         return jnp.einsum(f"{_TIME}{form.out}->{form.view}", joined)
-    return jnp.einsum(f"{_TIME}{form.out},{_TIME}{form.feature}->{form.view}", joined, phi)
+    if not _features_first(form, joined.shape[0]):
+        return jnp.einsum(f"{_TIME}{form.out},{_TIME}{form.feature}->{form.view}", joined, phi)
+    letters = sorted(form.view, key=lambda letter: letter not in form.contracted)
+    turned = jnp.einsum(f"{_TIME}{form.feature},{_TIME}{form.out}->{''.join(letters)}", phi, joined)
+    # Without the barrier XLA would take the transpose into the product again.
+    return jnp.transpose(lax.optimization_barrier(turned), [letters.index(letter) for letter in form.view])
+
+
+def _features_first(form: ContactForm, steps: int) -> bool:
+    """Whether the product over the rows, batch times steps, is faster as `phi^T ybar`, transposed afterwards, than as `ybar^T phi`.
+
+    XLA's CPU product writes its left factor transposed before it starts, and a few gates' cotangents are wider than the features.
+    One step has few rows, and there the gradient should not be written at all but go straight into the weight's update.
+    """
+    width = math.prod(form.sizes[letter] for letter in form.contracted)
+    outputs = math.prod(form.shape(form.view)) // width
+    rows = steps * math.prod(form.shape(form.out)) // outputs
+    return steps > 1 and form.contracted != "" and width * (rows + outputs) < 2 * rows * outputs
 
 
 def _form_of(program: StepProgram, contact: Contact) -> ContactForm:
