@@ -308,7 +308,7 @@ def sequence_gradients(
     return _plus(grads, grads_end), loss + loss_end, jnp.concatenate([*parts, outputs])
 
 
-@partial(jit, donate_argnums=(0, 1, 2))
+@partial(jit, one_step=True, donate_argnums=(0, 1, 2))
 def online_step(
     params: Params, h: Array, trace: Trace, x: Array, target: Array, rate: float | Array
 ) -> tuple[Params, Array, Trace, Array, Array]:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import etrace_bridge as eb
-from etrace_bridge._jit import FLOAT64_OPTIONS, OPTIONS, jit
+from etrace_bridge._jit import FLOAT64_OPTIONS, OPTIONS, SEQUENCE_OPTIONS, jit
 
 
 def gate_cotangents(stored, cotangent, kept, t):
@@ -71,16 +71,20 @@ def test_a_gru_cell_of_five_units_at_batch_four(rule, chunk):
     assert report.worst().relative_error < 1e-9
 
 
-def options_of_jit(monkeypatch) -> list[dict]:
+def options_of_jit(monkeypatch, **how) -> dict:
+    jit(abs)  # asks XLA what it knows
     seen = []
     monkeypatch.setattr(jax, "jit", lambda function, **options: seen.append(options) or function)
-    jit(abs)
-    return seen
+    jit(abs, **how)
+    monkeypatch.undo()
+    (options,) = seen
+    return options["compiler_options"]
 
 
 @pytest.mark.x32
 def test_float32_keeps_the_emitters(monkeypatch):
-    assert options_of_jit(monkeypatch)[-1] == {"compiler_options": OPTIONS}
+    assert options_of_jit(monkeypatch) == OPTIONS | SEQUENCE_OPTIONS
+    assert options_of_jit(monkeypatch, one_step=True) == OPTIONS
 
 
 @pytest.mark.x32
@@ -97,5 +101,6 @@ def test_float32_gates_at_every_small_size():
 def test_options_that_xla_does_not_know_are_left_out(monkeypatch):
     monkeypatch.setitem(OPTIONS, "xla_cpu_of_another_time", True)
     assert int(jit(abs)(-3)) == 3
-    (options,) = (seen["compiler_options"] for seen in options_of_jit(monkeypatch))
-    assert set(options) == (set(OPTIONS) | set(FLOAT64_OPTIONS)) - {"xla_cpu_of_another_time"}
+    known = OPTIONS | SEQUENCE_OPTIONS | FLOAT64_OPTIONS
+    del known["xla_cpu_of_another_time"]
+    assert options_of_jit(monkeypatch) == known

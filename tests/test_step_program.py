@@ -125,7 +125,13 @@ def test_large_convolutions_stay_what_they_are(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "others"),
-    [("torch_gru", set()), ("stacked", set()), ("encoder_readout", {"w_in", "b_in", "w_out", "b_out"}), ("tied_layers", set()), ("embedding", set())],
+    [
+        ("torch_gru", set()),
+        ("stacked", set()),
+        ("encoder_readout", {"w_in", "b_in", "w_out", "b_out"}),
+        ("tied_layers", set()),
+        ("embedding", set()),
+    ],
 )
 def test_weights_that_only_traces_read(name, others):
     """The loss reaches them through their contacts alone: with those left out, their gradient is zero, and that of the rest is not."""
@@ -134,7 +140,9 @@ def test_weights_that_only_traces_read(name, others):
 
     def draw(v, *lead):
         shape = (*lead, *v.aval.shape)
-        return jnp.asarray(rng.standard_normal(shape) if jnp.issubdtype(v.aval.dtype, jnp.floating) else rng.integers(0, 3, shape), v.aval.dtype)
+        return jnp.asarray(
+            rng.standard_normal(shape) if jnp.issubdtype(v.aval.dtype, jnp.floating) else rng.integers(0, 3, shape), v.aval.dtype
+        )
 
     theta, xs = [draw(v) for v in program.weight_vars], [draw(v, steps) for v in program.arg_vars]
     forward = run_forward(program, program.weight_env(theta), [draw(leaf.invar) for leaf in program.leaves], [], xs)
@@ -164,7 +172,9 @@ def test_loops_multiply_with_the_transpose(monkeypatch, steps, largest):
     net.init_state(batch_size=2)
     program = StepProgram(eb.compile_etrace_graph(net, x))
     rng = np.random.default_rng(0)
-    theta, hidden = ([jnp.asarray(rng.standard_normal(v.aval.shape)) for v in vs] for vs in (program.weight_vars, [program.leaves[0].invar]))
+    theta, hidden = (
+        [jnp.asarray(rng.standard_normal(v.aval.shape)) for v in vs] for vs in (program.weight_vars, [program.leaves[0].invar])
+    )
     xs = jnp.asarray(rng.standard_normal((steps, 2, 3)))
 
     def forward(theta, hidden, xs):
@@ -176,7 +186,9 @@ def test_loops_multiply_with_the_transpose(monkeypatch, steps, largest):
     contracted = {eqn.params["dimension_numbers"][0][1] for eqn in eqns if eqn.primitive.name == "dot_general"}
     assert len(loops) == (steps > 1) and contracted == ({(0,)} if loops and largest > 10 else {(1,)})
     cell = nn.GRU(3, 4).double()
-    names = [path[-1] if len(path) > 1 else path[0] for path in (program.graph.module_info.invar_to_weight_path[v] for v in program.weight_vars)]
+    names = [
+        path[-1] if len(path) > 1 else path[0] for path in (program.graph.module_info.invar_to_weight_path[v] for v in program.weight_vars)
+    ]
     cell.load_state_dict({name: torch.from_numpy(np.array(w)) for name, w in zip(names, theta, strict=True)})
     expected, _ = cell(torch.from_numpy(np.array(xs)), torch.from_numpy(np.array(hidden[0])).reshape(1, 2, 4))
     np.testing.assert_allclose(np.reshape(forward(theta, hidden, xs)[0], (2, 4)), expected[-1].detach().numpy(), rtol=1e-12)

@@ -47,7 +47,7 @@ class TracedStep:
     num_outputs: int
 
     def __post_init__(self) -> None:
-        self.compiled = jit(self._evaluate)
+        self.compiled = jit(self._evaluate, one_step=True)
 
     def __call__(self, tensors: Sequence[Any], states: Sequence[Any], key: Any, inputs: Sequence[Any]) -> tuple[list, list, Any]:
         """Evaluate the step: inlined inside another JAX trace, compiled otherwise.

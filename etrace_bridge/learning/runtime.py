@@ -121,7 +121,7 @@ class Runtime(Store):
             self._tried.add(given)
         return self._losses[key]
 
-    def _compiled(self, key: Any, make: Callable[[], Callable], donate: bool) -> Callable:
+    def _compiled(self, key: Any, make: Callable[[], Callable], donate: bool, one_step: bool) -> Callable:
         """The jitted program of the current session, on flat values."""
         compiled = self.session.compiled
         key = (key, self._tree)
@@ -135,7 +135,7 @@ class Runtime(Store):
                     raise StateError(f"A step changed the structure of the learner's values from {tree} to {after}.")
                 return flat, *out
 
-            compiled[key] = jit(on_leaves, donate_argnums=(0,) if donate else ())
+            compiled[key] = jit(on_leaves, one_step, donate_argnums=(0,) if donate else ())
         return compiled[key]
 
     # -- one step ----------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class Runtime(Store):
         wanted = jax.tree.map(as_array, target)
         host = target is not None and self._host_update
         make = lambda: make_step(self.recipe(loss), not host)  # noqa: E731
-        call = self._compiled(("step", loss, host), make, donate=not host)
+        call = self._compiled(("step", loss, host), make, donate=not host, one_step=True)
         arrays, wanted = self.placement.put_batch((arrays, wanted), 0, session.batch)
         if host:
             return self._host_step(call, arrays, wanted)
@@ -261,7 +261,7 @@ class Runtime(Store):
         data = self._sequence(xs, targets, mask, carry)
         plan = divide(data.length, 1) if every == "step" else self.plan(data.length)
         make = lambda: make_update(self.recipe(data.loss), plan, carry, every != "sequence")  # noqa: E731
-        call = self._compiled(("update", data.loss, plan, carry, every), make, donate=True)
+        call = self._compiled(("update", data.loss, plan, carry, every), make, donate=True, one_step=False)
         self._refresh_numbers()
         start = None if carry else self._start(data.session)
         self._leaves, losses, outputs, weights = call(self._leaves, start, data.args, data.targets, data.mask)
