@@ -95,7 +95,7 @@ def test_float32_gates_at_every_small_size():
         stored = [rng.normal(size=(3, batch, units)).astype(np.float32) for _ in range(7)]
         cotangent, kept = (rng.normal(size=(batch, units)).astype(np.float32) for _ in range(2))
         found = jit(gate_cotangents)(stored, cotangent, kept, jnp.array(1))
-        np.testing.assert_allclose(found, expected_cotangents(stored, cotangent, kept), rtol=1e-4, atol=1e-5, err_msg=f"{batch} x {units}")
+        np.testing.assert_allclose(found, expected_cotangents(stored, cotangent, kept), rtol=1e-5, atol=1e-5, err_msg=f"{batch} x {units}")
 
 
 def test_options_that_xla_does_not_know_are_left_out(monkeypatch):

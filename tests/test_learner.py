@@ -16,6 +16,20 @@ def weights(learner) -> dict[str, torch.Tensor]:
     return {name: t.clone() for name, t in learner.net.state_dict().items()}
 
 
+@pytest.mark.parametrize("rule", ["rtrl", "d_rtrl", "pp_prop"])
+def test_every_division_of_a_sequence_gives_the_same(rule):
+    """Two chunks, with and without a rest, and one with a rest are written out; three or more are a loop, and so are single steps."""
+    model, (xs, ys) = make_net(), make_data(steps=8)
+
+    def gradients(chunk: int) -> dict[str, torch.Tensor]:
+        return eb.OnlineLearner(model, rule=rule, loss=mse_loss, chunk=chunk).gradients(xs, ys).grads
+
+    single = torch_gradients(model, xs, ys) if rule == "rtrl" else gradients(1)
+    assert single["rnn.weight_hh_l0"].abs().max() > 1e-4
+    for chunk in (4, 3, 5, 2):
+        assert_same(gradients(chunk), single)
+
+
 def test_gradients_of_an_exact_rule_are_torchs():
     model, (xs, ys) = make_net(), make_data()
     learner = eb.OnlineLearner(model, rule="rtrl", loss=mse_loss, chunk=2)
