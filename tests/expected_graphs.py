@@ -289,11 +289,12 @@ w, gate: traced, exact
 """
 
 EXPECTED["scalar_gate_kept"] = """
-# h = sigmoid(x gate) h + x w, g = g/2 + x gate: the spread gate feeds h everywhere and g from its first column
+# h = sigmoid(x gate) h + x w, g = g/2 + x gate: the product is made twice, spread over h and as it is for g
 group h (2, 4)
 group g (2, 1)
 product w -> h
-product gate -> h and g as (2, 4)
+product gate -> h
+product gate -> g
 w, gate: traced, exact
 """
 
@@ -364,8 +365,47 @@ note unknown_contact w
 """
 
 EXPECTED["feeds_two_ways"] = """
-# h_j = h_j/2 + y_j + y_(-j), y = x w: each value of the product enters two positions
+# h_j = h_j/2 + y_j + y_(-j), y = x w: each value of the product enters two positions, so it is made twice
 group h (2, 4)
+product w -> h
+product w -> h
+w: traced, exact
+"""
+
+EXPECTED["feeds_two_states_of_a_group"] = """
+# u = tanh(x w + b), c = 0.9 c + u, h_j = h_j c_j / 2 + u_(j-1): one place of c, another of h
+group h, c (2, 4)
+product w -> c
+product w[:, :3] -> h as (2, 3)
+product w[:, 3:] -> h as (2, 1)
+bias b -> c
+bias b[:3] -> h as (2, 3)
+bias b[3:] -> h as (2, 1)
+w, b: traced, exact
+"""
+
+EXPECTED["feeds_both_signs"] = """
+# u = softplus(x w) b, h = h/2 + [tanh(u), sigmoid(-u)]: each half has its own copy of u
+group h (2, 8)
+product w -> h as (2, 4)
+product w -> h as (2, 4)
+elementwise b -> h as (2, 4)
+elementwise b -> h as (2, 4)
+w, b: traced, exact
+"""
+
+EXPECTED["spread_twice"] = """
+# g = x gate of one value, h = sigmoid(g) h + 1, k = g k + 2, and g is an output: three copies of it, two of them spread
+group h (2, 4)
+group k (2, 8)
+product gate -> h
+product gate -> k
+gate: traced, exact
+"""
+
+EXPECTED["feeds_too_many_ways"] = """
+# h_j = h_j/2 + sum over k of y_(j-k) / (k+1), y = x w: 17 copies of the product would be too many
+group h (2, 17)
 cut w > dot_general feeds many > h
 w: upstream, drops itself > dot_general feeds many > h
 """

@@ -417,6 +417,32 @@ def feeds_two_ways(p, s, x):
     return {"h": h}, h
 
 
+@plain({"h": (B, H), "c": (B, H)}, w=(I, H), b=(H,))
+def feeds_two_states_of_a_group(p, s, x):
+    u = jnp.tanh(x @ p["w"] + p["b"])
+    return {"c": 0.9 * s["c"] + u, "h": 0.5 * s["h"] * s["c"] + jnp.roll(u, 1, 1)}, s["h"]
+
+
+@plain({"h": (B, 2 * H)}, w=(I, H), b=(H,))
+def feeds_both_signs(p, s, x):
+    u = jax.nn.softplus(x @ p["w"]) * p["b"]
+    h = 0.5 * s["h"] + jnp.concatenate([jnp.tanh(u), jax.nn.sigmoid(-u)], 1)
+    return {"h": h}, (h, u)
+
+
+@plain({"h": (B, H), "k": (B, 2 * H)}, gate=(I, 1))
+def spread_twice(p, s, x):
+    g = x @ p["gate"]
+    return {"h": jax.nn.sigmoid(g) * s["h"] + 1, "k": g * s["k"] + 2}, (s["h"], s["k"], g)
+
+
+@plain({"h": (B, 17)}, w=(I, 17))
+def feeds_too_many_ways(p, s, x):
+    y = x @ p["w"]
+    h = 0.5 * s["h"] + sum(jnp.roll(y, k, 1) / (k + 1) for k in range(17))
+    return {"h": h}, h
+
+
 # Hidden groups ------------------------------------------------------------------------------------------------------
 
 

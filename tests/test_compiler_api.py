@@ -11,6 +11,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 import etrace_bridge as eb
 import models
@@ -86,6 +87,12 @@ def test_group_errors():
     mixed = dataclasses.replace(group, leaves=(other[0].leaves[0], other[1].leaves[0]))
     with pytest.raises(eb.NotSupportedError, match=r"different shapes: `h` \(2, 4\), `k` \(2, 6\)"):
         mixed.check_consistent_varshape()
+
+
+def test_an_example_may_be_a_torch_tensor():
+    model, (x,) = models.build("stacked")
+    given = eb.compile_etrace_graph(model, torch.from_numpy(np.array(x)))
+    assert str(given.module_info.jaxpr) == str(eb.compile_etrace_graph(model, x).module_info.jaxpr)
 
 
 def test_group_builders():

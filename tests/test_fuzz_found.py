@@ -38,14 +38,15 @@ def measured(sum_of_gates: str, seed: int):
     return measure(Program(ONE_GATE_FEEDS_MANY.replace("BEFORE_TANH", sum_of_gates), "attribute", "dense", seed))
 
 
-def test_no_gate_of_a_product_is_traced_where_one_feeds_many_positions():
-    """The first gate had a trace, and the certificate said that the weight has none."""
+def test_every_gate_of_a_product_is_traced_where_one_feeds_many_positions():
+    """Such a product had no trace, and before that one which its certificate denied: it is made once for each position now."""
     for seed in range(2):  # different rules and chunks
         found = measured("a + d + b", seed)
         assert find_faults(found) == []
     program, certificate = StepProgram(found.graph), found.graph.certificate()
-    assert certificate["u",].kind == "upstream" and certificate["w",].kind == "traced"
-    assert {show for leg in program.legs for show in map(str, leg.contact.view.paths)} == {"('w',)"}
+    assert {path: c.kind for path, c in certificate.items()} == {("u",): "traced", ("w",): "traced"}
+    assert {path for leg in program.legs for path in leg.contact.view.paths} == {("u",), ("w",)}
+    assert not certificate["u",].exact, "it reaches the state through `w` too"
 
 
 def test_a_gate_beside_one_that_the_core_computes():

@@ -33,6 +33,7 @@ DEFINED = (
     *("rnn", "torch_gru", "torch_lstm", "GRUCell", "spiking_jvp", "layer_norm", "conv_recurrent", "embedding"),
     *("tied_layers", "tied_twice", "sliced", "low_rank", "scalar_gate", "packed_concat", "group_state", "stacked"),
     *("two_groups_one_weight", "encoder_readout", "reads_old_state", "carried_elsewhere", "feeds_two_ways"),
+    *("feeds_two_states_of_a_group", "feeds_both_signs", "spread_twice", "feeds_too_many_ways"),
     *("leading_axis", "scalar_gate_kept", "conv_gate", "embedding_gate"),
 )
 
@@ -212,7 +213,7 @@ def test_credit_inside_the_chunk(name):
 
 
 @pytest.mark.parametrize("credit", ["core", "step"])
-@pytest.mark.parametrize("name", ["encoder_readout", "feeds_two_ways"])
+@pytest.mark.parametrize("name", ["encoder_readout", "feeds_too_many_ways"])
 def test_upstream_weights_get_credit_within_the_chunk(name, credit):
     upstream = [n for n, c in enumerate(certificates(name)) if c.kind == "upstream"]
     assert upstream

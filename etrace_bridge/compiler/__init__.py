@@ -3,13 +3,14 @@
 from etrace_bridge.compiler.certificate import Cut, Drop, ParameterCertificate
 from etrace_bridge.compiler.contacts import ContactForm, register_contact
 from etrace_bridge.compiler.diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
+from etrace_bridge.compiler.extraction import extract_module_info
 from etrace_bridge.compiler.graph import ETraceGraph, compile_etrace_graph
 from etrace_bridge.compiler.hidden_group import (
     HiddenGroup,
     find_hidden_groups_from_minfo,
     find_hidden_groups_from_module,
 )
-from etrace_bridge.compiler.module_info import ModuleInfo, extract_module_info
+from etrace_bridge.compiler.module_info import ModuleInfo
 from etrace_bridge.compiler.perturbation import (
     HiddenPerturbation,
     add_hidden_perturbation_from_minfo,

@@ -20,9 +20,9 @@ from etrace_bridge.compiler.control_flow import source_line
 from etrace_bridge.compiler.diagnostics import Path, show_path
 from etrace_bridge.compiler.jaxpr import variables
 from etrace_bridge.compiler.module_info import ModuleInfo
-from etrace_bridge.compiler.positions import MANY, Alignment, Edge
+from etrace_bridge.compiler.positions import Alignment, Edge, feeds_many
 from etrace_bridge.compiler.primitives import is_elementwise, is_float, is_structural, passes_derivative
-from etrace_bridge.compiler.views import Contact, WeightUse
+from etrace_bridge.compiler.views import WeightUse
 
 Source = tuple[str, Any]  # ("weight", path) or ("state", variable)
 Facts = dict[Source, frozenset[Any]]  # source -> first cuts; None among them: reached without a cut
@@ -190,12 +190,6 @@ def _flow(minfo, use, alignment, at, cuts, matter) -> dict[Var, Facts]:
                 if is_float(v) and v not in use.weight_paths:
                     at[v] = frozen
     return at
-
-
-def feeds_many(contact: Contact, alignment: Alignment) -> bool:
-    """Whether a value of a contact's output feeds several positions of a state: then none of its pieces has a trace."""
-    feeds = [arrays for p in contact.parts for arrays in alignment.feeds.get(p.var, {}).values()]
-    return any(len(arrays) > 1 or arrays[0] is MANY for arrays in feeds)
 
 
 def _weight_cut(eqn, i, k, contacts, alignment, use, cuts) -> Edge | None:

@@ -41,7 +41,7 @@ from etrace_bridge.compiler.contacts import has_contact_rule
 from etrace_bridge.compiler.diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, Path, show_path
 from etrace_bridge.compiler.jaxpr import variables
 from etrace_bridge.compiler.primitives import CUSTOM_DERIVATIVE, is_elementwise, is_structural
-from etrace_bridge.compiler.rewrites import read_spread_copies, slices_to_splits
+from etrace_bridge.compiler.rewrites import slices_to_splits
 
 UNROLL_LIMIT = 16
 _INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_lin"})
@@ -331,9 +331,7 @@ def normalise(
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in closed.jaxpr.invars]
     plain = make_jaxpr_closed(flat, *avals)
     plain = slices_to_splits(ClosedJaxpr(remove_dead_equations(plain.jaxpr), plain.consts))
-    new = set(variables(new_states))
-    is_new_state = [not isinstance(v, Literal) and v in new for v in closed.jaxpr.outvars]
-    return read_spread_copies(plain, [p is not None for p in weight_paths], is_new_state), worker.records
+    return plain, worker.records
 
 
 def _as_broadcast(v: _Value, shape: tuple[int, ...]) -> tuple[_Value, dict] | None:

@@ -11,12 +11,13 @@ import brainstate
 import numpy as np
 
 from etrace_bridge._jax_compat import Var
-from etrace_bridge.compiler.certificate import ParameterCertificate, StepFacts, certify, collect_facts, feeds_many
+from etrace_bridge.compiler.certificate import ParameterCertificate, StepFacts, certify, collect_facts
 from etrace_bridge.compiler.diagnostics import CompilationRecord, DiagnosticKind, Path
-from etrace_bridge.compiler.hidden_group import HiddenGroup, build_groups, find_alignment
-from etrace_bridge.compiler.module_info import ModuleInfo, extract_module_info
+from etrace_bridge.compiler.extraction import extract_module_info
+from etrace_bridge.compiler.hidden_group import HiddenGroup, build_groups
+from etrace_bridge.compiler.module_info import ModuleInfo
 from etrace_bridge.compiler.perturbation import HiddenPerturbation, add_hidden_perturbation_from_minfo
-from etrace_bridge.compiler.positions import Alignment, merge_places
+from etrace_bridge.compiler.positions import Alignment, feeds_many, find_alignment, places_by_group
 from etrace_bridge.compiler.records import records_of
 from etrace_bridge.compiler.relation import HiddenParamOpRelation, build_relations
 from etrace_bridge.compiler.report import render_report
@@ -142,13 +143,10 @@ def compile_graph_from_minfo(minfo: ModuleInfo, include_hidden_perturb: bool = T
 
 def find_legs(use: WeightUse, alignment: Alignment, by_path: dict[Path, HiddenGroup]) -> tuple[Leg, ...]:
     """The traces to keep: one a piece of a contact and group that it feeds, where each value feeds one position."""
+    index = {leaf.index: by_path[leaf.path].index for leaf in alignment.leaves}
     legs = []
     for contact in use.contacts:
         for part in () if feeds_many(contact, alignment) else contact.parts:
-            by_group: dict[int, list[np.ndarray]] = {}
-            for target, arrays in sorted(alignment.feeds.get(part.var, {}).items()):
-                known = by_group.setdefault(by_path[alignment.leaves[target].path].index, [])
-                for array in arrays:
-                    merge_places(known, array)
-            legs += [Leg(contact, part, g, a[0]) for g, a in sorted(by_group.items()) if len(a) == 1]
+            by_group = places_by_group(alignment.feeds.get(part.var, {}), alignment.joined)
+            legs += [Leg(contact, part, index[root], arrays[0]) for root, arrays in sorted(by_group.items())]
     return tuple(legs)

@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from etrace_bridge._errors import InputError, NotSupportedError
-from etrace_bridge._jax_compat import Jaxpr, Literal, Var, make_jaxpr_closed
+from etrace_bridge._jax_compat import Jaxpr, Var, make_jaxpr_closed
 from etrace_bridge.compiler.core import Core, build_core, join_leaf, split_leaf
 from etrace_bridge.compiler.diagnostics import Path, show_path
+from etrace_bridge.compiler.extraction import extract_module_info
 from etrace_bridge.compiler.jaxpr import read
-from etrace_bridge.compiler.module_info import ModuleInfo, extract_module_info
-from etrace_bridge.compiler.positions import Alignment, HiddenLeaf, align, find_hidden_leaves, states_that_matter
-from etrace_bridge.compiler.views import WeightUse, find_weight_use
+from etrace_bridge.compiler.module_info import ModuleInfo
+from etrace_bridge.compiler.positions import Alignment, HiddenLeaf, align, find_alignment
+from etrace_bridge.compiler.views import WeightUse
 
 
 @dataclass(frozen=True)
@@ -126,15 +127,6 @@ class HiddenGroup:
             )
 
 
-def find_alignment(minfo: ModuleInfo):
-    """Weight use, alignment and the variables of states that matter: what groups and relations are made from."""
-    use = find_weight_use(minfo)
-    leaves = find_hidden_leaves(minfo)
-    matter = states_that_matter(minfo)
-    targets = frozenset(leaf.index for leaf in leaves if leaf.invar in matter)
-    return use, align(minfo, use, leaves, targets), matter
-
-
 def build_groups(minfo: ModuleInfo, use: WeightUse, alignment: Alignment) -> tuple[list[HiddenGroup], dict[Path, HiddenGroup]]:
     """Joins states whose old value reaches another's new value through the core.
 
@@ -143,22 +135,9 @@ def build_groups(minfo: ModuleInfo, use: WeightUse, alignment: Alignment) -> tup
     leaves, targets = alignment.leaves, alignment.targets
     others = frozenset(leaf.index for leaf in leaves) - targets
     aside = align(minfo, use, leaves, others) if others else alignment
-    root = list(range(len(leaves)))
-
-    def find(i: int) -> int:
-        while root[i] != i:
-            i = root[i]
-        return i
-
-    for leaf in leaves:
-        origins = alignment.origins.get(leaf.outvar, ()) if not isinstance(leaf.outvar, Literal) else ()
-        for origin in origins:
-            if {origin, leaf.index} <= targets and leaves[origin].num_places == leaf.num_places:
-                a, b = sorted((find(origin), find(leaf.index)))
-                root[b] = a
     members: dict[int, list[HiddenLeaf]] = {}
-    for leaf in leaves:
-        members.setdefault(find(leaf.index), []).append(leaf)
+    for leaf, root in zip(leaves, alignment.joined, strict=True):
+        members.setdefault(root, []).append(leaf)
     groups = [
         _make_group(minfo, alignment if part[0].index in targets else aside, n, tuple(part)) for n, part in enumerate(members.values())
     ]

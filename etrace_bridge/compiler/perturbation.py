@@ -21,9 +21,10 @@ from etrace_bridge._errors import InputError
 from etrace_bridge._jax_compat import ClosedJaxpr, JaxprEqn, Literal, Var, bind_equation, make_jaxpr_closed
 from etrace_bridge.compiler.aliases import alias_equations, is_alias, producers
 from etrace_bridge.compiler.diagnostics import Path, show_path
+from etrace_bridge.compiler.extraction import extract_module_info
 from etrace_bridge.compiler.hidden_group import HiddenGroup
 from etrace_bridge.compiler.jaxpr import evaluate, read, variables
-from etrace_bridge.compiler.module_info import ModuleInfo, extract_module_info
+from etrace_bridge.compiler.module_info import ModuleInfo
 
 
 @dataclass(frozen=True)

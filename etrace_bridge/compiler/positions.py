@@ -12,6 +12,8 @@ equation mixes places, the path is not position by position: that operand is a *
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,11 +25,12 @@ from etrace_bridge.compiler.diagnostics import Path
 from etrace_bridge.compiler.jaxpr import variables
 from etrace_bridge.compiler.module_info import ModuleInfo
 from etrace_bridge.compiler.primitives import index_maps, is_elementwise, is_float, is_structural, passes_derivative
-from etrace_bridge.compiler.views import WeightUse
+from etrace_bridge.compiler.views import Contact, WeightUse, find_weight_use
 
 MANY = "many"  # an element that feeds several places of one state
 
 Edge = tuple[int, int]  # (equation, operand)
+Feeds = dict[int, list[Any]]  # by hidden state, the places that a value's elements feed: one array for each way
 
 
 @dataclass(frozen=True)
@@ -83,11 +86,29 @@ class Alignment:
 
     leaves: tuple[HiddenLeaf, ...]
     targets: frozenset[int] = frozenset()
-    feeds: dict[Var, dict[int, list[Any]]] = field(default_factory=dict)
+    feeds: dict[Var, Feeds] = field(default_factory=dict)
     origins: dict[Var, frozenset[int]] = field(default_factory=dict)
     cuts: set[Edge] = field(default_factory=set)
     core: tuple[int, ...] = ()
     dynamic: frozenset[int] = frozenset()  # structural equations whose indices are not static: they mix
+
+    @functools.cached_property
+    def joined(self) -> tuple[int, ...]:
+        """For each hidden state, the first of those that the core joins it with; a state that does not matter stays alone."""
+        root = list(range(len(self.leaves)))
+
+        def find(i: int) -> int:
+            while root[i] != i:
+                i = root[i]
+            return i
+
+        for leaf in self.leaves:
+            origins = self.origins.get(leaf.outvar, ()) if not isinstance(leaf.outvar, Literal) else ()
+            for origin in origins:
+                if {origin, leaf.index} <= self.targets and self.leaves[origin].num_places == leaf.num_places:
+                    a, b = sorted((find(origin), find(leaf.index)))
+                    root[b] = a
+        return tuple(find(i) for i in root)
 
 
 def find_hidden_leaves(minfo: ModuleInfo) -> tuple[HiddenLeaf, ...]:
@@ -129,6 +150,15 @@ def _slice_bounds(eqn: JaxprEqn, axis: int) -> list[int]:
     return []
 
 
+def find_alignment(minfo: ModuleInfo) -> tuple[WeightUse, Alignment, set[Var]]:
+    """Weight use, alignment and the variables of states that matter: what groups and relations are made from."""
+    use = find_weight_use(minfo)
+    leaves = find_hidden_leaves(minfo)
+    matter = states_that_matter(minfo)
+    targets = frozenset(leaf.index for leaf in leaves if leaf.invar in matter)
+    return use, align(minfo, use, leaves, targets), matter
+
+
 def align(minfo: ModuleInfo, use: WeightUse, leaves: tuple[HiddenLeaf, ...], targets: frozenset[int]) -> Alignment:
     """Runs the two passes until no new cut is found.
 
@@ -138,15 +168,12 @@ def align(minfo: ModuleInfo, use: WeightUse, leaves: tuple[HiddenLeaf, ...], tar
         leaves: its hidden states.
         targets: the hidden states whose future matters; nothing needs to be traced for the others.
     """
-    worker = _Aligner(minfo, use, leaves, targets)
-    while True:
-        worker.backward()
-        if not worker.forward():
-            break
-    return worker.result()
+    return Aligner(minfo, use, leaves, targets).run().result()
 
 
-class _Aligner:
+class Aligner:
+    """The two passes and what they know."""
+
     def __init__(self, minfo: ModuleInfo, use: WeightUse, leaves: tuple[HiddenLeaf, ...], targets: frozenset[int]) -> None:
         self.eqns = minfo.jaxpr.eqns
         self.leaves, self.targets = leaves, targets
@@ -160,6 +187,13 @@ class _Aligner:
             if is_structural(eqn) and not is_elementwise(eqn) and i not in self.contact_eqns:
                 self.maps[i] = index_maps(eqn, constants)
 
+    def run(self) -> Aligner:
+        """Repeats the passes until no cut is new."""
+        while True:
+            self.backward()
+            if not self.forward():
+                return self
+
     def aligned_kind(self, i: int) -> str:
         """`same` (element-wise), `moved` (structural) or `mixed`."""
         eqn = self.eqns[i]
@@ -169,14 +203,14 @@ class _Aligner:
             return "same"
         return "moved" if self.maps.get(i) is not None else "mixed"
 
-    def edge_feeds(self, i: int, k: int) -> dict[int, list[Any]]:
-        """What operand `k` of equation `i` feeds through this equation."""
+    def edge_feeds(self, i: int, k: int, outvars: Sequence[Var] | None = None) -> Feeds:
+        """What operand `k` of equation `i` feeds through this equation, or through a copy of it with other outputs."""
         eqn, kind = self.eqns[i], self.aligned_kind(i)
         operand = eqn.invars[k]
-        result: dict[int, list[Any]] = {}
+        result: Feeds = {}
         if kind == "mixed" or isinstance(operand, Literal) or not is_float(operand):
             return result
-        for n, out in enumerate(eqn.outvars):
+        for n, out in enumerate(outvars or eqn.outvars):
             for target, arrays in self.feeds.get(out, {}).items():
                 for array in arrays:
                     if kind == "moved":
@@ -206,10 +240,8 @@ class _Aligner:
         return pulled.reshape(eqn.invars[k].aval.shape)
 
     def backward(self) -> None:
-        self.feeds: dict[Var, dict[int, list[Any]]] = {}
-        for leaf in self.leaves:
-            if leaf.index in self.targets and not isinstance(leaf.outvar, Literal):
-                self.feeds.setdefault(leaf.outvar, {})[leaf.index] = [self.places[leaf.index]]
+        """Follows the places of new states."""
+        self.feeds: dict[Var, Feeds] = {v: self.own_places(v) for v in variables([leaf.outvar for leaf in self.leaves])}
         for i in range(len(self.eqns) - 1, -1, -1):
             eqn = self.eqns[i]
             if not any(v in self.feeds for v in eqn.outvars):
@@ -217,10 +249,13 @@ class _Aligner:
             for k, operand in enumerate(eqn.invars):
                 if (i, k) in self.cuts or isinstance(operand, Literal) or operand in self.weights:
                     continue
-                for target, arrays in self.edge_feeds(i, k).items():
-                    merged = self.feeds.setdefault(operand, {}).setdefault(target, [])
-                    for array in arrays:
-                        merge_places(merged, array)
+                fed = self.edge_feeds(i, k)
+                if fed:
+                    self.feeds[operand] = merge_feeds(self.feeds.get(operand, {}), fed)
+
+    def own_places(self, out: Var) -> Feeds:
+        """What a value feeds by being a new hidden state."""
+        return {leaf.index: [self.places[leaf.index]] for leaf in self.leaves if leaf.outvar is out and leaf.index in self.targets}
 
     def forward(self) -> bool:
         """Follows old states; returns whether a new cut was found."""
@@ -240,7 +275,7 @@ class _Aligner:
             self._carry(i, kind)
         return len(self.cuts) > before
 
-    def _agrees(self, operand: Var, feeds: dict[int, list[Any]]) -> bool:
+    def _agrees(self, operand: Var, feeds: Feeds) -> bool:
         comes = self.comes[operand]
         sizes = {self.leaves[o].num_places for o in self.origins[operand]}
         for target, arrays in feeds.items():
@@ -298,6 +333,29 @@ class _Aligner:
                 live.update(v for v in eqn.outvars if is_float(v))
         dynamic = frozenset(i for i, maps in self.maps.items() if maps is None)
         return Alignment(self.leaves, self.targets, self.feeds, self.origins, self.cuts, tuple(core), dynamic)
+
+
+def feeds_many(contact: Contact, alignment: Alignment) -> bool:
+    """Whether a value of a contact's output feeds several positions of a state: then none of its pieces has a trace."""
+    feeds = [places_by_group(alignment.feeds.get(p.var, {}), alignment.joined) for p in contact.parts]
+    return any(len(arrays) > 1 or arrays[0] is MANY for by_group in feeds for arrays in by_group.values())
+
+
+def merge_feeds(known: Feeds, new: Feeds) -> Feeds:
+    """What two readers of a value feed together."""
+    merged = {target: list(arrays) for target, arrays in known.items()}
+    for target, arrays in new.items():
+        for array in arrays:
+            merge_places(merged.setdefault(target, []), array)
+    return merged
+
+
+def places_by_group(feeds: Feeds, group_of: Sequence[int]) -> Feeds:
+    """The same by hidden group: the states of a group share their places."""
+    merged: Feeds = {}
+    for target, arrays in sorted(feeds.items()):
+        merged = merge_feeds(merged, {group_of[target]: arrays})
+    return merged
 
 
 def merge_places(arrays: list[Any], new: Any) -> None:

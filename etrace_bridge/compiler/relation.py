@@ -14,9 +14,10 @@ from jax import lax
 from etrace_bridge._errors import InputError
 from etrace_bridge._jax_compat import Jaxpr, JaxprEqn, Literal, Var, make_jaxpr_closed, sub_jaxpr
 from etrace_bridge.compiler.diagnostics import Path
+from etrace_bridge.compiler.extraction import extract_module_info
 from etrace_bridge.compiler.hidden_group import HiddenGroup
 from etrace_bridge.compiler.jaxpr import evaluate, needed_equations, read, reads_of, variables
-from etrace_bridge.compiler.module_info import ModuleInfo, extract_module_info
+from etrace_bridge.compiler.module_info import ModuleInfo
 from etrace_bridge.compiler.positions import MANY
 from etrace_bridge.compiler.views import Contact, WeightView
 

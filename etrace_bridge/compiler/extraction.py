@@ -1,0 +1,183 @@
+"""Reading a module: one step traced, brought into plain equations, and its variables named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from etrace_bridge._errors import BridgeError, CompilationError, InputError, StateError
+from etrace_bridge._jax_compat import Literal
+from etrace_bridge.compiler.control_flow import normalise
+from etrace_bridge.compiler.copies import copy_for_each_place
+from etrace_bridge.compiler.diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, Path, show_path
+from etrace_bridge.compiler.module_info import ModuleInfo, split_by_sizes
+
+
+def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) -> ModuleInfo:
+    """Traces one step of a model and names its variables.
+
+    Args:
+        model: any brainstate module whose states are initialised.
+        *args: example arguments of one step.
+        **kwargs: example keyword arguments of one step.
+    """
+    if not isinstance(model, brainstate.nn.Module):
+        raise InputError(
+            f"`model` is a {type(model).__name__}, not a brainstate module. For a torch module, call `etrace_bridge.wrap(module)` first."
+        )
+    retrieved = dict(model.states())
+    _check_states(model, retrieved)
+    args, kwargs = jax.tree.map(_example, (args, kwargs))
+    stateful = _trace(model, args, kwargs)
+    compiled = tuple(stateful.get_states(*args, **kwargs))
+    raw = stateful.get_jaxpr(*args, **kwargs)
+    id_to_path = {id(s): p for p, s in retrieved.items()}
+    leaves = [len(jax.tree.leaves(s.value)) for s in compiled]
+    n_state = sum(leaves)
+    n_arg = len(raw.jaxpr.invars) - n_state
+    n_out = len(raw.jaxpr.outvars) - n_state
+    weight_of: list[Path | None] = [None] * n_arg
+    for state, count in zip(compiled, leaves, strict=True):
+        path = id_to_path.get(id(state)) if isinstance(state, brainstate.ParamState) else None
+        weight_of += [path] * count
+    _check_raw(raw, n_arg, n_out, weight_of, compiled, leaves, id_to_path)
+    raw_outs = split_by_sizes(raw.jaxpr.outvars[n_out:], leaves)
+    new_states = [v for s, o in zip(compiled, raw_outs, strict=True) if isinstance(s, brainstate.HiddenState) for v in o]
+    plain, records = normalise(raw, weight_of, new_states)
+    invars = split_by_sizes(plain.jaxpr.invars[n_arg:], leaves)
+    outvars = split_by_sizes(plain.jaxpr.outvars[n_out:], leaves)
+    hidden = [
+        (id_to_path[id(s)], i[0], o[0])
+        for s, i, o in zip(compiled, invars, outvars, strict=True)
+        if isinstance(s, brainstate.HiddenState) and id(s) in id_to_path
+    ]
+    weights = {
+        id_to_path[id(s)]: i for s, i in zip(compiled, invars, strict=True) if isinstance(s, brainstate.ParamState) and id(s) in id_to_path
+    }
+    if not hidden:
+        raise CompilationError(
+            f"No hidden state of `{type(model).__name__}` takes part in this step, so there is nothing to learn online. "
+            "Recurrent values must be `brainstate.HiddenState`s that the step reads or writes."
+        )
+    if not weights:
+        raise CompilationError(
+            f"No parameter of `{type(model).__name__}` takes part in this step. Trainable values must be "
+            "`brainstate.ParamState`s that the step reads."
+        )
+    minfo = ModuleInfo(
+        stateful_model=stateful,
+        closed_jaxpr=plain,
+        retrieved_model_states=retrieved,
+        compiled_model_states=compiled,
+        state_id_to_path=id_to_path,
+        state_tree_invars=invars,
+        state_tree_outvars=outvars,
+        hidden_path_to_invar={p: i for p, i, _ in hidden},
+        hidden_path_to_outvar={p: o for p, _, o in hidden},
+        invar_to_hidden_path={i: p for p, i, _ in hidden},
+        outvar_to_hidden_path={o: p for p, _, o in hidden if not isinstance(o, Literal)},
+        hidden_outvar_to_invar={o: i for _, i, o in hidden if not isinstance(o, Literal)},
+        weight_invars=[v for vs in weights.values() for v in vs],
+        weight_path_to_invars=weights,
+        invar_to_weight_path={v: p for p, vs in weights.items() for v in vs},
+        num_var_out=n_out,
+        num_var_state=n_state,
+        out_tree=jax.tree.structure(stateful.get_out_shapes(*args, **kwargs)[0]),
+        num_var_arg=n_arg,
+        records=(*_state_records(retrieved, compiled, id_to_path), *records),
+    )
+    return copy_for_each_place(minfo)
+
+
+def _example(leaf: Any) -> Any:
+    """An argument that JAX can read: a tensor of another library becomes a NumPy array."""
+    return np.asarray(leaf) if hasattr(leaf, "__array__") and not isinstance(leaf, (np.ndarray, np.generic, jax.Array)) else leaf
+
+
+def _trace(model: brainstate.nn.Module, args: tuple, kwargs: dict) -> brainstate.transform.StatefulFunction:
+    stateful = brainstate.transform.StatefulFunction(model.__call__, return_only_write=False)
+    try:
+        stateful.make_jaxpr(*args, **kwargs)
+    except BridgeError:
+        raise
+    except AttributeError as error:
+        if any(hasattr(node, "init_state") for node in [model]) and "has no attribute" in str(error):
+            raise StateError(
+                f"The step of `{type(model).__name__}` failed because {error}. Its states are probably not initialised: "
+                "call `model.init_state(batch_size)` or `brainstate.nn.init_all_states(model, batch_size=...)` first."
+            ) from error
+        raise
+    return stateful
+
+
+def _check_states(model: brainstate.nn.Module, states: dict[Path, brainstate.State]) -> None:
+    for path, state in states.items():
+        if not isinstance(state, brainstate.HiddenState):
+            continue
+        leaves = jax.tree.leaves(state.value)
+        if not leaves:
+            raise StateError(
+                f"The hidden state `{show_path(path)}` has no value yet. Call `model.init_state(batch_size)` or "
+                "`brainstate.nn.init_all_states(model, batch_size=...)` first."
+            )
+        if len(leaves) > 1:
+            raise StateError(
+                f"The hidden state `{show_path(path)}` holds {len(leaves)} arrays; a hidden state must be one array. "
+                "Make one `brainstate.HiddenState` for each, or stack them in a `brainstate.HiddenGroupState`."
+            )
+        if not jnp.issubdtype(jnp.result_type(leaves[0]), jnp.inexact):
+            raise StateError(
+                f"The hidden state `{show_path(path)}` has dtype {jnp.result_type(leaves[0])}, which has no gradient. "
+                "Make it a float, or store counters and flags in a `brainstate.ShortTermState`."
+            )
+
+
+def _check_raw(raw, n_arg, n_out, weight_of, compiled, leaves, id_to_path) -> None:
+    """What must hold of the jaxpr as brainstate made it."""
+    invars, outvars = raw.jaxpr.invars[n_arg:], raw.jaxpr.outvars[n_out:]
+    at = 0
+    for state, count in zip(compiled, leaves, strict=True):
+        name = show_path(id_to_path.get(id(state), ("external",)))
+        for i, o in zip(invars[at : at + count], outvars[at : at + count], strict=True):
+            if isinstance(state, brainstate.ParamState) and i is not o:
+                raise CompilationError(
+                    f"The step assigns to the parameter `{name}`. A parameter must stay as it is within a step, or its "
+                    "gradient is not defined. Keep values that change in a `brainstate.ShortTermState`."
+                )
+            changed = i.aval.shape != o.aval.shape or i.aval.dtype != o.aval.dtype
+            if isinstance(state, brainstate.HiddenState) and changed:
+                raise StateError(
+                    f"The step changes the hidden state `{name}` from {i.aval.str_short()} to {o.aval.str_short()}. "
+                    "A hidden state must keep its shape and dtype from step to step: check the batch size given to "
+                    "`init_state` and the layout of the input."
+                )
+        at += count
+
+
+def _state_records(retrieved, compiled, id_to_path) -> list[CompilationRecord]:
+    used = {id(s) for s in compiled}
+    records = [
+        CompilationRecord(
+            DiagnosticKind.STATE_NOT_IN_JAXPR,
+            DiagnosticLevel.WARNING if isinstance(s, (brainstate.ParamState, brainstate.HiddenState)) else DiagnosticLevel.INFO,
+            f"`{show_path(p)}` is a state of the module that this step neither reads nor writes",
+            weight_path=p if isinstance(s, brainstate.ParamState) else None,
+            hidden_paths=(p,) if isinstance(s, brainstate.HiddenState) else (),
+        )
+        for p, s in retrieved.items()
+        if id(s) not in used
+    ]
+    records += [
+        CompilationRecord(
+            DiagnosticKind.STATE_NOT_IN_MODULE,
+            DiagnosticLevel.INFO,
+            f"the step uses a {type(s).__name__} that the module does not list; it is carried, not traced",
+        )
+        for s in compiled
+        if id(s) not in id_to_path
+    ]
+    return records
