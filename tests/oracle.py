@@ -237,12 +237,14 @@ class Cell:
         features: `(x, states) -> {contact: features}`; contacts that are left out are element-wise.
         core: `(contact outputs, x, states) -> (new states, exits)`; exits are what the rest of the step reads.
         readout: `(weights, exits) -> output`.
+        biases: element-wise contacts that are only added to a product; pp-prop takes them for a column of its matrix.
     """
 
     views: Callable
     features: Callable
     core: Callable
     readout: Callable = lambda weights, exits: exits[0]
+    biases: tuple[str, ...] = ()
 
 
 class CellRules:
@@ -309,7 +311,7 @@ class CellRules:
         return left[..., None] * s["x"][name][:, None, None] if name in s["x"] else left
 
     def pp_prop(self, decay: float) -> dict:
-        """Factored traces; element-wise contacts keep their D-RTRL trace."""
+        """Factored traces, a bias seeing a feature of 1; other element-wise contacts keep their D-RTRL trace."""
         total = self._total("direct")
         x_bar: dict[str, Any] = {}
         f_bar = dict.fromkeys(self.views, 0.0)
@@ -318,16 +320,19 @@ class CellRules:
                 past = {}
                 for n in self.views:
                     credit = np.einsum("bs,bso->bo", s["l_h"], f_bar[n])
-                    if n in x_bar:
+                    if n in s["x"]:
                         credit = (credit / (1 - decay**t))[..., None] * x_bar[n][:, None]
+                    elif n in self.cell.biases:
+                        credit = credit / (1 - decay**t) * x_bar[n]
                     past[n] = credit
                 total = self._add_views(total, past)
             for n in self.views:
-                a, b = (decay, 1 - decay) if n in s["x"] else (1.0, 1.0)
+                factored = n in s["x"] or n in self.cell.biases
+                a, b = (decay, 1 - decay) if factored else (1.0, 1.0)
                 moved = np.einsum("bsr,bro->bso", s["h_h"], f_bar[n]) if t else 0.0
                 f_bar[n] = a * moved + b * s["h_y"][n]
-                if n in s["x"]:
-                    x_bar[n] = decay * x_bar.get(n, 0.0) + s["x"][n]
+                if factored:
+                    x_bar[n] = decay * x_bar.get(n, 0.0) + s["x"].get(n, 1.0)
         return total
 
     def eprop(self, kappa: float, feedback: Any = None) -> dict:

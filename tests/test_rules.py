@@ -267,7 +267,7 @@ def test_bptt_is_the_gradient_of_the_unrolled_loop():
         ("group_state", DRTRL()),
         ("encoder_readout", DRTRL(upstream="step")),
         ("rnn", SnAp1(credit="core")),
-        ("rnn", PPProp(decay=0.8)),
+        ("torch_gru", PPProp(decay=0.8)),
         ("spiking_jvp", EProp(kappa=0.6)),
         ("rnn", EProp(kappa=0.6, feedback="random")),
     ],
@@ -291,6 +291,8 @@ def test_the_chunk_does_not_matter(name, rule):
         ("encoder_readout", DRTRL()),
         ("two_groups_one_weight", SnAp1()),
         ("conv_recurrent", DRTRL(credit="chunk")),
+        ("torch_gru", PPProp(decay=0.8)),
+        ("decay_vector", PPProp(credit="core")),
     ],
     ids=str,
 )
@@ -300,7 +302,8 @@ def test_blocks_do_not_matter(name, rule, monkeypatch):
     assert_live(expected.grads)
     assert T % 3 == 0 and T % 5
     for size in (1, 3, 5):
-        monkeypatch.setattr("etrace_bridge.rules.d_rtrl.block_steps", lambda program, length, size=size: size)
+        for rules in ("d_rtrl", "pp_prop"):
+            monkeypatch.setattr(f"etrace_bridge.rules.{rules}.block_steps", lambda program, length, size=size: size)
         compiled.cache_clear()
         found = run.__wrapped__(name, rule, T)  # not the one in the cache
         assert_close([found.grads, found.losses, found.outputs], [expected.grads, expected.losses, expected.outputs], 1e-12)
@@ -319,7 +322,7 @@ def test_large_chunks_have_blocks():
     assert block_steps(program, 8) == 8
 
 
-@pytest.mark.parametrize("rule", [DRTRL(), EProp(kappa=0.6), RTRL()], ids=str)
+@pytest.mark.parametrize("rule", [DRTRL(), PPProp(), EProp(kappa=0.6), RTRL()], ids=str)
 def test_first_and_last_chunk_may_skip_the_trace(rule):
     marked, plain = run("rnn", rule, flags=True), run("rnn", rule)
     assert_close(marked.grads, plain.grads, 1e-12)

@@ -57,7 +57,7 @@ def _rnn_core(y, x, h):
 
 MODELS["rnn"] = Written(
     _rnn_step,
-    Cell(lambda p: {"w": p["w"].T, "u": p["u"].T, "b": p["b"]}, lambda x, h: {"w": x, "u": h[0]}, _rnn_core, _readout),
+    Cell(lambda p: {"w": p["w"].T, "u": p["u"].T, "b": p["b"]}, lambda x, h: {"w": x, "u": h[0]}, _rnn_core, _readout, ("b",)),
     {"w": (I, H), "u": (H, H), "b": (H,), "w_out": (OUT, H)},
     ("h",),
 )
@@ -93,7 +93,7 @@ def _torch_layout(core: Callable, names: tuple[str, ...]) -> tuple[Callable, Cel
     def views(p):
         return {n: v for n, v in p.items() if n != "w_out"}
 
-    return step, Cell(views, lambda x, h: {"w_ih": x, "w_hh": h[0]}, core, _readout)
+    return step, Cell(views, lambda x, h: {"w_ih": x, "w_hh": h[0]}, core, _readout, ("b_ih", "b_hh", "b"))
 
 
 MODELS["gru"] = Written(

@@ -164,8 +164,8 @@ def test_a_weight_that_is_computed_with_counts_as_read():
 
 
 @pytest.mark.parametrize(("steps", "largest"), [(1, 2**18), (5, 2**18), (5, 10)])
-def test_loops_multiply_with_the_transpose(monkeypatch, steps, largest):
-    """Of torch's (out, in) weights, once before the loop; a single step has no loop to do it for, and a large matrix gains nothing."""
+def test_loops_multiply_with_the_transpose_or_from_the_left(monkeypatch, steps, largest):
+    """torch's (out, in) weights are transposed once before the loop; a large one, or that of a single step, is the left factor."""
     monkeypatch.setattr(loop, "LARGEST_TURNED", largest)
     net = eb.wrap(nn.GRU(3, 4).double())
     x = jnp.ones((2, 3))
@@ -183,8 +183,9 @@ def test_loops_multiply_with_the_transpose(monkeypatch, steps, largest):
     jaxpr = jax.make_jaxpr(forward)(theta, hidden, xs)
     loops = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
     eqns = loops[0].params["jaxpr"].eqns if loops else jaxpr.eqns
-    contracted = {eqn.params["dimension_numbers"][0][1] for eqn in eqns if eqn.primitive.name == "dot_general"}
-    assert len(loops) == (steps > 1) and contracted == ({(0,)} if loops and largest > 10 else {(1,)})
+    products = [[v.aval.shape for v in eqn.invars] for eqn in eqns if eqn.primitive.name == "dot_general"]
+    recurrent = [(left, right) for left, right in products if {left, right} & {(12, 4), (4, 12)}]
+    assert len(loops) == (steps > 1) and recurrent == [((2, 4), (4, 12)) if loops and largest > 10 else ((12, 4), (2, 4))]
     cell = nn.GRU(3, 4).double()
     names = [
         path[-1] if len(path) > 1 else path[0] for path in (program.graph.module_info.invar_to_weight_path[v] for v in program.weight_vars)

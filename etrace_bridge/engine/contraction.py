@@ -44,11 +44,11 @@ def features(form: ContactForm, x: Any) -> Any:
 
 
 def view_gradients(program: StepProgram, env: dict[Var, Any], ybar: Sequence[Any], xs: dict[int, Any]) -> dict[int, Any]:
-    """Gradient of each traced contact's view, from cotangents (K, …) at its taps; in the view's letters."""
+    """Gradient of each traced contact's view, from cotangents (K, …) at its taps; `in_view_order` gives them their shapes."""
     result = {}
     for contact in program.traced_contacts:
         x = xs.get(contact.index)
-        if contact.eqn.primitive.name in _PLAIN or is_product(contact.eqn):
+        if _is_plain(contact):
             phi = None if x is None else features(_form_of(program, contact), x)
             result[contact.index] = outer_gradient(program, contact, ybar, phi)
         else:
@@ -59,30 +59,46 @@ def view_gradients(program: StepProgram, env: dict[Var, Any], ybar: Sequence[Any
 
 
 def outer_gradient(program: StepProgram, contact: Contact, ybar: Sequence[Any], phi: Any) -> Any:
-    """`sum over t of ybar_t ⊗ phi_t` in the letters of a contact's view, from cotangents (K, …) at all taps; `phi` is None without features."""
-    taps, form = program.taps_of(contact), _form_of(program, contact)
+    """`sum over t of ybar_t ⊗ phi_t` with the letters of `_summed`, from cotangents (K, …) at all taps; `phi` is None without features."""
+    taps, form, letters = program.taps_of(contact), _form_of(program, contact), _summed(program, contact)
     joined = join_outputs(taps, [ybar[t.index] for t in taps])
     joined = joined.reshape(joined.shape[0], *form.shape(form.out))
     if phi is None:
-        return jnp.einsum(f"{_TIME}{form.out}->{form.view}", joined)
-    if not _features_first(form, joined.shape[0]):
-        return jnp.einsum(f"{_TIME}{form.out},{_TIME}{form.feature}->{form.view}", joined, phi)
-    letters = sorted(form.view, key=lambda letter: letter not in form.contracted)
-    turned = jnp.einsum(f"{_TIME}{form.feature},{_TIME}{form.out}->{''.join(letters)}", phi, joined)
-    # Without the barrier XLA would take the transpose into the product again.
-    return jnp.transpose(lax.optimization_barrier(turned), [letters.index(letter) for letter in form.view])
+        return jnp.einsum(f"{_TIME}{form.out}->{letters}", joined)
+    if letters == form.view:
+        return jnp.einsum(f"{_TIME}{form.out},{_TIME}{form.feature}->{letters}", joined, phi)
+    turned = jnp.einsum(f"{_TIME}{form.feature},{_TIME}{form.out}->{letters}", phi, joined)
+    # Without the barrier XLA takes the transpose that follows into the product. For one step it should: there the gradient is
+    # best not written at all but goes straight into the weight's update.
+    return turned if phi.shape[0] == 1 else lax.optimization_barrier(turned)
 
 
-def _features_first(form: ContactForm, steps: int) -> bool:
-    """Whether the product over the rows, batch times steps, is faster as `phi^T ybar`, transposed afterwards, than as `ybar^T phi`.
+def in_view_order(program: StepProgram, by_contact: dict[int, Any]) -> dict[int, Any]:
+    """Gradients of views, added up as they are made, in the views' own letters."""
+    result = dict(by_contact)
+    for contact in program.traced_contacts:
+        letters = _summed(program, contact)
+        if contact.index in by_contact:
+            result[contact.index] = jnp.transpose(by_contact[contact.index], [letters.index(c) for c in _form_of(program, contact).view])
+    return result
 
-    XLA's CPU product writes its left factor transposed before it starts, and a few gates' cotangents are wider than the features.
-    One step has few rows, and there the gradient should not be written at all but go straight into the weight's update.
+
+def _summed(program: StepProgram, contact: Contact) -> str:
+    """The letters of a view in the order in which its gradient is made and added up over time.
+
+    XLA's CPU product writes its left factor transposed before it starts, and a few gates' cotangents are wider than the features: so
+    these are the left factor, and the sum is transposed once, at the end.
     """
+    form = _form_of(program, contact)
     width = math.prod(form.sizes[letter] for letter in form.contracted)
-    outputs = math.prod(form.shape(form.view)) // width
-    rows = steps * math.prod(form.shape(form.out)) // outputs
-    return steps > 1 and form.contracted != "" and width * (rows + outputs) < 2 * rows * outputs
+    if not form.contracted or not _is_plain(contact) or width**2 >= math.prod(form.shape(form.view)):
+        return form.view
+    return "".join(sorted(form.view, key=lambda letter: letter not in form.contracted))
+
+
+def _is_plain(contact: Contact) -> bool:
+    """Whether a view's gradient is an outer product of cotangents and features; otherwise the contact's own transpose gives it."""
+    return contact.eqn.primitive.name in _PLAIN or is_product(contact.eqn)
 
 
 def _form_of(program: StepProgram, contact: Contact) -> ContactForm:

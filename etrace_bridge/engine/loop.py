@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from etrace_bridge._jax_compat import JaxprEqn, Var
 from etrace_bridge.engine.convolution import as_product
 
-LARGEST_TURNED = 2**18  # elements of a matrix
+LARGEST_TURNED = 2**20  # elements of a matrix
 
 
 def scan_time(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, length: int, reverse: bool = False) -> tuple[Any, Any]:
@@ -25,32 +26,36 @@ def scan_time(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, 
 def products_in_loop(eqns: Sequence[JaxprEqn], env: dict[Var, Any], length: int) -> Callable[[JaxprEqn, list[Any]], list[Any] | None]:
     """How `evaluate` runs products inside a loop over time.
 
-    torch's weights are (out, in), and XLA's CPU product of a small batch with such a matrix, if it is small too, takes longer
-    than with its transpose: so that is made once, before the loop. One row, or a large matrix, is not faster with it.
+    torch's weights are (out, in), and XLA's CPU product of a few rows with such a matrix takes up to twice as long as it need.
+    It is faster with the transpose, made once before the loop, or with the matrix on the left and the small result transposed: the
+    latter where the matrix is large, or there is no loop. A single row is not faster either way.
 
     Args:
         eqns: the loop's equations.
         env: values from outside the loop.
-        length: how often the loop runs; once is not worth it.
+        length: how often the loop runs.
     """
-    turned = {eqn.invars[1]: env[eqn.invars[1]].T for eqn in eqns if length > 1 and _meets_rows(eqn) and eqn.invars[1] in env}
+    met = {eqn.invars[1] for eqn in eqns if _meets_rows(eqn) and eqn.invars[1] in env}
+    turned = {v: env[v].T for v in met if length > 1 and v.aval.size <= LARGEST_TURNED}
 
     def on_equation(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
-        if not (_meets_rows(eqn) and eqn.invars[1] in turned):
+        if not (_meets_rows(eqn) and eqn.invars[1] in met):
             return as_product(eqn, operands)
-        (left, _), batch = eqn.params["dimension_numbers"]
-        params = {**eqn.params, "dimension_numbers": ((left, (0,)), batch)}
-        return [eqn.primitive.bind(operands[0], turned[eqn.invars[1]], **params)]
+        (left, right), batch = eqn.params["dimension_numbers"]
+        if eqn.invars[1] in turned:
+            params = {**eqn.params, "dimension_numbers": ((left, (0,)), batch)}
+            return [eqn.primitive.bind(operands[0], turned[eqn.invars[1]], **params)]
+        result = eqn.primitive.bind(operands[1], operands[0], **{**eqn.params, "dimension_numbers": ((right, left), batch)})
+        # Without the barrier XLA would take the transpose into the product again.
+        return [jnp.moveaxis(lax.optimization_barrier(result), 0, -1)]
 
     return on_equation
 
 
 def _meets_rows(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a product of several rows of data with the rows of a small matrix."""
+    """Whether an equation is a product of several rows of data with the rows of a matrix."""
     if eqn.primitive.name != "dot_general" or not isinstance(eqn.invars[1], Var):
         return False
     (_, right), (_, batch) = eqn.params["dimension_numbers"]
     data, matrix = eqn.invars[0].aval, eqn.invars[1].aval
-    if matrix.ndim != 2 or tuple(right) != (1,) or batch:
-        return False
-    return data.size > matrix.shape[1] and matrix.size <= LARGEST_TURNED
+    return matrix.ndim == 2 and tuple(right) == (1,) and not batch and data.size > matrix.shape[1]

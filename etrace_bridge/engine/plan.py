@@ -24,7 +24,7 @@ MAX_CHUNK = 512
 ONE_CHUNK, SEVERAL_CHUNKS = 2.6, 1.4
 # Working buffers of one block: little enough for the cache, but not less than the weights' size, since each block reads all of
 # them, and not less than a few steps, so that products have enough rows: batch times steps.
-BLOCK_BYTES, BLOCK_WEIGHTS, BLOCK_STEPS, BLOCK_ROWS = 3 * 2**20, 2, 8, 256
+BLOCK_BYTES, BLOCK_WEIGHTS, BLOCK_STEPS, BLOCK_ROWS = 3 * 2**20, 2, 8, 512
 FLOOR_BYTES = 24 * 2**20  # buffers of this size cost nothing worth saving: such a chunk is one block
 
 
@@ -100,6 +100,8 @@ def block_steps(program: StepProgram, length: int) -> int:
 
 def chunk_bytes(program: StepProgram, length: int, with_trace: bool, passes: str) -> int:
     """An estimate of the buffers of a chunk, its trace aside."""
+    if passes == "stream":
+        return block_steps(program, length) * working_bytes(program)
     at_once = length * working_bytes(program)
     if passes != "blocks" or at_once <= FLOOR_BYTES:
         return at_once
@@ -132,14 +134,13 @@ def choose_chunk(program: StepProgram, trace: Any, length: int, chunk: int | str
             f"The budget of {budget} bytes is less than one step's buffers, about {one} bytes. Raise `budget`, or use a smaller batch."
         )
     size = trace_bytes(trace)
-    if passes == "short":
-        short = block_steps(program, length)
-        return short if budget is None else min(short, max(budget // working_bytes(program), 1))
 
     def fits(k: int, with_trace: bool, times: float) -> bool:
         needed = chunk_bytes(program, k, with_trace, passes)
         if budget is not None:
             return needed <= budget
+        if passes == "stream":
+            return True
         return needed <= times * size or k * working_bytes(program) <= FLOOR_BYTES
 
     if length <= MAX_CHUNK and fits(length, False, ONE_CHUNK):

@@ -91,8 +91,8 @@ class Rule:
     def passes(self) -> str:
         """How `chunk` goes over its steps, from which `chunk="auto"` knows what a chunk costs.
 
-        `"whole"`: all at once. `"blocks"`: in blocks (`engine.blocks`), so that longer chunks fit into the same memory. `"short"`: all at
-        once, and the rule's memory is so small that a chunk need not be longer than a block.
+        `"whole"`: all at once. `"blocks"`: in blocks (`engine.blocks`), so that longer chunks fit into the same memory. `"stream"`: in
+        blocks, none of which leaves anything behind but the rule's memory, so that a chunk of any length takes the same room.
         """
         return "whole"
 

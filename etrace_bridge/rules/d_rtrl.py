@@ -38,6 +38,7 @@ from etrace_bridge.engine.contraction import (
     at_places,
     contact_inputs,
     contract_traces,
+    in_view_order,
     join_outputs,
     join_pieces,
     outer_sum,
@@ -131,7 +132,7 @@ class DRTRL(Rule):
             a0, summed, losses, outputs = exact.a0, (exact.grads, {}), exact.losses, exact.outputs
         grads = None
         if summed is not None:
-            direct, by_contact = summed
+            direct, by_contact = summed[0], in_view_order(program, summed[1])
             if not fresh:
                 past, M0 = self.past(program, a0, carry.trace, M0)
                 by_contact = add_contacts(by_contact, past)
@@ -154,7 +155,7 @@ class DRTRL(Rule):
         return loss_gradient(program, theta, forward, data.args, loss, data.targets, data.weights, self.credit)
 
     def gradient(self, program, theta, env, forward, data, found: LossGradient, core, a: Grouped | None) -> tuple[list[Any], dict]:
-        """Direct gradient and credit within the chunk: of the weights outside traced contacts, and by contact."""
+        """Direct gradient and credit within the chunk: of the weights outside traced contacts, and by contact as in `view_gradients`."""
         ybar = list(found.ybar)
         direct = found.direct
         if a is not None:

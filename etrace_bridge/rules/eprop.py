@@ -42,7 +42,7 @@ from etrace_bridge._errors import InputError
 from etrace_bridge._jax_compat import Var
 from etrace_bridge.compiler.jaxpr import read
 from etrace_bridge.compiler.primitives import is_float
-from etrace_bridge.engine.contraction import at_places, contact_inputs, join_outputs, outer_sum, weight_gradients
+from etrace_bridge.engine.contraction import at_places, contact_inputs, in_view_order, join_outputs, outer_sum, weight_gradients
 from etrace_bridge.engine.exits import GroupExits, at_exit, exit_cotangents, find_exits, linearise_exits
 from etrace_bridge.engine.forward import Forward, run_forward
 from etrace_bridge.engine.linearise import Grouped, LossGradient, group_states, step_env, step_outputs
@@ -119,6 +119,7 @@ class EProp(DRTRL):
             found = _ask_more(found, pulls, later)
             a, a0, M, M0 = suffix_scan(found.b, core.D, not final)
             direct, by_contact = self.gradient(program, theta, env, forward, data, found, core, a)
+            by_contact = in_view_order(program, by_contact)
             if not fresh:
                 past, M0 = self.past(program, a0, carry.trace["eps"], M0)
                 filtered, _ = self.past(program, before, carry.trace["filtered"], None)

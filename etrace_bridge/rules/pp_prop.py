@@ -10,17 +10,18 @@ Jacobian, which acts on the states of the group at each position, `b_t = dl_t/dh
 `core` or the whole `step`. `alpha` is the decay. Both filters start at zero; dividing by `n` removes the bias of
 `f̄`'s start, so that after one step the factored trace is exactly `df_1 ⊗ x_1`, D-RTRL's.
 
-An element-wise contact (bias, decay, threshold) has no `x`; its D-RTRL trace is as small as `f̄`, so it is kept
-as it is, `eps_t = D_t eps_(t-1) + df_t`, and its gradient is the sum of `b_t · eps_(t-1)` and the direct term.
+A bias that is only added to a product is a column of that product's weight, with a feature that is always 1: it has the same `f̄`,
+and its `x̄_t` is `n_t / (1 - alpha)`. An element-wise contact of its own (a decay, a threshold) has no `x`, and its D-RTRL trace is as
+small as `f̄`, so that is kept, `eps_t = D_t eps_(t-1) + df_t`; its gradient is the sum of `b_t · eps_(t-1)` and the direct term.
 
 For K steps, `c_t = b_t · f̄_(t-1) / n_(t-1)` is a cotangent at the contact's output, and the filter of `x` can act on it instead:
 
     c̃_(s-1) = c_s + alpha c̃_s                                        (c̃_K = 0)
     sum of c_t ⊗ x̄_(t-1)  =  sum of c̃_s ⊗ x_s  +  c̃_0 ⊗ x̄_0
 
-so that there is one product over K·B for each weight, as in BPTT, and what runs step by step is hidden-sized. Products and
-biases that are only added up have one `f̄` together. The result does not depend on K. Weights without a trace that reach a
-state through another weight get the direct term only.
+so that there is one product over K·B for each weight, as in BPTT, and what runs step by step is hidden-sized. Products that are
+only added up have one `f̄` together. The result does not depend on K, so a chunk runs in blocks of steps, one after the other, and its
+buffers are those of one block. Weights without a trace that reach a state through another weight get the direct term only.
 
 Memory: B·(I + S·H) for each contact; convolutions keep the patches of `x`. Time a step: that of BPTT. Exact for one
 step, and for two steps from a zero trace.
@@ -38,10 +39,20 @@ import numpy as np
 
 from etrace_bridge._errors import InputError
 from etrace_bridge.compiler.graph import Leg
-from etrace_bridge.engine.contraction import contact_inputs, features, outer_gradient, take_places, view_gradients, weight_gradients
+from etrace_bridge.engine.blocks import run_blocks
+from etrace_bridge.engine.contraction import (
+    contact_inputs,
+    features,
+    in_view_order,
+    outer_gradient,
+    take_places,
+    view_gradients,
+    weight_gradients,
+)
 from etrace_bridge.engine.forward import run_forward
 from etrace_bridge.engine.linearise import CoreLinear, Grouped, linearise_core, loss_gradient, step_outputs
 from etrace_bridge.engine.loop import scan_time
+from etrace_bridge.engine.plan import block_steps
 from etrace_bridge.engine.program import StepProgram
 from etrace_bridge.rules.base import Carry, Chunk, ChunkResult, Rule, batch_rows, check_batch_axis, check_choice, register_rule
 from etrace_bridge.rules.d_rtrl import add_contacts, no_credit
@@ -49,7 +60,7 @@ from etrace_bridge.rules.d_rtrl import add_contacts, no_credit
 
 @dataclass(frozen=True)
 class Channel:
-    """Legs whose outputs are only added up and feed the same places: products share one `f̄`, element-wise contacts one `eps`.
+    """Legs whose outputs are only added up and feed the same places: they share one filter.
 
     Attributes:
         legs: the legs.
@@ -62,6 +73,11 @@ class Channel:
     tap: int
     group: int
     colour: int
+
+    @property
+    def has_product(self) -> bool:
+        """Whether the filter is `f̄`, of products and of biases added to them; otherwise it is `eps`, of element-wise contacts."""
+        return any(leg.contact.x is not None for leg in self.legs)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -77,16 +93,16 @@ class Channel:
         return [jnp.zeros(self.shape, self.legs[0].part.var.aval.dtype) for _ in range(program.groups[self.group].num_state)]
 
 
-def find_channels(program: StepProgram, products: bool) -> list[Channel]:
-    """The channels of all legs of products, or of element-wise contacts."""
+def find_channels(program: StepProgram) -> tuple[list[Channel], list[Channel]]:
+    """The channels with products, and the others."""
     found: dict[Any, list[Leg]] = {}
     for leg in program.legs:
-        if (leg.contact.x is not None) is products:
-            key = (program.roots[program.tap_index(leg)], leg.group, leg.places.tobytes())
-            found.setdefault(key, []).append(leg)
-    return [
+        key = (program.roots[program.tap_index(leg)], leg.group, leg.places.tobytes())
+        found.setdefault(key, []).append(leg)
+    channels = [
         Channel(tuple(legs), program.tap_index(legs[0]), program.place_of(legs[0]), program.colour_of(legs[0])) for legs in found.values()
     ]
+    return [c for c in channels if c.has_product], [c for c in channels if not c.has_product]
 
 
 @register_rule
@@ -121,53 +137,70 @@ class PPProp(Rule):
 
     @property
     def passes(self) -> str:
-        return "short"
+        return "stream"
 
     def init(self, program: StepProgram) -> dict[str, Any]:
         """Filters `x` by contact, `f` and `eps` [channel][state], and `n` by group, one a batch element."""
+        products, others = find_channels(program)
         return {
             "x": {c.index: jnp.zeros(c.form.shape(c.form.feature), c.y.aval.dtype) for c in _products(program)},
-            "f": [c.zeros(program) for c in find_channels(program, True)],
+            "f": [c.zeros(program) for c in products],
             "n": [jnp.zeros(g.varshape[:1], g.hidden_invars[0].aval.dtype) for g in program.groups],
-            "eps": [c.zeros(program) for c in find_channels(program, False)],
+            "eps": [c.zeros(program) for c in others],
         }
 
     def chunk(self, program: StepProgram, theta: Sequence[Any], carry: Carry, data: Chunk, fresh: bool, final: bool) -> ChunkResult:
         env = program.weight_env(theta)
-        forward = run_forward(program, env, carry.hidden, carry.other, data.args)
-        core = linearise_core(program, env, forward, data.args)
-        xs = contact_inputs(program, env, forward, data.args)
-        length, trace = data.args[0].shape[0], carry.trace
-        grads = losses = found = None
-        if data.loss is None:
-            outputs, b = step_outputs(program, env, forward, data.args), no_credit(program, forward)
-        else:
-            found = loss_gradient(program, theta, forward, data.args, data.loss, data.targets, data.weights, self.credit)
-            losses, outputs, b = found.losses, found.outputs, found.b
-        credit, own, f, eps = self._filter(program, trace, core, b, length)
-        if found is not None:
-            later, first = self._spread_back(credit, length)
-            by_contact = view_gradients(program, env, _at_taps(program, True, later, found.ybar), xs)
-            by_contact = add_contacts(by_contact, self._past(program, own, None if fresh else first, trace["x"]))
-            pulled = weight_gradients(program, theta, by_contact)
-            grads = [d + g for d, g in zip(found.direct, pulled, strict=True)]
-        if not final:
-            x, n = self._filter_features(program, trace["x"], xs, length), self._norms(trace["n"], length)[1]
-            trace = {"x": x, "f": f, "n": n, "eps": eps}
-        return ChunkResult(grads, losses, outputs, Carry(forward.new_hidden, forward.new_other, trace))
+        length = data.args[0].shape[0]
+        size = block_steps(program, length)
+        fresh, final = fresh and size == length, final and size == length
 
-    def _norms(self, n: Sequence[Any], length: int) -> tuple[list[Any], list[Any]]:
-        """`n` before each of the K steps, and after them."""
+        def block(before: Any, steps: Any) -> tuple[Any, Any, Any]:
+            hidden, other, trace = before
+            args, targets, weights = steps
+            forward = run_forward(program, env, hidden, other, args)
+            core = linearise_core(program, env, forward, args)
+            xs = contact_inputs(program, env, forward, args)
+            losses = found = summed = None
+            if data.loss is None:
+                outputs, b = step_outputs(program, env, forward, args), no_credit(program, forward)
+            else:
+                found = loss_gradient(program, theta, forward, args, data.loss, targets, weights, self.credit)
+                losses, outputs, b = found.losses, found.outputs, found.b
+            credit, own, f, eps = self._filter(program, trace, core, b, len(weights))
+            if found is not None:
+                later, first = self._spread_back(credit, len(weights))
+                ybar = list(found.ybar)
+                for channel, value in zip(find_channels(program)[0], later, strict=True):
+                    _add_at_taps(program, channel.legs, value, ybar)
+                by_contact = view_gradients(program, env, ybar, xs)
+                summed = found.direct, add_contacts(by_contact, self._past(program, own, None if fresh else first, trace))
+            if not final:
+                n = [rows[-1] for rows in self._norms(trace["n"], len(weights))]
+                trace = {"x": self._filter_features(program, trace["x"], xs), "f": f, "n": n, "eps": eps}
+            return (forward.new_hidden, forward.new_other, trace), summed, (losses, outputs)
+
+        start = list(carry.hidden), list(carry.other), carry.trace
+        steps = list(data.args), data.targets, data.weights
+        after, summed, (losses, outputs) = run_blocks(block, start, steps, size, reverse=False)
+        grads = None
+        if summed is not None:
+            direct, by_contact = summed
+            pulled = weight_gradients(program, theta, in_view_order(program, by_contact))
+            grads = [d + g for d, g in zip(direct, pulled, strict=True)]
+        return ChunkResult(grads, losses, outputs, Carry(*after))
+
+    def _norms(self, n: Sequence[Any], length: int) -> list[Any]:
+        """`n` before each of the K steps, and after the last."""
         left = self.alpha ** np.arange(length + 1.0)
-        rows = [jnp.asarray(left, x.dtype)[:, None] * x + jnp.asarray(1 - left, x.dtype)[:, None] for x in n]
-        return [r[:-1] for r in rows], [r[-1] for r in rows]
+        return [jnp.asarray(left, x.dtype)[:, None] * x + jnp.asarray(1 - left, x.dtype)[:, None] for x in n]
 
     def _filter(self, program: StepProgram, trace: dict, core: CoreLinear, b: Grouped, length: int) -> tuple[list, list, list, list]:
-        """`c_t` of every product's channel, the sum of `b_t · eps_(t-1)` of every other, and `f̄` and `eps` after the chunk."""
-        norms, _ = self._norms(trace["n"], length)
-        scaled = [[_divide_rows(x, n) for x in states] for states, n in zip(b, norms, strict=True)]
-        products = _drives(find_channels(program, True), scaled, core)
-        others = _drives(find_channels(program, False), b, core)
+        """`c_t` of every product's channel, the sum of `b_t · eps_(t-1)` of every other, and `f̄` and `eps` after the block."""
+        norms = self._norms(trace["n"], length)
+        scaled = [[_divide_rows(x, n[:-1]) for x in states] for states, n in zip(b, norms, strict=True)]
+        products, others = find_channels(program)
+        drives = _drives(products, scaled, core), _drives(others, b, core)
 
         def body(carry: Any, step: Any) -> tuple[Any, Any]:
             f, eps, own = carry
@@ -179,7 +212,7 @@ class PPProp(Rule):
             return (f, eps, own), credit
 
         start = trace["f"], trace["eps"], [jnp.zeros_like(states[0]) for states in trace["eps"]]
-        (f, eps, own), credit = scan_time(body, start, (products, others), length)
+        (f, eps, own), credit = scan_time(body, start, drives, length)
         return credit, own, f, eps
 
     def _spread_back(self, credit: list[Any], length: int) -> tuple[list[Any], list[Any]]:
@@ -189,29 +222,36 @@ class PPProp(Rule):
         found = [jnp.tensordot(jnp.asarray(left, c.dtype), c, 1) for c in credit]
         return [c[1:] for c in found], [c[0] for c in found]
 
-    def _past(self, program: StepProgram, own: list[Any], first: list[Any] | None, x: dict[int, Any]) -> dict[int, Any]:
-        """By contact, what is not in the cotangents of the steps: `own` of element-wise contacts, `c̃_0 ⊗ x̄_0` of products."""
-        zeros = list(program.zero_taps((1,)).values())
-        asked = _at_taps(program, False, [c[None] for c in own], zeros)
-        if first is not None:
-            asked = _at_taps(program, True, [c[None] for c in first], asked)
+    def _past(self, program: StepProgram, own: list[Any], first: list[Any] | None, trace: dict) -> dict[int, Any]:
+        """By contact, what is not in the cotangents of the steps: `own` of lone element-wise contacts, `c̃_0 ⊗ x̄_0` of the rest."""
+        asked: list[Any] = list(program.zero_taps((1,)).values())
+        products, others = find_channels(program)
+        for channel, value in zip(others, own, strict=True):
+            _add_at_taps(program, channel.legs, value, asked)
+        for channel, value in zip(products, first or (), strict=first is not None):
+            group = program.groups[channel.group]
+            ones = (trace["n"][channel.group] / (1 - self.alpha)).reshape(-1, *(1,) * (len(group.varshape) - 1))
+            ones = channel.at(jnp.broadcast_to(ones, group.varshape), 0)
+            biases = [leg for leg in channel.legs if leg.contact.x is None]
+            _add_at_taps(program, [leg for leg in channel.legs if leg.contact.x is not None], value, asked)
+            _add_at_taps(program, biases, value * ones, asked)
         contacts = [c for c in program.traced_contacts if c.x is None or first is not None]
-        return {c.index: outer_gradient(program, c, asked, None if c.x is None else x[c.index][None]) for c in contacts}
+        return {c.index: outer_gradient(program, c, asked, None if c.x is None else trace["x"][c.index][None]) for c in contacts}
 
-    def _filter_features(self, program: StepProgram, x: dict[int, Any], xs: dict[int, Any], length: int) -> dict[int, Any]:
-        """`x̄` after the chunk."""
-        left = self.alpha ** np.arange(length - 1, -1, -1.0)
+    def _filter_features(self, program: StepProgram, x: dict[int, Any], xs: dict[int, Any]) -> dict[int, Any]:
+        """`x̄` after the block."""
         new = {}
         for contact in _products(program):
-            old = x[contact.index]
+            old, length = x[contact.index], xs[contact.index].shape[0]
+            left = self.alpha ** np.arange(length - 1, -1, -1.0)
             phi = features(contact.form, xs[contact.index]).astype(old.dtype)
             new[contact.index] = self.alpha**length * old + jnp.tensordot(jnp.asarray(left, old.dtype), phi, 1)
         return new
 
     def reset(self, program: StepProgram, trace: dict, keep: Any) -> dict:
-        def cleared(products: bool, filters: list[Any]) -> list[Any]:
+        def cleared(channels: Sequence[Channel], filters: list[Any]) -> list[Any]:
             result = []
-            for channel, states in zip(find_channels(program, products), filters, strict=True):
+            for channel, states in zip(channels, filters, strict=True):
                 group = program.groups[channel.group]
                 check_batch_axis(group, keep)
                 rows = batch_rows(channel.legs[0].places, group.leaves[0].num_places // group.varshape[0], keep).reshape(channel.shape)
@@ -223,8 +263,9 @@ class PPProp(Rule):
             axis = _batch_axis(program, contact)
             shape = [-1 if n == axis else 1 for n in range(x[contact.index].ndim)]
             x[contact.index] = x[contact.index] * keep.reshape(shape).astype(x[contact.index].dtype)
+        products, others = find_channels(program)
         n = [n * keep.astype(n.dtype) for n in trace["n"]]
-        return {"x": x, "f": cleared(True, trace["f"]), "n": n, "eps": cleared(False, trace["eps"])}
+        return {"x": x, "f": cleared(products, trace["f"]), "n": n, "eps": cleared(others, trace["eps"])}
 
 
 def _products(program: StepProgram) -> list[Any]:
@@ -243,14 +284,11 @@ def _drives(channels: Sequence[Channel], b: Grouped, core: CoreLinear) -> list[A
     ]
 
 
-def _at_taps(program: StepProgram, products: bool, values: Sequence[Any], ybar: Sequence[Any]) -> list[Any]:
-    """Cotangents at all taps, with values of the channels added at theirs."""
-    total = list(ybar)
-    for channel, value in zip(find_channels(program, products), values, strict=True):
-        for leg in channel.legs:
-            n = program.tap_index(leg)
-            total[n] = total[n] + value
-    return total
+def _add_at_taps(program: StepProgram, legs: Sequence[Leg], value: Any, ybar: list[Any]) -> None:
+    """Adds a value to the cotangents at the taps of some legs, in place."""
+    for leg in legs:
+        n = program.tap_index(leg)
+        ybar[n] = ybar[n] + value
 
 
 def _dot(asked: Sequence[Any], states: Sequence[Any]) -> Any:
