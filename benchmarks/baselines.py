@@ -25,10 +25,14 @@ RATE = 1e-3
 
 @dataclass(frozen=True)
 class Program:
-    """Something to measure: `run` computes once, `memory` returns a peak in bytes and how it was counted."""
+    """Something to measure: `run` computes once, `memory` returns a peak in bytes and how it was counted.
+
+    `untrained` names the parameters whose gradient the program leaves at exactly zero, where that is in question.
+    """
 
     run: Callable[[], Any]
     memory: Callable[[], tuple[int, str]]
+    untrained: Callable[[], list[str]] | None = None
 
 
 def executables_memory(call: Callable[[], Any], aside: int) -> tuple[int, str]:
@@ -246,4 +250,9 @@ def make_braintrace(workload: Workload) -> Program | None:
             return step(x.copy(), target.copy()).block_until_ready()
         return jax.block_until_ready(gradients(jnp.array(xs.numpy()), jnp.array(targets.numpy())))
 
-    return Program(run, lambda: executables_memory(run, sequence_bytes(workload, outputs=False)))
+    def untrained() -> list[str]:
+        grads, _ = run()
+        return [".".join(path) for path, tree in grads.items() if not any(np.any(leaf) for leaf in jax.tree.leaves(tree))]
+
+    memory = lambda: executables_memory(run, sequence_bytes(workload, outputs=False))  # noqa: E731
+    return Program(run, memory, untrained if workload.mode == "gradients" else None)

@@ -49,6 +49,8 @@ def _prepare(makers: dict[str, Maker], workload: Workload) -> tuple[dict[str, Pr
             continue
         programs[name] = program
         memory[name] = {"memory_bytes": size, "memory_method": method, "first_run_seconds": seconds}
+        if program.untrained is not None:
+            memory[name]["untrained"] = program.untrained()
     if workload.mode == "gradients" and {"ours", "yardstick"} <= set(programs):
         memory["ours"]["difference_to_yardstick"] = _difference(programs["ours"].run(), programs["yardstick"].run())
     return programs, memory
@@ -208,6 +210,12 @@ def page(report: dict[str, Any]) -> str:
         if row["workload"]["mode"] == "step":
             times = [f"{name} {r['seconds'] * 1e6:.0f}" for name, r in row["programs"].items() if "seconds" in r]
             text += f"\n- one online step ({Workload(**row['workload']).shape}), in µs: {'; '.join(times)}"
+    for row in rows:
+        for name, result in row["programs"].items():
+            if result.get("untrained"):
+                text += (
+                    f"\n- {row['workload']['name']}: {name} computes no gradient of {', '.join(map('`{}`'.format, result['untrained']))}"
+                )
     for row in report.get("memory", ()):
         text += f"\n- peak memory of `gradients` at T={row['steps']}: {row['bytes'] / 1e6:.0f} MB, {row['traces']:.2f} × the trace"
     machine = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in report["environment"].items())

@@ -24,7 +24,7 @@ MAX_CHUNK = 512
 ONE_CHUNK, SEVERAL_CHUNKS = 2.6, 1.4
 # Working buffers of one block: little enough for the cache, but not less than the weights' size, since each block reads all of
 # them, and not less than a few steps, so that products have enough rows: batch times steps.
-BLOCK_BYTES, BLOCK_WEIGHTS, BLOCK_STEPS, BLOCK_ROWS = 3 * 2**20, 2, 8, 512
+BLOCK_BYTES, BLOCK_WEIGHTS, BLOCK_STEPS, BLOCK_ROWS = 3 * 2**20, 2, 4, 512
 FLOOR_BYTES = 24 * 2**20  # buffers of this size cost nothing worth saving: such a chunk is one block
 
 
