@@ -344,7 +344,7 @@ def test_a_sequence_of_one_step_is_bptt(rule):
     assert_close(run("layer_norm", rule, 1, steps=1).grads, expected)
 
 
-@pytest.mark.parametrize("name", ["rnn", "scalar_gate", "embedding"])
+@pytest.mark.parametrize("name", ["rnn", "scalar_gate", "embedding", "torch_lstm", "decay_vector"])
 def test_pp_prop_starts_without_bias(name):
     """After one step the factored trace is D-RTRL's, whatever the decay."""
     expected = run(name, DRTRL(upstream="step"), 1, steps=2).grads
