@@ -178,7 +178,8 @@ def test_loops_multiply_with_the_transpose_or_from_the_left(monkeypatch, steps, 
     xs = jnp.asarray(rng.standard_normal((steps, 2, 3)))
 
     def forward(theta, hidden, xs):
-        return run_forward(program, program.weight_env(theta), hidden, [], [xs]).new_hidden
+        env = program.weight_env(theta) | program.turned(theta)
+        return run_forward(program, env, hidden, [], [xs]).new_hidden
 
     jaxpr = jax.make_jaxpr(forward)(theta, hidden, xs)
     loops = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]

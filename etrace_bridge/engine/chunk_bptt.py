@@ -41,10 +41,10 @@ class ChunkGradient:
 
 def scan_steps(program: StepProgram, theta: Sequence[Any], hidden: Sequence[Any], other, args: Sequence[Any]):
     """Runs K steps: outputs, hidden and other states after them. Differentiable in `theta` and `hidden`."""
-    env = program.weight_env(theta)
+    env = program.weight_env(theta) | program.turned(theta)
     eqns = needed_equations(program.step_eqns, [*program.out_vars, *program.new_vars])
     n = len(program.leaves)
-    on_equation = products_in_loop(eqns, env, args[0].shape[0])
+    on_equation = products_in_loop(env, args[0].shape[0])
 
     def body(carry: Any, args_t: Sequence[Any]) -> tuple[Any, Any]:
         done = evaluate(eqns, step_env(program, env, args_t, *carry), on_equation)

@@ -78,7 +78,7 @@ def _run_level(
     saved = [v for v in program.saved_vars if v in made]
     wanted = [v for v in reads_of(eqns, new_vars) if program.tier[v] > 0 and v not in old_vars]
     known |= _in_parallel(program, env, known, wanted)
-    on_equation = products_in_loop(eqns, env, length)
+    on_equation = products_in_loop(env, length)
 
     def body(carry: list[Any], values: list[Any]) -> tuple[list[Any], Any]:
         inner = {**env, **dict(zip(wanted, values, strict=True)), **dict(zip(old_vars, carry, strict=True))}

@@ -1,8 +1,14 @@
-"""Loops over time: none where there is one step, and weights laid out for the products inside."""
+"""Loops over time: none where there is one step, and weights laid out for the products inside.
+
+torch's weights are (out, in), and XLA's CPU product of a few rows with such a matrix takes up to twice as long as it need. It is
+faster with the transpose, made once before all loops, or with the matrix on the left and the small result transposed: the latter where
+the matrix is large, or there is no loop. A single row is not faster either way.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,28 +29,34 @@ def scan_time(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, 
     return carry, jax.tree.map(lambda y: y[None], ys)
 
 
-def products_in_loop(eqns: Sequence[JaxprEqn], env: dict[Var, Any], length: int) -> Callable[[JaxprEqn, list[Any]], list[Any] | None]:
+@dataclass(frozen=True)
+class Turned:
+    """The place of a weight's transpose among values by variable."""
+
+    var: Var
+
+
+def turn_weights(eqns: Sequence[JaxprEqn], env: dict[Any, Any]) -> dict[Any, Any]:
+    """The transposes that products in loops may want; XLA drops those that none does."""
+    met = {eqn.invars[1] for eqn in eqns if _meets_rows(eqn) and eqn.invars[1] in env}
+    return {Turned(v): env[v].T for v in met if v.aval.size <= LARGEST_TURNED}
+
+
+def products_in_loop(env: dict[Any, Any], length: int) -> Callable[[JaxprEqn, list[Any]], list[Any] | None]:
     """How `evaluate` runs products inside a loop over time.
 
-    torch's weights are (out, in), and XLA's CPU product of a few rows with such a matrix takes up to twice as long as it need.
-    It is faster with the transpose, made once before the loop, or with the matrix on the left and the small result transposed: the
-    latter where the matrix is large, or there is no loop. A single row is not faster either way.
-
     Args:
-        eqns: the loop's equations.
-        env: values from outside the loop.
+        env: values from outside the loop, transposes among them or not.
         length: how often the loop runs.
     """
-    met = {eqn.invars[1] for eqn in eqns if _meets_rows(eqn) and eqn.invars[1] in env}
-    turned = {v: env[v].T for v in met if length > 1 and v.aval.size <= LARGEST_TURNED}
 
     def on_equation(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
-        if not (_meets_rows(eqn) and eqn.invars[1] in met):
+        if not (_meets_rows(eqn) and eqn.invars[1] in env):
             return as_product(eqn, operands)
         (left, right), batch = eqn.params["dimension_numbers"]
-        if eqn.invars[1] in turned:
-            params = {**eqn.params, "dimension_numbers": ((left, (0,)), batch)}
-            return [eqn.primitive.bind(operands[0], turned[eqn.invars[1]], **params)]
+        transpose = env.get(Turned(eqn.invars[1]))
+        if length > 1 and transpose is not None:
+            return [eqn.primitive.bind(operands[0], transpose, **{**eqn.params, "dimension_numbers": ((left, (0,)), batch)})]
         result = eqn.primitive.bind(operands[1], operands[0], **{**eqn.params, "dimension_numbers": ((right, left), batch)})
         # Without the barrier XLA would take the transpose into the product again.
         return [jnp.moveaxis(lax.optimization_barrier(result), 0, -1)]

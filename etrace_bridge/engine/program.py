@@ -28,6 +28,7 @@ from etrace_bridge.compiler.positions import HiddenLeaf
 from etrace_bridge.compiler.primitives import is_float, is_structural, passes_derivative
 from etrace_bridge.compiler.views import Contact, Part
 from etrace_bridge.engine.convolution import as_product
+from etrace_bridge.engine.loop import turn_weights
 
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 _SUMS = frozenset({"add", "add_any"})
@@ -394,11 +395,19 @@ class StepProgram:
 
     # -- running -----------------------------------------------------------------------------------------------
 
-    def weight_env(self, theta: Sequence[Any]) -> dict[Var, Any]:
-        """Values of the weight tier."""
-        env = dict(self.constants)
+    def weight_env(self, theta: Sequence[Any]) -> dict[Any, Any]:
+        """Values of the weight tier.
+
+        A loop over blocks of steps computes them in its body: XLA then sees that whatever else the body differentiates starts from the
+        same values, and takes them out of the loop by itself.
+        """
+        env: dict[Any, Any] = dict(self.constants)
         env.update(zip(self.weight_vars, theta, strict=True))
         return evaluate(self.weight_eqns, env)
+
+    def turned(self, theta: Sequence[Any]) -> dict[Any, Any]:
+        """The transposes that products in loops over time look for among the values of the weight tier; made before all loops."""
+        return turn_weights(self.step_eqns, self.weight_env(theta))
 
     def run_step(
         self,

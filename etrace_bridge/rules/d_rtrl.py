@@ -98,15 +98,16 @@ class DRTRL(Rule):
         return traces
 
     def chunk(self, program: StepProgram, theta: Sequence[Any], carry: Carry, data: Chunk, fresh: bool, final: bool) -> ChunkResult:
-        env = program.weight_env(theta)
         length = data.args[0].shape[0]
         size = block_steps(program, length)
-        forward = forward_in_blocks(program, env, carry.hidden, carry.other, data.args, size)
+        env = program.weight_env(theta)
+        forward = forward_in_blocks(program, env | program.turned(theta), carry.hidden, carry.other, data.args, size)
         exact = chunk_gradient(program, theta, carry, data) if data.loss is not None and self.credit == "chunk" else None
 
         def block(later: Any, steps: Any):
             """Steps of the chunk, the later ones being done: (a, M) before them; sums; arrays by step."""
             kept, args, targets, weights = steps
+            env = program.weight_env(theta)
             some, part = forward.with_steps(kept), Chunk(args, targets, weights, data.loss)
             core = self.linearise(program, env, some, args)
             summed = losses = outputs = None

@@ -101,7 +101,7 @@ class EProp(DRTRL):
     def chunk(self, program: StepProgram, theta: Sequence[Any], carry: Carry, data: Chunk, fresh: bool, final: bool) -> ChunkResult:
         if not self.kappa:
             return super().chunk(program, theta, carry, data, fresh, final)
-        env = program.weight_env(theta)
+        env = program.weight_env(theta) | program.turned(theta)
         forward = run_forward(program, env, carry.hidden, carry.other, data.args)
         core = self.linearise(program, env, forward, data.args)
         xs = contact_inputs(program, env, forward, data.args)

@@ -150,7 +150,7 @@ class PPProp(Rule):
         }
 
     def chunk(self, program: StepProgram, theta: Sequence[Any], carry: Carry, data: Chunk, fresh: bool, final: bool) -> ChunkResult:
-        env = program.weight_env(theta)
+        turned = program.turned(theta)
         length = data.args[0].shape[0]
         size = block_steps(program, length)
         fresh, final = fresh and size == length, final and size == length
@@ -158,6 +158,7 @@ class PPProp(Rule):
         def block(before: Any, steps: Any) -> tuple[Any, Any, Any]:
             hidden, other, trace = before
             args, targets, weights = steps
+            env = program.weight_env(theta) | turned
             forward = run_forward(program, env, hidden, other, args)
             core = linearise_core(program, env, forward, args)
             xs = contact_inputs(program, env, forward, args)
