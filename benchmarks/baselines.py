@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from benchmarks import yardstick
+from benchmarks import yardstick, yardstick_pp_prop
 from benchmarks.workloads import Workload, data, torch_model
 
 RATE = 1e-3
+DECAY = 0.9  # of pp-prop
 
 
 @dataclass(frozen=True)
@@ -166,15 +167,20 @@ def make_jax_bptt(workload: Workload) -> Program | None:
 
 
 def make_yardstick(workload: Workload) -> Program | None:
-    """The hand-written D-RTRL program of `benchmarks.yardstick`."""
-    if workload.model != "gru" or workload.rule != "d_rtrl":
+    """The hand-written programs of `benchmarks.yardstick` (D-RTRL) and `benchmarks.yardstick_pp_prop`."""
+    if workload.model != "gru":
         return None
     params, (xs, targets) = gru_params(workload), data(workload)
     h = jnp.zeros((workload.batch, workload.hidden))
 
     def gradients() -> dict[str, np.ndarray]:
         arrays = jnp.array(xs.numpy()), jnp.array(targets.numpy())
-        grads, _, _ = yardstick.sequence_gradients(params, h, *arrays, chunk_size=workload.chunk, feature_major=workload.feature_major)
+        if workload.rule == "pp_prop":
+            options = {"block": workload.chunk, "credit": workload.credit, "alpha": DECAY}
+            grads, _ = yardstick_pp_prop.sequence_gradients(params, h, *arrays, **options)
+        else:
+            options = {"chunk_size": workload.chunk, "feature_major": workload.feature_major}
+            grads, *_ = yardstick.sequence_gradients(params, h, *arrays, **options)
         return {torch_name: np.asarray(grads[name]) for name, torch_name in TORCH_NAMES.items()}
 
     state = params, h, yardstick.zero_trace(params, workload.batch)
@@ -219,7 +225,7 @@ def make_braintrace(workload: Workload) -> Program | None:
     model, (xs, targets) = Network(), data(workload)
     algorithm, options = {
         "d_rtrl": (braintrace.D_RTRL, {}),
-        "pp_prop": (braintrace.pp_prop, {"decay_or_rank": 0.9}),
+        "pp_prop": (braintrace.pp_prop, {"decay_or_rank": DECAY}),
     }[workload.rule]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says here which weights get no trace

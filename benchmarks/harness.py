@@ -187,8 +187,8 @@ PAGE_HEAD = """# Benchmarks
 Written by `python -m benchmarks` (`make bench` runs it last). Time of one gradient of the whole sequence as a ratio to torch BPTT on
 the same model and data in the same run, least of several interleaved runs after warm-up; *step* rows are one online step with an SGD
 update, its loss left on the device unless it says *loss read*. Everything goes through the public API, with torch tensors in unless it
-says *JAX arrays*. The yardstick is a program written by hand for this one model
-(`benchmarks/yardstick.py`). A dash: the program does not exist for this row, or would take minutes.
+says *JAX arrays*. The yardstick is a program written by hand for this one model and rule
+(`benchmarks/yardstick*.py`). A dash: the program does not exist for this row, or would take minutes.
 
 """
 

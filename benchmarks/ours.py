@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import torch
 
-from benchmarks.baselines import RATE, Program, executables_memory, sequence_bytes
+from benchmarks.baselines import DECAY, RATE, Program, executables_memory, sequence_bytes
 from benchmarks.workloads import Workload, data, torch_model
 
 
@@ -27,9 +27,10 @@ def make_ours(workload: Workload, read_loss: bool = False, jax_arrays: bool = Fa
     import optax
 
     xs, targets = data(workload)
+    rule = eb.rules.PPProp(DECAY, credit=workload.credit) if workload.rule == "pp_prop" else eb.rules.DRTRL(workload.credit)
     learner = eb.OnlineLearner(
         eb.wrap(torch_model(workload)),
-        rule={"d_rtrl": eb.rules.DRTRL, "pp_prop": eb.rules.PPProp}[workload.rule](credit=workload.credit),
+        rule=rule,
         loss=torch.nn.functional.mse_loss,
         optimizer=optax.sgd(RATE),
         chunk="auto",
