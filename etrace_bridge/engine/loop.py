@@ -38,7 +38,7 @@ class Turned:
 
 def turn_weights(eqns: Sequence[JaxprEqn], env: dict[Any, Any]) -> dict[Any, Any]:
     """The transposes that products in loops may want; XLA drops those that none does."""
-    met = {eqn.invars[1] for eqn in eqns if _meets_rows(eqn) and eqn.invars[1] in env}
+    met = dict.fromkeys(eqn.invars[1] for eqn in eqns if _meets_rows(eqn) and eqn.invars[1] in env)
     return {Turned(v): env[v].T for v in met if v.aval.size <= LARGEST_TURNED}
 
 
