@@ -333,9 +333,9 @@ def _assemble(w: _Writer, states: list[tuple[str, str, str]], result: str, style
     else:
         for name, shape, new in states:
             if style == "buffer":
-                init.append(
-                    f'self.register_buffer("{name}", torch.linspace(-0.5, 0.5, {w.batch}).reshape(-1, *[1] * {shape.count(",") + 1}) * torch.ones({shape}))'
-                )
+                # Different everywhere: a normalised row of equal numbers would be rounding errors over nearly nothing.
+                values = f"torch.linspace(-0.5, 0.6, {w.batch} * torch.ones({shape}).numel()).reshape({w.batch}, {shape})"
+                init.append(f'self.register_buffer("{name}", {values})')
                 start.append(f"{name} = self.{name}")
             else:
                 init.append(f"self.{name} = None")
