@@ -17,6 +17,7 @@ from etrace_bridge.engine import convolution, loop
 from etrace_bridge.engine.forward import run_forward
 from etrace_bridge.engine.linearise import loss_gradient
 from etrace_bridge.engine.program import StepProgram
+from etrace_bridge.rules import DRTRL, Carry, Chunk, EProp, PPProp
 
 
 def program_of(name: str) -> StepProgram:
@@ -194,3 +195,23 @@ def test_loops_multiply_with_the_transpose_or_from_the_left(monkeypatch, steps, 
     cell.load_state_dict({name: torch.from_numpy(np.array(w)) for name, w in zip(names, theta, strict=True)})
     expected, _ = cell(torch.from_numpy(np.array(xs)), torch.from_numpy(np.array(hidden[0])).reshape(1, 2, 4))
     np.testing.assert_allclose(np.reshape(forward(theta, hidden, xs)[0], (2, 4)), expected[-1].detach().numpy(), rtol=1e-12)
+
+
+@pytest.mark.parametrize("rule", [DRTRL(), PPProp(), EProp(kappa=0.5)], ids=str)
+def test_one_step_turns_products_not_sums(rule):
+    """A gradient made the other way round is turned before another is added to it: XLA takes a transpose into a product, not a sum."""
+    net = eb.wrap(nn.GRU(3, 4).double())
+    net.init_state(batch_size=2)
+    program = StepProgram(eb.compile_etrace_graph(net, jnp.ones((2, 3))))
+    theta = [jnp.ones(v.aval.shape) for v in program.weight_vars]
+    hidden = [jnp.ones(leaf.invar.aval.shape) for leaf in program.leaves]
+
+    def step(theta, hidden, trace, x):
+        data = Chunk([x], jnp.zeros(1), jnp.ones(1), lambda y, target: jnp.sum(y**2))
+        return rule.chunk(program, theta, Carry(hidden, [], trace), data, False, False).grads
+
+    jaxpr = jax.make_jaxpr(step)(theta, hidden, rule.init(program), jnp.ones((1, 2, 3))).jaxpr
+    made_by = {v: eqn.primitive.name for eqn in jaxpr.eqns for v in eqn.outvars}
+    shapes = {w.shape for w in theta if w.ndim == 2}
+    turned = [made_by[eqn.invars[0]] for eqn in jaxpr.eqns if eqn.primitive.name == "transpose" and eqn.outvars[0].aval.shape in shapes]
+    assert set(turned) == {"dot_general"}

@@ -174,8 +174,10 @@ class PPProp(Rule):
                 ybar = list(found.ybar)
                 for channel, value in zip(find_channels(program)[0], later, strict=True):
                     _add_at_taps(program, channel.legs, value, ybar)
-                by_contact = view_gradients(program, env, ybar, xs)
-                summed = found.direct, add_contacts(by_contact, self._past(program, own, None if fresh else first, trace))
+                parts = view_gradients(program, env, ybar, xs), self._past(program, own, None if fresh else first, trace)
+                if length == 1:  # XLA takes a transpose into a product, but not into a sum of two
+                    parts = tuple(in_view_order(program, part) for part in parts)
+                summed = found.direct, add_contacts(*parts)
             if not final:
                 n = [rows[-1] for rows in self._norms(trace["n"], len(weights))]
                 trace = {"x": self._filter_features(program, trace["x"], xs), "f": f, "n": n, "eps": eps}
@@ -187,7 +189,7 @@ class PPProp(Rule):
         grads = None
         if summed is not None:
             direct, by_contact = summed
-            pulled = weight_gradients(program, theta, in_view_order(program, by_contact))
+            pulled = weight_gradients(program, theta, by_contact if length == 1 else in_view_order(program, by_contact))
             grads = [d + g for d, g in zip(direct, pulled, strict=True)]
         return ChunkResult(grads, losses, outputs, Carry(*after))
 
