@@ -78,16 +78,9 @@ def _expect_d_rtrl(rule: DRTRL, certificate: ParameterCertificate, length: int, 
         return Expectation(EXACT, "one step has no past")
     if rule.credit == "chunk" and chunk >= length:
         return Expectation(EXACT, "exact credit inside the one chunk")
-    exact = certificate.exact
-    if rule.credit == "core":
-        exact = exact and getattr(certificate, "exact_core", False)
     if rule.trace_dtype is not None and certificate.kind == "traced":
         return Expectation(APPROXIMATE, f"the trace is stored as {rule.trace_dtype}")
-    if exact:
-        return Expectation(EXACT, certificate.reason)
-    if certificate.exact:
-        return Expectation(APPROXIMATE, '`credit="core"` drops what an output reads of an old state past the core')
-    return Expectation(APPROXIMATE, certificate.reason)
+    return Expectation(EXACT if certificate.exact else APPROXIMATE, certificate.reason)
 
 
 def _has_other_signal(rule: Rule) -> bool:

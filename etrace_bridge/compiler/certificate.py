@@ -105,8 +105,8 @@ class StepFacts:
     Attributes:
         at: facts by variable.
         cuts: every cut, by edge.
-        pre_cuts: where a value of the old states leaves the core on its way to a new state; `credit="core"` stops
-            there. Values that only an output reads, and new states read by later layers, are not among them.
+        pre_cuts: where a value of the old states leaves the core on its way back to a new state of the same group;
+            `credit="core"` stops there. What only an output or another group reads is not among them.
     """
 
     at: dict[Var, Facts]
@@ -128,25 +128,35 @@ def collect_facts(minfo: ModuleInfo, use: WeightUse, alignment: Alignment, matte
 
 
 def _leaving_edges(minfo: ModuleInfo, alignment: Alignment, matter: set[Var]) -> frozenset[Edge]:
-    """Edges from old states, and from core values that are no piece of a new state, out of the core to a new state."""
+    """Edges from old states, and from core values that are no piece of a new state, out of the core and back to the same group."""
     eqns, core = minfo.jaxpr.eqns, set(alignment.core)
     new = {leaf.outvar for leaf in alignment.leaves if not isinstance(leaf.outvar, Literal)}
-    reach = {v for leaf in alignment.leaves if leaf.invar in matter for v in variables([leaf.outvar])}
+    reach: dict[Var, set[int]] = {}  # groups whose new states a derivative comes to
+    owners: dict[Var, set[int]] = {}  # groups on whose old states a value of the core depends
+    for leaf, group in zip(alignment.leaves, alignment.joined, strict=True):
+        owners.setdefault(leaf.invar, set()).add(group)
+        for v in variables([leaf.outvar] if leaf.invar in matter else []):
+            reach.setdefault(v, set()).add(group)
     for eqn in reversed(eqns):
         if is_structural(eqn) and any(v in new for v in eqn.outvars):
             new.update(variables(eqn.invars))
-        if passes_derivative(eqn) and any(v in reach for v in eqn.outvars):
-            reach.update(v for v in variables(eqn.invars) if is_float(v))
-    before = {leaf.invar for leaf in alignment.leaves}
+        if passes_derivative(eqn):
+            groups = set().union(*(reach.get(o, ()) for o in eqn.outvars))
+            for v in variables(eqn.invars):
+                if groups and is_float(v):
+                    reach.setdefault(v, set()).update(groups)
     edges = set()
     for i, eqn in enumerate(eqns):
         for k, v in enumerate(eqn.invars):
-            if isinstance(v, Literal) or v not in before:
+            if isinstance(v, Literal) or v not in owners:
                 continue
-            if (i, k) in alignment.cuts or (i not in core and any(o in reach for o in eqn.outvars)):
+            leaves = i not in core or (i, k) in alignment.cuts
+            if leaves and any(owners[v] & reach.get(o, set()) for o in eqn.outvars):
                 edges.add((i, k))
-            elif i in core:
-                before.update(o for o in eqn.outvars if is_float(o) and o not in new)
+            elif not leaves:
+                for o in eqn.outvars:
+                    if is_float(o) and o not in new:
+                        owners.setdefault(o, set()).update(owners[v])
     return frozenset(edges)
 
 

@@ -126,12 +126,13 @@ def linearise_exits(program: StepProgram, env: dict[Var, Any], forward: Forward,
         return jax.vmap(one)(list(args), hidden, forward.other, forward.saved, deltas)
 
     zeros = program.zero_taps((args[0].shape[0],))
-    _, pull = jax.vjp(values, forward.hidden, [zeros[v] for v in tap_vars])
+    exits, pull = jax.vjp(values, forward.hidden, [zeros[v] for v in tap_vars])
 
     feeds_earlier = [any(program.place_of(leg) < g for leg in t.legs) for t in feeding]
 
     def run(cotangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        hidden, found = pull(list(cotangents))
+        cotangents = [c.astype(e.dtype) for c, e in zip(cotangents, exits, strict=True)]
+        hidden, found = pull(cotangents)
         if any(feeds_earlier) and any(own.shared):
             alone = pull([jnp.zeros_like(c) if s else c for c, s in zip(cotangents, own.shared, strict=True)])[1]
             found = [b if twice else a for a, b, twice in zip(found, alone, feeds_earlier, strict=True)]

@@ -49,7 +49,7 @@ from etrace_bridge.engine.linearise import Grouped, LossGradient, group_states, 
 from etrace_bridge.engine.program import StepProgram
 from etrace_bridge.engine.suffix import suffix_scan
 from etrace_bridge.rules.base import Carry, Chunk, ChunkResult, check_choice, register_rule
-from etrace_bridge.rules.d_rtrl import DRTRL, add_contacts, trace_rows
+from etrace_bridge.rules.d_rtrl import DRTRL, add_contacts, read_traces, trace_rows
 
 
 @register_rule
@@ -115,14 +115,16 @@ class EProp(DRTRL):
         else:
             found = self.differentiate(program, theta, env, forward, data)
             losses, outputs = found.losses, found.outputs
-            later, before = self._later_signals(self._signals(program, theta, env, forward, data, exits))
+            later, before = self._later_signals(self._signals(program, theta, env, forward, data, exits), len(data.weights))
             found = _ask_more(found, pulls, later)
             a, a0, M, M0 = suffix_scan(found.b, core.D, not final)
             direct, by_contact = self.gradient(program, theta, env, forward, data, found, core, a)
             by_contact = in_view_order(program, by_contact)
             if not fresh:
                 past, M0 = self.past(program, a0, carry.trace["eps"], M0)
-                filtered, _ = self.past(program, before, carry.trace["filtered"], None)
+                some = [n for n, leg in enumerate(program.traces) if exits[program.place_of(leg)].exits]
+                legs, traces = [program.traces[n] for n in some], [carry.trace["filtered"][n] for n in some]
+                filtered, _ = read_traces(program, legs, before, traces, None)
                 by_contact = add_contacts(add_contacts(by_contact, past), filtered)
             grads = [x + y for x, y in zip(direct, weight_gradients(program, theta, by_contact), strict=True)]
         trace, length = carry.trace, data.args[0].shape[0]
@@ -190,14 +192,14 @@ class EProp(DRTRL):
                     matrices[e.var, n] = jnp.asarray(rng.standard_normal(shape) / math.sqrt(shape[0]))
         return matrices
 
-    def _later_signals(self, L: Grouped) -> tuple[Grouped, Grouped]:
+    def _later_signals(self, L: Grouped, length: int) -> tuple[Grouped, Grouped]:
         """`P_s` for every step, and `P_0`."""
 
         def body(P: Grouped, L_s: Grouped) -> tuple[Grouped, Grouped]:
             return jax.tree.map(lambda p, signal: self.kappa * (signal + p), P, L_s), P
 
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), L)
-        before, later = lax.scan(body, zeros, L, reverse=True)
+        before, later = lax.scan(body, zeros, L, length, reverse=True)
         return later, before
 
     # -- the filtered trace ------------------------------------------------------------------------------------
@@ -230,7 +232,7 @@ class EProp(DRTRL):
                         factor = at_places(leg, N0_s)
                         factor = factor.reshape(*factor.shape, *(1,) * len(leg.part.form.contracted))
                         eps = eps + factor * old.astype(eps.dtype)
-                new[n].append(eps.astype(self.trace_dtype) if self.trace_dtype else eps)
+                new[n].append(eps.astype(trace["filtered"][n][m].dtype))
         return new
 
 
