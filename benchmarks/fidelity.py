@@ -15,14 +15,13 @@ import jax
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "fidelity.md"
-CREDITS = ("core", "step", "chunk")
 
 HEAD = """# How close to BPTT
 
-Cosine to torch BPTT over the zoo of torch modules that the tests use, by `credit` of D-RTRL, and the largest relative error of
-exact RTRL. Made by `python benchmarks/fidelity.py`: eight steps in chunks of four, float64, random weights and inputs; all
+Cosine to torch BPTT over the zoo of torch modules that the tests use, by `credit` of D-RTRL and of pp-prop, and the largest relative
+error of exact RTRL. Made by `python benchmarks/fidelity.py`: eight steps in chunks of four, float64, random weights and inputs; all
 parameters that enter the recurrence together. *exact* counts the parameters whose certificate says that D-RTRL equals BPTT, of all
-that the module trains. A network of short memory is easy: these numbers compare the three kinds of credit, they do not promise a
+that the module trains. A network of short memory is easy: these numbers compare the kinds of credit, they do not promise a
 cosine for your model. [`check_gradients`](reading-the-report.md) measures that.
 
 """
@@ -36,25 +35,27 @@ def main() -> None:
     jax.config.update("jax_enable_x64", True)
     sys.path.insert(0, str(ROOT / "tests"))
     warnings.simplefilter("ignore")
-    from etrace_bridge.rules import DRTRL, RTRL
+    from etrace_bridge.rules import DRTRL, RTRL, PPProp
     from torch_zoo import CASES
     from zoo.online import OnlineCase
 
-    rows, sums = [], dict.fromkeys(CREDITS, 0.0)
+    rules = {f"`d_rtrl` {credit}": DRTRL(credit) for credit in ("core", "step", "chunk")}
+    rules |= {f"`pp_prop` {credit}": PPProp(credit=credit) for credit in ("core", "step")}
+    rows, sums = [], dict.fromkeys(rules, 0.0)
     for case in CASES[:: options.every]:
         if case.float32_only or not case.available or not any(p.requires_grad for p in case.build().parameters()):
             continue
         online = OnlineCase(case)
-        cosines = {credit: online.cosine(online.gradients(DRTRL(credit=credit), 4)) for credit in CREDITS}
+        cosines = {name: online.cosine(online.gradients(rule, 4)) for name, rule in rules.items()}
         error = max(online.errors(online.gradients(RTRL(), 4)).values())
         certificates = online.certificates().values()
         exact = f"{sum(c.exact for c in certificates)} of {len(certificates)}"
-        rows.append([case.name, exact, *(f"{cosines[c]:.4f}" for c in CREDITS), f"{error:.0e}"])
-        for credit in CREDITS:
-            sums[credit] += cosines[credit]
+        rows.append([case.name, exact, *(f"{cosines[name]:.4f}" for name in rules), f"{error:.0e}"])
+        for name in rules:
+            sums[name] += cosines[name]
         print("  ".join(rows[-1]), flush=True)
-    header = ["module", "exact", *(f"`{c}`" for c in CREDITS), "`rtrl` error"]
-    mean = [f"**mean of {len(rows)}**", "", *(f"**{sums[c] / len(rows):.4f}**" for c in CREDITS), ""]
+    header = ["module", "exact", *rules, "`rtrl` error"]
+    mean = [f"**mean of {len(rows)}**", "", *(f"**{sums[name] / len(rows):.4f}**" for name in rules), ""]
     lines = [header, ["---"] * len(header), mean, *rows]
     if options.every == 1:
         PAGE.write_text(HEAD + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n")

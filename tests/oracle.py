@@ -310,21 +310,21 @@ class CellRules:
         """`left ⊗ features`, or `left` alone for an element-wise contact; `left` is (batch, states, outputs)."""
         return left[..., None] * s["x"][name][:, None, None] if name in s["x"] else left
 
-    def pp_prop(self, decay: float) -> dict:
+    def pp_prop(self, decay: float, credit: str) -> dict:
         """Factored traces, a bias seeing a feature of 1; other element-wise contacts keep their D-RTRL trace."""
         total = self._total("direct")
         x_bar: dict[str, Any] = {}
         f_bar = dict.fromkeys(self.views, 0.0)
         for t, s in enumerate(self.steps):
             if t > 0:
-                past = {}
+                past, b = {}, s["l_h"] if credit == "step" else np.einsum("bu,bus->bs", s["l_u"], s["u_h"])
                 for n in self.views:
-                    credit = np.einsum("bs,bso->bo", s["l_h"], f_bar[n])
+                    asked = np.einsum("bs,bso->bo", b, f_bar[n])
                     if n in s["x"]:
-                        credit = (credit / (1 - decay**t))[..., None] * x_bar[n][:, None]
+                        asked = (asked / (1 - decay**t))[..., None] * x_bar[n][:, None]
                     elif n in self.cell.biases:
-                        credit = credit / (1 - decay**t) * x_bar[n]
-                    past[n] = credit
+                        asked = asked / (1 - decay**t) * x_bar[n]
+                    past[n] = asked
                 total = self._add_views(total, past)
             for n in self.views:
                 factored = n in s["x"] or n in self.cell.biases

@@ -20,12 +20,12 @@ RULES = ["rtrl", "d_rtrl", "pp_prop"]
 class NearlyDiagonal(nn.Module):
     """Leaky units with a weak mixing, on which the order of the rules has a reason.
 
-    `rtrl` is exact. `d_rtrl` drops only what passes through the mixing product, of the order of its size, 0.004. `pp_prop` carries
+    `rtrl` is exact. `d_rtrl` drops only what passes through the mixing product, of the order of its size, 0.005. `pp_prop` carries
     the past as one product of two low-pass filters with one decay, while the units have decays from 0.2 to 0.95: a trace for each
     unit's own decay is just what it has not. Their memory falls in the same order: hidden x parameters, parameters, units.
     """
 
-    def __init__(self, mixing: float = 0.004) -> None:
+    def __init__(self, mixing: float = 0.005) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.fc, self.mix = nn.Linear(IN, H), nn.Linear(H, H, bias=False)

@@ -268,6 +268,7 @@ def test_bptt_is_the_gradient_of_the_unrolled_loop():
         ("encoder_readout", DRTRL(upstream="step")),
         ("rnn", SnAp1(credit="core")),
         ("torch_gru", PPProp(decay=0.8)),
+        ("torch_gru", PPProp(credit="step")),
         ("spiking_jvp", EProp(kappa=0.6)),
         ("rnn", EProp(kappa=0.6, feedback="random")),
     ],
@@ -291,8 +292,8 @@ def test_the_chunk_does_not_matter(name, rule):
         ("encoder_readout", DRTRL()),
         ("two_groups_one_weight", SnAp1()),
         ("conv_recurrent", DRTRL(credit="chunk")),
-        ("torch_gru", PPProp(decay=0.8)),
-        ("decay_vector", PPProp(credit="core")),
+        ("torch_gru", PPProp(decay=0.8, credit="step")),
+        ("decay_vector", PPProp()),
     ],
     ids=str,
 )
@@ -344,11 +345,20 @@ def test_a_sequence_of_one_step_is_bptt(rule):
     assert_close(run("layer_norm", rule, 1, steps=1).grads, expected)
 
 
+@pytest.mark.parametrize("credit", ["core", "step"])
 @pytest.mark.parametrize("name", ["rnn", "scalar_gate", "embedding", "torch_lstm", "decay_vector"])
-def test_pp_prop_starts_without_bias(name):
+def test_pp_prop_starts_without_bias(name, credit):
     """After one step the factored trace is D-RTRL's, whatever the decay."""
-    expected = run(name, DRTRL(upstream="step"), 1, steps=2).grads
-    assert_close(run(name, PPProp(decay=0.97), 2, steps=2).grads, expected)
+    expected = run(name, DRTRL(credit, upstream="step"), 1, steps=2).grads
+    assert_close(run(name, PPProp(decay=0.97, credit=credit), 2, steps=2).grads, expected)
+
+
+def test_pp_prop_takes_the_step_where_the_core_is_empty():
+    """A plain RNN's state has a past through its product alone; a GRU's gate carries it position by position."""
+    for name, credit, other in (("rnn", "step", "core"), ("torch_gru", "core", "step")):
+        found = run(name, PPProp(), K).grads
+        assert_close(found, run(name, PPProp(credit=credit), K).grads, 1e-12)
+        assert max(np.abs(a - b).max() for a, b in zip(found, run(name, PPProp(credit=other), K).grads, strict=True)) > 1e-3
 
 
 def test_masked_losses_add_up():

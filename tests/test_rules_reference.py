@@ -247,9 +247,10 @@ def check(name: str, rule: Rule, K: int, expected: dict[str, np.ndarray]) -> Non
         assert_close(found[n], g)
 
 
+@pytest.mark.parametrize("credit", ["core", "step"])
 @pytest.mark.parametrize(("name", "K"), [("rnn", 1), ("gru", 3), ("lstm", 3), ("conv", 2), ("alif", 3)])
-def test_pp_prop(name, K):
-    check(name, PPProp(decay=0.8), K, built(name).rules.pp_prop(0.8))
+def test_pp_prop(name, K, credit):
+    check(name, PPProp(decay=0.8, credit=credit), K, built(name).rules.pp_prop(0.8, credit))
 
 
 @pytest.mark.parametrize(("name", "K"), [("rnn", 1), ("gru", 3), ("lstm", 3), ("conv", 2), ("alif", 3)])

@@ -23,8 +23,8 @@ so that there is one product over K·B for each weight, as in BPTT, and what run
 only added up have one `f̄` together. The result does not depend on K, so a chunk runs in blocks of steps, one after the other, and its
 buffers are those of one block. Weights without a trace that reach a state through another weight get the direct term only.
 
-Memory: B·(I + S·H) for each contact; convolutions keep the patches of `x`. Time a step: that of BPTT. Exact for one
-step, and for two steps from a zero trace.
+Memory: B·(I + S·H) for each contact; convolutions keep the patches of `x`. Time a step: with `core` less than that of BPTT by the product
+that goes back through the recurrent weights, with `step` that of BPTT. Exact for one step; with `step`, for two steps from a zero trace.
 """
 
 from __future__ import annotations
@@ -113,16 +113,17 @@ class PPProp(Rule):
     Attributes:
         decay: `alpha`, between 0 and 1: how much of the filters is left after a step.
         time_constant: the same in steps, `alpha = exp(-1 / time_constant)`; replaces `decay` when given.
-        credit: `"step"` or `"core"`, as in `DRTRL`.
+        credit: `"core"` or `"step"`, as in `DRTRL`. `"auto"` is `core`, since `step` costs a product more and the factored trace is the
+            larger error; but `step` for a model with a layer whose core is empty, as a plain RNN's, where `core` has no credit to give.
     """
 
     decay: float = 0.9
     time_constant: float | None = None
-    credit: str = "step"
+    credit: str = "auto"
     name: ClassVar[str] = "pp_prop"
 
     def __post_init__(self) -> None:
-        check_choice("credit", self.credit, ("core", "step"))
+        check_choice("credit", self.credit, ("auto", "core", "step"))
         if self.time_constant is not None and not self.time_constant > 0:
             raise InputError(f"`time_constant` is {self.time_constant}; it is a number of steps and must be positive.")
         if not 0 <= self.decay < 1:
@@ -166,7 +167,7 @@ class PPProp(Rule):
             if data.loss is None:
                 outputs, b = step_outputs(program, env, forward, args), no_credit(program, forward)
             else:
-                found = loss_gradient(program, theta, forward, args, data.loss, targets, weights, self.credit)
+                found = loss_gradient(program, theta, forward, args, data.loss, targets, weights, self._credit(core))
                 losses, outputs, b = found.losses, found.outputs, found.b
             credit, own, f, eps = self._filter(program, trace, core, b, len(weights))
             if found is not None:
@@ -193,6 +194,11 @@ class PPProp(Rule):
             grads = [d + g for d, g in zip(direct, pulled, strict=True)]
         return ChunkResult(grads, losses, outputs, Carry(*after))
 
+    def _credit(self, core: CoreLinear) -> str:
+        if self.credit != "auto":
+            return self.credit
+        return "step" if any(all(d is None for row in D for d in row) for D in core.D) else "core"
+
     def _norms(self, n: Sequence[Any], length: int) -> list[Any]:
         """`n` before each of the K steps, and after the last."""
         left = self.alpha ** np.arange(length + 1.0)
@@ -209,7 +215,7 @@ class PPProp(Rule):
             f, eps, own = carry
             products_t, others_t = step
             credit = [_dot(asked, old) for (asked, _, _), old in zip(products_t, f, strict=True)]
-            own = [total + _dot(asked, old) for total, (asked, _, _), old in zip(own, others_t, eps, strict=True)]
+            own = [total + _dot(asked, old).astype(total.dtype) for total, (asked, _, _), old in zip(own, others_t, eps, strict=True)]
             f = [_next(old, D, df, self.alpha, 1 - self.alpha) for old, (_, D, df) in zip(f, products_t, strict=True)]
             eps = [_next(old, D, df, 1, 1) for old, (_, D, df) in zip(eps, others_t, strict=True)]
             return (f, eps, own), credit
