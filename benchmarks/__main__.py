@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 
+import jax
+
 from benchmarks.harness import CLOCKS, MAKERS, environment, measure, save, table
 from benchmarks.ours import STEP_VARIANTS
 from benchmarks.workloads import WORKLOADS
@@ -27,9 +29,12 @@ def main() -> None:
         metavar="SECONDS",
         help="wait up to this long before each run for a quiet machine",
     )
+    parser.add_argument("--synchronous", action="store_true", help="run JAX's programs in the calling thread; nothing is written")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: processor time; bind to one core for it")
     options = parser.parse_args()
 
+    if options.synchronous:
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
     repeats, budget = (3, 10.0) if options.quick else (options.repeats, 8.0 * options.repeats)
     rows = []
     for workload in WORKLOADS:
@@ -41,15 +46,15 @@ def main() -> None:
     print("\nRatios to torch BPTT, least time of each program in one interleaved run:\n" + table(rows))
     if options.only:
         return
-    report = {"environment": environment(), "rows": rows}
+    report, is_kept = {"environment": environment(), "rows": rows}, not (options.quick or options.synchronous)
     if not options.no_sweep:
         from benchmarks.sweep import flatness, plot, sweep
 
         report["memory"] = flatness(options.quick)
         report["sweep"] = sweep(options.quick, options.patience, options.clock, repeats)
-        if not options.quick:
+        if is_kept:
             plot(report["sweep"])
-    if not options.quick:
+    if is_kept:
         save(report)
 
 

@@ -168,7 +168,7 @@ def make_jax_bptt(workload: Workload) -> Program | None:
 
 def make_yardstick(workload: Workload) -> Program | None:
     """The hand-written programs of `benchmarks.yardstick` (D-RTRL) and `benchmarks.yardstick_pp_prop`."""
-    if workload.model != "gru":
+    if workload.model != "gru" or (workload.rule == "pp_prop" and workload.mode == "step"):
         return None
     params, (xs, targets) = gru_params(workload), data(workload)
     h = jnp.zeros((workload.batch, workload.hidden))
@@ -184,11 +184,11 @@ def make_yardstick(workload: Workload) -> Program | None:
         return {torch_name: np.asarray(grads[name]) for name, torch_name in TORCH_NAMES.items()}
 
     state = params, h, yardstick.zero_trace(params, workload.batch)
-    x, target = xs[0].numpy(), targets[0].numpy()
+    x, target = xs[0], targets[0]
 
     def step() -> Any:
         nonlocal state
-        *carried, loss, _ = yardstick.online_step(*state, x.copy(), target.copy(), RATE)
+        *carried, loss, _ = yardstick.online_step(*state, x.numpy().copy(), target.numpy().copy(), RATE)
         state = tuple(carried)
         return loss.block_until_ready()
 
@@ -242,7 +242,7 @@ def make_braintrace(workload: Workload) -> Program | None:
         return learner.etrace_grad(xs, targets, step_fn=loss, return_value=True)
 
     weights = model.states(brainstate.ParamState)
-    x, target = xs[0].numpy(), targets[0].numpy()
+    x, target = xs[0], targets[0]
 
     @brainstate.transform.jit
     def step(x: jax.Array, target: jax.Array) -> jax.Array:
@@ -253,7 +253,7 @@ def make_braintrace(workload: Workload) -> Program | None:
 
     def run() -> Any:
         if workload.mode == "step":
-            return step(x.copy(), target.copy()).block_until_ready()
+            return step(x.numpy().copy(), target.numpy().copy()).block_until_ready()
         return jax.block_until_ready(gradients(jnp.array(xs.numpy()), jnp.array(targets.numpy())))
 
     def untrained() -> list[str]:

@@ -67,12 +67,14 @@ WORKLOADS = (
     Workload("gru-b1", "gru", 256, 64, 1, 1000, reach=0.2, chunk=500),
     Workload("gru-b128", "gru", 128, 32, 128, 200),
     Workload("gru-t10000", "gru", 128, 32, 8, 10_000, chunk=200),
-    Workload("pp-prop", "gru", 256, 64, 32, 100, rule="pp_prop", reach=0.6, chunk=20),
-    Workload("pp-prop-core", "gru", 256, 64, 32, 100, rule="pp_prop", credit="core", chunk=20),
+    Workload("pp-prop", "gru", 256, 64, 32, 100, rule="pp_prop", credit="core", reach=0.6, chunk=20),
+    Workload("pp-prop-step", "gru", 256, 64, 32, 100, rule="pp_prop", chunk=20),
     Workload("lstm-3", "lstm", 128, 32, 16, 100),
     Workload("rleaky", "rleaky", 128, 32, 16, 100),
     Workload("convlstm", "convlstm", 8, 16, 8, 50),
     Workload("online-step", "gru", 128, 32, 1, 1, mode="step", chunk=1),
+    Workload("online-step-b8", "gru", 256, 64, 8, 1, mode="step", chunk=1),
+    Workload("online-step-pp", "gru", 512, 64, 8, 1, rule="pp_prop", credit="core", mode="step", chunk=1),
 )
 
 
