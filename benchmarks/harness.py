@@ -118,7 +118,7 @@ def measure(
     counts = dict.fromkeys(programs, 0)
     # One step takes microseconds: a turn is then many of them, and the fastest counts. A turn outlasts the 0.2 s for which torch's
     # OpenMP threads go on spinning after their last work and slow the next program down.
-    inner = 3000 if workload.mode == "step" else 1
+    turn = 0.4 if workload.mode == "step" else 0.0
     for _ in range(repeats):
         for name, program in programs.items():
             if spent[name] > budget:
@@ -126,8 +126,11 @@ def measure(
             if patience:
                 wait_until_quiet(patience)
             load = ForeignLoad()
-            elapsed = [_time(program, clock) for _ in range(inner)]
-            spent[name] += sum(elapsed)
+            elapsed, total = [], 0.0
+            while not elapsed or total < turn:
+                elapsed.append(_time(program, clock))
+                total += elapsed[-1]
+            spent[name] += total
             counts[name] += 1
             if min(elapsed) < best[name]:
                 best[name], foreign[name] = min(elapsed), load.share()

@@ -43,22 +43,43 @@ def features(form: ContactForm, x: Any) -> Any:
     return jax.vmap(form.phi)(x).reshape(lead, *form.shape(form.feature))
 
 
-def view_gradients(program: StepProgram, env: dict[Var, Any], ybar: Sequence[Any], xs: dict[int, Any]) -> dict[int, Any]:
-    """Gradient of each traced contact's view, from cotangents (K, …) at its taps; `in_view_order` gives them their shapes."""
+def view_gradients(
+    program: StepProgram,
+    env: dict[Var, Any],
+    ybar: Sequence[Any],
+    xs: dict[int, Any],
+    before: tuple[Sequence[Any], dict[int, Any]] | None = None,
+) -> dict[int, Any]:
+    """Gradient of each traced contact's view, from cotangents (K, …) at its taps; `in_view_order` gives them their shapes.
+
+    Args:
+        program: the step.
+        env: values of the weight tier.
+        ybar: cotangents at all taps, of K steps.
+        xs: data operands of K steps, by contact.
+        before: the same of one more step, (1, …) each, but with features in place of data; a contact that has data and no features here
+            is left out of it.
+    """
     result = {}
     for contact in program.traced_contacts:
-        x = xs.get(contact.index)
+        x, form = xs.get(contact.index), _form_of(program, contact)
+        asked, first = (None, None) if before is None else (before[0], before[1].get(contact.index))
+        if asked is not None and (x is None) != (first is None):
+            asked = None
+        now, phi = ybar, None
         if _is_plain(contact):
-            phi = None if x is None else features(_form_of(program, contact), x)
-            result[contact.index] = outer_gradient(program, contact, ybar, phi)
+            phi = None if x is None else features(form, x)
+            if asked is not None and ybar[0].shape[0] == 1:  # one product of both; of many steps that would copy all features
+                now, asked = [jnp.concatenate(pair) for pair in zip(asked, ybar, strict=True)], None
+                phi = None if phi is None else jnp.concatenate([first, phi])
+            gradient = _outer_gradient(program, contact, now, phi)
         else:
-            form = _form_of(program, contact)
-            gradient = _transpose(contact, env, _whole(contact, program.taps_of(contact), ybar), x)
-            result[contact.index] = gradient.reshape(form.shape(form.view))
+            gradient = _transpose(contact, env, _whole(contact, program.taps_of(contact), ybar), x).reshape(form.shape(form.view))
+        result[contact.index] = gradient if asked is None else gradient + _outer_gradient(program, contact, asked, first)
     return result
 
 
-def outer_gradient(program: StepProgram, contact: Contact, ybar: Sequence[Any], phi: Any) -> Any:
+def _outer_gradient(program: StepProgram, contact: Contact, ybar: Sequence[Any], phi: Any) -> Any:
     """`sum over t of ybar_t ⊗ phi_t` with the letters of `_summed`, from cotangents (K, …) at all taps; `phi` is None without features."""
     taps, form, letters = program.taps_of(contact), _form_of(program, contact), _summed(program, contact)
     joined = join_outputs(taps, [ybar[t.index] for t in taps])
@@ -70,7 +91,7 @@ def outer_gradient(program: StepProgram, contact: Contact, ybar: Sequence[Any], 
     turned = jnp.einsum(f"{_TIME}{form.feature},{_TIME}{form.out}->{letters}", phi, joined)
     # Without the barrier XLA takes the transpose that follows into the product. For one step it should: there the gradient is
     # best not written at all but goes straight into the weight's update.
-    return turned if phi.shape[0] == 1 else lax.optimization_barrier(turned)
+    return turned if phi.shape[0] <= 2 else lax.optimization_barrier(turned)  # one step, and perhaps what came before it
 
 
 def in_view_order(program: StepProgram, by_contact: dict[int, Any]) -> dict[int, Any]:

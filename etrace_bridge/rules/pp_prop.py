@@ -44,7 +44,6 @@ from etrace_bridge.engine.contraction import (
     contact_inputs,
     features,
     in_view_order,
-    outer_gradient,
     take_places,
     view_gradients,
     weight_gradients,
@@ -55,7 +54,7 @@ from etrace_bridge.engine.loop import scan_time
 from etrace_bridge.engine.plan import block_steps
 from etrace_bridge.engine.program import StepProgram
 from etrace_bridge.rules.base import Carry, Chunk, ChunkResult, Rule, batch_rows, check_batch_axis, check_choice, register_rule
-from etrace_bridge.rules.d_rtrl import add_contacts, no_credit
+from etrace_bridge.rules.d_rtrl import no_credit
 
 
 @dataclass(frozen=True)
@@ -175,10 +174,9 @@ class PPProp(Rule):
                 ybar = list(found.ybar)
                 for channel, value in zip(find_channels(program)[0], later, strict=True):
                     _add_at_taps(program, channel.legs, value, ybar)
-                parts = view_gradients(program, env, ybar, xs), self._past(program, own, None if fresh else first, trace)
-                if length == 1:  # XLA takes a transpose into a product, but not into a sum of two
-                    parts = tuple(in_view_order(program, part) for part in parts)
-                summed = found.direct, add_contacts(*parts)
+                earlier = {} if fresh else {n: x[None] for n, x in trace["x"].items()}
+                before = self._past(program, own, first, trace["n"]), earlier
+                summed = found.direct, view_gradients(program, env, ybar, xs, before)
             if not final:
                 n = [rows[-1] for rows in self._norms(trace["n"], len(weights))]
                 trace = {"x": self._filter_features(program, trace["x"], xs), "f": f, "n": n, "eps": eps}
@@ -190,7 +188,7 @@ class PPProp(Rule):
         grads = None
         if summed is not None:
             direct, by_contact = summed
-            pulled = weight_gradients(program, theta, by_contact if length == 1 else in_view_order(program, by_contact))
+            pulled = weight_gradients(program, theta, in_view_order(program, by_contact))
             grads = [d + g for d, g in zip(direct, pulled, strict=True)]
         return ChunkResult(grads, losses, outputs, Carry(*after))
 
@@ -231,21 +229,19 @@ class PPProp(Rule):
         found = [jnp.tensordot(jnp.asarray(left, c.dtype), c, 1) for c in credit]
         return [c[1:] for c in found], [c[0] for c in found]
 
-    def _past(self, program: StepProgram, own: list[Any], first: list[Any] | None, trace: dict) -> dict[int, Any]:
-        """By contact, what is not in the cotangents of the steps: `own` of lone element-wise contacts, `c̃_0 ⊗ x̄_0` of the rest."""
+    def _past(self, program: StepProgram, own: list[Any], first: list[Any], n: Sequence[Any]) -> list[Any]:
+        """Cotangents (1, …) of what came before the block, as of one more step: `c̃_0`, to meet `x̄_0`; `own` of element-wise contacts."""
         asked: list[Any] = list(program.zero_taps((1,)).values())
         products, others = find_channels(program)
         for channel, value in zip(others, own, strict=True):
             _add_at_taps(program, channel.legs, value, asked)
-        for channel, value in zip(products, first or (), strict=first is not None):
+        for channel, value in zip(products, first, strict=True):
             group = program.groups[channel.group]
-            ones = (trace["n"][channel.group] / (1 - self.alpha)).reshape(-1, *(1,) * (len(group.varshape) - 1))
+            ones = (n[channel.group] / (1 - self.alpha)).reshape(-1, *(1,) * (len(group.varshape) - 1))
             ones = channel.at(jnp.broadcast_to(ones, group.varshape), 0)
-            biases = [leg for leg in channel.legs if leg.contact.x is None]
             _add_at_taps(program, [leg for leg in channel.legs if leg.contact.x is not None], value, asked)
-            _add_at_taps(program, biases, value * ones, asked)
-        contacts = [c for c in program.traced_contacts if c.x is None or first is not None]
-        return {c.index: outer_gradient(program, c, asked, None if c.x is None else trace["x"][c.index][None]) for c in contacts}
+            _add_at_taps(program, [leg for leg in channel.legs if leg.contact.x is None], value * ones, asked)
+        return asked
 
     def _filter_features(self, program: StepProgram, x: dict[int, Any], xs: dict[int, Any]) -> dict[int, Any]:
         """`x̄` after the block."""
