@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from brainstate import HiddenState, ParamState
 
+from etrace_bridge.compiler.extraction import extract_module_info
 from etrace_bridge.compiler.graph import compile_graph_from_minfo
-from etrace_bridge.compiler.module_info import extract_module_info
 
 BATCH, WIDTH, LIMIT = 4, 8, 5.0
 

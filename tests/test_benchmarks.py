@@ -1,0 +1,42 @@
+"""The benchmarks run, in small: what `make bench` measures is not for tests, but it must not fail."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import jax
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MODULES = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.stem not in ("__init__", "__main__"))
+
+
+@pytest.fixture(autouse=True)
+def beside_the_package(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_can_be_imported(name):
+    importlib.import_module(f"benchmarks.{name}")
+
+
+def test_compile_cost(capsys):
+    assert importlib.import_module("benchmarks.compile_cost").main([1, 2]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    ("mode", "rule", "credit"), [("gradients", "d_rtrl", "step"), ("step", "d_rtrl", "step"), ("gradients", "pp_prop", "core")]
+)
+def test_a_row(mode, rule, credit):
+    harness, workloads = importlib.import_module("benchmarks.harness"), importlib.import_module("benchmarks.workloads")
+    steps = 1 if mode == "step" else 12
+    workload = workloads.Workload("small", "gru", 6, 3, 2, steps, rule=rule, credit=credit, mode=mode, chunk=4 if steps > 1 else 1)
+    makers = {name: harness.MAKERS[name] for name in ("ours", "yardstick", harness.REFERENCE)}
+    with jax.enable_x64(False):
+        row = harness.measure(workload, makers, repeats=1)
+    assert all(row["programs"][name]["seconds"] > 0 for name in makers), row
+    assert ("difference_to_yardstick" in row["programs"]["ours"]) == (mode == "gradients")
+    assert "small" in harness.table([row]) and "small" in harness.page({"rows": [row], "environment": {}})
