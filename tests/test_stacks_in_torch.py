@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -169,3 +170,36 @@ def test_a_lower_layer_that_sends_signals_is_asked_for_its_past(rule):
     for parameter, p in model.fc1.named_parameters(prefix="fc1"):
         assert p.grad is not None
         assert (whole[parameter] - p.grad).abs().max() > 0.05 * p.grad.abs().max()
+
+
+class Delayed(Stack):
+    """The upper layer reads what the lower one sent a step before, so that no step's loss depends on it."""
+
+    def forward(self, x: Tensor, state: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        v, z = self.lower(x, state[0], state[0])
+        w = torch.tanh(0.7 * state[1] + state[2] + self.rec2(state[1]))
+        return self.out(w), (v, w, self.fc2(z))
+
+
+def test_random_feedback_reaches_a_layer_that_answers_later():
+    """`sum over t, s <= t of kappa^(t-s) (dl_t/doutput_t F) · e_s`, with the lower layer's own random matrix F."""
+    _, xs, targets = make(True)
+    torch.manual_seed(0)
+    model, rule = Delayed(True), EProp(kappa=KAPPA, feedback="random")
+    start = lambda n: (torch.zeros(n, H1), torch.zeros(n, H2), torch.zeros(n, H2))  # noqa: E731
+    learner = eb.OnlineLearner(eb.wrap(model, state=start), rule, loss, chunk=3, reduction="sum")
+    result = learner.gradients(xs, targets)
+    matrices = rule.feedback_matrices(learner._runtime.session.program).values()
+    feedback = next(torch.tensor(np.asarray(m)) for m in matrices if m.shape == (OUT, H1))
+    asked = torch.cos(result.outputs + targets)  # the derivative of `loss`
+    for s in range(T):
+        v, _ = model.history(xs, s)
+        _, z = model.lower(xs[s], v, v.detach())
+        signal = sum(KAPPA ** (t - s) * asked[t] @ feedback for t in range(s, T))
+        (signal * z).sum().backward()
+    for name in ("fc1.weight", "fc1.bias", "rec1.weight"):
+        expected = model.get_parameter(name).grad
+        assert expected is not None and expected.abs().max() > 1e-2
+        assert (result.grads[name] - expected).abs().max() <= 1e-9 * expected.abs().max(), name
+    silent = eb.OnlineLearner(eb.wrap(model, state=start), EProp(kappa=KAPPA), loss, chunk=3, reduction="sum").gradients(xs, targets)
+    assert silent.grads["fc1.weight"].abs().max() == 0

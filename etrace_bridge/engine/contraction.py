@@ -60,22 +60,23 @@ def view_gradients(
         before: the same of one more step, (1, …) each, but with features in place of data; a contact that has data and no features here
             is left out of it.
     """
+    asked, earlier = before or (None, {})
+    both = None  # of one step, one product; of many, that would copy all features
+    if asked is not None and all(y.shape[0] == 1 for y in ybar):
+        both = [jnp.concatenate(pair) for pair in zip(asked, ybar, strict=True)]
     result = {}
     for contact in program.traced_contacts:
-        x, form = xs.get(contact.index), _form_of(program, contact)
-        asked, first = (None, None) if before is None else (before[0], before[1].get(contact.index))
-        if asked is not None and (x is None) != (first is None):
-            asked = None
-        now, phi = ybar, None
+        form, x, first = _form_of(program, contact), xs.get(contact.index), earlier.get(contact.index)
+        has_past = asked is not None and (x is None) == (first is None)
+        phi = features(form, x) if x is not None and _is_plain(contact) else None
+        if has_past and both is not None and _is_plain(contact):
+            result[contact.index] = _outer_gradient(program, contact, both, None if phi is None else jnp.concatenate([first, phi]))
+            continue
         if _is_plain(contact):
-            phi = None if x is None else features(form, x)
-            if asked is not None and ybar[0].shape[0] == 1:  # one product of both; of many steps that would copy all features
-                now, asked = [jnp.concatenate(pair) for pair in zip(asked, ybar, strict=True)], None
-                phi = None if phi is None else jnp.concatenate([first, phi])
-            gradient = _outer_gradient(program, contact, now, phi)
+            gradient = _outer_gradient(program, contact, ybar, phi)
         else:
             gradient = _transpose(contact, env, _whole(contact, program.taps_of(contact), ybar), x).reshape(form.shape(form.view))
-        result[contact.index] = gradient if asked is None else gradient + _outer_gradient(program, contact, asked, first)
+        result[contact.index] = gradient + _outer_gradient(program, contact, asked, first) if has_past else gradient
     return result
 
 

@@ -59,10 +59,16 @@ class GroupExits:
     held: dict[int, tuple[int, ...]]
 
 
-def find_exits(program: StepProgram) -> list[GroupExits]:
-    """The exits of every group."""
+def find_exits(program: StepProgram, broadcast: bool = False) -> list[GroupExits]:
+    """The exits of every group.
+
+    Args:
+        program: the step.
+        broadcast: also what only other groups read: the step's loss does not depend on that, but a signal of its own may go there.
+    """
     pre_cuts = program.graph.structure.facts.pre_cuts
-    to_output = _reaching(program.eqns, program.out_vars)
+    readers = [*program.out_vars, *(v for group in program.groups for v in group.hidden_outvars if broadcast)]
+    is_read = _reaching(program.eqns, readers)
     result: list[GroupExits] = []
     for group in program.groups:
         aligned = follow_places(program, group, with_contacts=True, stops=pre_cuts)
@@ -70,7 +76,7 @@ def find_exits(program: StepProgram) -> list[GroupExits]:
         edges: dict[Var, list[Edge]] = {}
         for i, k in aligned.ends:
             outs, operand = program.eqns[i].outvars, _operand(program, (i, k))
-            if (i, k) not in pre_cuts and any(v in to_output for v in outs) and not any(v in back for v in outs):
+            if (i, k) not in pre_cuts and any(v in is_read for v in outs) and not any(v in back for v in outs):
                 edges.setdefault(operand, []).append((i, k))
         outputs: dict[Var, list[int]] = {}
         for n, v in enumerate(program.out_vars):

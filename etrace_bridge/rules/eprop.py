@@ -14,7 +14,8 @@ terms of `g_t` are `L_t · e_t` for the weights of the recurrence and the plain 
 
 which is e-prop (Bellec et al. 2020) with `kappa` the decay of the readout. With `kappa = 0` and symmetric feedback it
 is `DRTRL(credit="core")`. `feedback="random"` replaces `L_t` by `dl_t/doutput_t` times a fixed random matrix, one for
-each exit and output, with entries of variance 1 / outputs; nothing else of what the exits feed is then differentiated.
+each exit and output, with entries of variance 1 / outputs; nothing else of what the exits feed is then differentiated, and layers that
+only pass their values on for a later step have a signal too.
 
 For K steps, with `kappa^(t-s) L_t` summed backwards within the chunk, `P_(s-1) = kappa (L_s + P_s)` and `P_K = 0`:
 
@@ -87,7 +88,7 @@ class EProp(DRTRL):
         eps = super().init(program)
         if not self.kappa:
             return eps
-        exits = find_exits(program)
+        exits = self.exits(program)
         filtered = []
         for leg, states in zip(program.traces, eps, strict=True):
             filtered.append([jnp.zeros_like(states[0]) for _ in exits[program.place_of(leg)].exits])
@@ -105,7 +106,7 @@ class EProp(DRTRL):
         forward = run_forward(program, env, carry.hidden, carry.other, data.args)
         core = self.linearise(program, env, forward, data.args)
         xs = contact_inputs(program, env, forward, data.args)
-        exits = find_exits(program)
+        exits = self.exits(program)
         pulls = [linearise_exits(program, env, forward, data.args, g, own) for g, own in enumerate(exits)]
         grads = losses = None
         if data.loss is None:
@@ -135,13 +136,17 @@ class EProp(DRTRL):
             }
         return ChunkResult(grads, losses, outputs, Carry(forward.new_hidden, forward.new_other, trace))
 
+    def exits(self, program: StepProgram) -> list[GroupExits]:
+        """Where the learning signal comes in: a random one also where nothing is passed on to the outputs within the step."""
+        return find_exits(program, broadcast=self.feedback == "random")
+
     # -- signals -----------------------------------------------------------------------------------------------
 
     def differentiate(self, program: StepProgram, theta, env: dict, forward: Forward, data: Chunk) -> LossGradient:
         if self.feedback == "symmetric":
             return super().differentiate(program, theta, env, forward, data)
         signals = self._random_signals(program, env, forward, data)
-        return _differentiate_with(program, theta, forward, data, find_exits(program), signals)
+        return _differentiate_with(program, theta, forward, data, self.exits(program), signals)
 
     def _signals(self, program: StepProgram, theta, env, forward: Forward, data: Chunk, exits) -> Grouped:
         """`L_t`, [group][exit], at the group's places."""
@@ -179,7 +184,7 @@ class EProp(DRTRL):
         """
         rng = np.random.default_rng(self.seed)
         matrices: dict[tuple[Var, int], Any] = {}
-        for g, own in enumerate(find_exits(program)):
+        for g, own in enumerate(self.exits(program)):
             batched = len(program.groups[g].varshape) > 1
             for e in own.exits:
                 for n, out in enumerate(program.out_vars):
