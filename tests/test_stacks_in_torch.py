@@ -203,3 +203,29 @@ def test_random_feedback_reaches_a_layer_that_answers_later():
         assert (result.grads[name] - expected).abs().max() <= 1e-9 * expected.abs().max(), name
     silent = eb.OnlineLearner(eb.wrap(model, state=start), EProp(kappa=KAPPA), loss, chunk=3, reduction="sum").gradients(xs, targets)
     assert silent.grads["fc1.weight"].abs().max() == 0
+
+
+class LeakyReadout(Stack):
+    """The upper layer is the readout: leaky integrators that are the output."""
+
+    def forward(self, x: Tensor, state: State) -> tuple[Tensor, State]:
+        v, z = self.lower(x, state[0], state[0])
+        w = 0.7 * state[1] + self.fc2(z)
+        return w, (v, w)
+
+
+@pytest.mark.parametrize("kappa", [0.0, KAPPA])
+def test_a_readout_knows_its_own_error(kappa):
+    """Random feedback replaces the way back through a readout's weights; the readout's own error needs no way back."""
+    _, xs, _ = make(True)
+    targets = torch.randn(T, B, H2, generator=torch.Generator().manual_seed(7))
+    torch.manual_seed(0)
+    net = eb.wrap(LeakyReadout(True), state=lambda n: (torch.zeros(n, H1), torch.zeros(n, H2)))
+    random, own = (
+        eb.OnlineLearner(net, EProp(kappa=kappa, feedback=feedback), loss, chunk=3, reduction="sum").gradients(xs, targets).grads
+        for feedback in ("random", "symmetric")
+    )
+    for name in ("fc2.weight", "fc2.bias"):
+        assert own[name].abs().max() > 0.1
+        assert (random[name] - own[name]).abs().max() <= 1e-12 * own[name].abs().max()
+    assert (random["fc1.weight"] - own["fc1.weight"]).abs().max() > 0.1 * own["fc1.weight"].abs().max() > 0

@@ -15,7 +15,8 @@ terms of `g_t` are `L_t · e_t` for the weights of the recurrence and the plain 
 which is e-prop (Bellec et al. 2020) with `kappa` the decay of the readout. With `kappa = 0` and symmetric feedback it
 is `DRTRL(credit="core")`. `feedback="random"` replaces `L_t` by `dl_t/doutput_t` times a fixed random matrix, one for
 each exit and output, with entries of variance 1 / outputs; nothing else of what the exits feed is then differentiated, and layers that
-only pass their values on for a later step have a signal too.
+only pass their values on for a later step have a signal too. An exit that is an output itself, as that of a leaky readout, needs no
+weights to know its error and keeps it.
 
 For K steps, with `kappa^(t-s) L_t` summed backwards within the chunk, `P_(s-1) = kappa (L_s + P_s)` and `P_K = 0`:
 
@@ -156,7 +157,7 @@ class EProp(DRTRL):
         return [[at_exit(program, g, e, by_var[e.var]) for e in own.exits] for g, own in enumerate(exits)]
 
     def _random_signals(self, program: StepProgram, env, forward: Forward, data: Chunk) -> dict[Var, Any]:
-        """`dl_t/doutput_t` projected to each exit."""
+        """`dl_t/doutput_t` projected to each exit, or itself where the exit is the output."""
         outputs = step_outputs(program, env, forward, data.args)
         flat, tree = jax.tree.flatten(outputs)
         floats = [n for n, v in enumerate(program.out_vars) if is_float(v)]
@@ -168,10 +169,10 @@ class EProp(DRTRL):
                 full[n] = x
             return jnp.sum(jax.vmap(loss)(jax.tree.unflatten(tree, full), data.targets) * data.weights)
 
-        by_output = jax.grad(total)([flat[n] for n in floats])
-        signals: dict[Var, Any] = {}
+        by_output = dict(zip(floats, jax.grad(total)([flat[n] for n in floats]), strict=True))
+        signals = {e.var: sum(by_output[n] for n in e.outputs) for own in self.exits(program) for e in own.exits if e.outputs}
         for (var, n), matrix in self.feedback_matrices(program).items():
-            got = by_output[floats.index(n)]
+            got = by_output[n]
             rows = got.reshape(got.shape[0], -1, matrix.shape[0])
             signal = (rows @ matrix.astype(got.dtype)).reshape(got.shape[0], *var.aval.shape)
             signals[var] = signals[var] + signal if var in signals else signal
@@ -188,7 +189,7 @@ class EProp(DRTRL):
             batched = len(program.groups[g].varshape) > 1
             for e in own.exits:
                 for n, out in enumerate(program.out_vars):
-                    if not is_float(out) or (e.var, n) in matrices:
+                    if e.outputs or not is_float(out) or (e.var, n) in matrices:
                         continue
                     rows = 1
                     if batched and out.aval.shape[:1] == e.var.aval.shape[:1]:
