@@ -1,4 +1,4 @@
-"""Run the benchmarks: `python -m benchmarks [--quick] [--only NAME ...] [--no-sweep]`.
+"""Run the benchmarks: `python -m benchmarks [--quick] [--only NAME ...] [--no-sweep] [--synchronous]`.
 
 On a machine that others use, `OMP_NUM_THREADS=1 taskset -c 0 python -m benchmarks --clock cpu` still gives fair ratios.
 """
