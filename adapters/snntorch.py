@@ -45,6 +45,13 @@ class NeuronAdapter(Adapter):
             return ()
         return next(_STATES[cls] for cls in type(module).__mro__ if cls in _STATES)
 
+    def reset(self, module: Any) -> None:
+        # Not `reset_mem`, which makes float32 zeros whatever the module's dtype is.
+        for name in next(_STATES[cls] for cls in type(module).__mro__ if cls in _STATES):
+            value = getattr(module, name, None)
+            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and value.any():
+                setattr(module, name, torch.zeros_like(value))
+
     def split(self, module: nn.Module, returned: Any) -> tuple[Any, tuple]:
         spikes = returned[0]
         if isinstance(module, (snntorch.RLeaky, snntorch.RSynaptic)):  # the last spikes are a state too

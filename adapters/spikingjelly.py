@@ -51,6 +51,9 @@ class MemoryAdapter(Adapter):
     library = "spikingjelly"
     layers = (base.MemoryModule, *_NEURONS, *_LAYERS)
 
+    def reset(self, module: Any) -> None:
+        module.reset()
+
     def sequence(self, module: nn.Module) -> str | None:
         return "time_major" if module.step_mode == "m" else None
 

@@ -1,65 +1,158 @@
-"""How close online gradients come to torch BPTT, over the zoo of torch modules: `python benchmarks/fidelity.py`.
+"""How close every rule comes to torch BPTT, over the zoo of torch modules: `python benchmarks/fidelity.py`.
 
-Writes `docs/fidelity.md`. Every module runs eight steps in chunks of four in float64, so that the trace is used; the cosine is
-that of all parameters that enter the recurrence, together, to torch's own BPTT on the torch module.
+Keeps what it measured in `fidelity.json` beside this file and measures only what is missing there, so a new
+rule costs only its own column. Then writes `docs/fidelity.md` and its picture.
+
+Every module runs eight steps in chunks of four in float64, so that the rule's memory is used. Cosine and
+relative error are those of all parameters that enter the recurrence, together, to torch's own BPTT on the
+torch module. Memory and time are those of an online step of a larger model.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "fidelity.md"
+RESULTS = Path(__file__).with_suffix(".json")
+CHUNK = 4
+LAYERS, WIDTH, ROUNDS = 2, 64, 30  # the model of memory and time, and how often each step is timed
 
-HEAD = """# How close to BPTT
 
-Cosine to torch BPTT over the zoo of torch modules that the tests use, by `credit` of D-RTRL and of pp-prop, and the largest relative
-error of exact RTRL. Made by `python benchmarks/fidelity.py`: eight steps in chunks of four, float64, random weights and inputs; all
-parameters that enter the recurrence together. *exact* counts the parameters whose certificate says that D-RTRL equals BPTT, of all
-that the module trains. A network of short memory is easy: these numbers compare the kinds of credit, they do not promise a
-cosine for your model. [`check_gradients`](reading-the-report.md) measures that.
+def shown_rules() -> dict[str, Callable[[], Any]]:
+    """Makers of the rules by their name in the tables: every registered one, and other kinds of credit."""
+    from etrace_bridge.rules import DRTRL, PPProp, make_rule, rule_names
 
-"""
+    found: dict[str, Callable[[], Any]] = {}
+    for name in rule_names():
+        found[name] = lambda name=name: make_rule(name)
+        if name == DRTRL.name:
+            found["d_rtrl core"] = lambda: DRTRL("core")
+            found["d_rtrl chunk"] = lambda: DRTRL("chunk")
+        elif name == PPProp.name:
+            found["pp_prop step"] = lambda: PPProp(credit="step")
+    return found
+
+
+def measure_case(case: Any, known: dict[str, Any]) -> dict[str, Any]:
+    """Cosine and relative error of the rules that `known` does not have yet, for one module."""
+    from etrace_bridge import BridgeError
+    from zoo.online import OnlineCase
+
+    rules = dict(known.get("rules", {}))
+    missing = {name: make for name, make in shown_rules().items() if name not in rules}
+    if not missing and "meter" in known:
+        return known
+    online = OnlineCase(case)
+    for name, make in missing.items():
+        try:
+            grads = online.gradients(make(), CHUNK)
+            rules[name] = [online.cosine(grads), online.relative_error(grads)]
+        except BridgeError as error:
+            rules[name] = str(error)
+    certificates = online.certificates().values()
+    exact = f"{sum(c.exact for c in certificates)} of {len(certificates)}"
+    return {"exact": exact, "rules": rules, "meter": online.meter_error()}
+
+
+def measure_zoo(results: dict[str, Any], every: int, only: str) -> None:
+    """Fills in what is missing, module after module; `results` is saved after each."""
+    from torch_zoo import CASES
+
+    for case in [c for c in CASES if only in c.name][::every]:
+        if case.float32_only or not case.available:
+            continue
+        if not any(p.requires_grad for p in case.build().parameters()):
+            continue
+        known = results["modules"].get(case.name, {})
+        found = measure_case(case, known)
+        if found is known:
+            continue
+        results["modules"][case.name] = found
+        save(results)
+        shown = "  ".join(
+            f"{name} {v[0]:.3f} {v[1]:.1e}" if isinstance(v, list) else f"{name} -"
+            for name, v in found["rules"].items()
+        )
+        print(f"{case.name}  meter {found['meter']:.0e}  {shown}", flush=True)
+
+
+def measure_costs(results: dict[str, Any]) -> None:
+    """Memory and time of an online step, all rules in turn: the least of several rounds."""
+    import optax
+    import torch
+
+    import etrace_bridge as eb
+    from etrace_bridge.learning.footprint import tree_bytes
+
+    steppers, x = {}, torch.randn(1, WIDTH)
+    for name, make in shown_rules().items():
+        rule = make()
+        if rule.truncates:
+            continue  # credit over one step only: not what the zoo's chunks of four give it
+        torch.manual_seed(0)
+        model = torch.nn.GRU(WIDTH, WIDTH, LAYERS)
+        try:
+            learner = eb.OnlineLearner(
+                model, rule, torch.nn.functional.mse_loss, optax.sgd(1e-3), guard=False
+            )
+            learner.step(x, torch.zeros(1, WIDTH)).loss  # noqa: B018 - waits
+        except eb.BridgeError as error:
+            print(f"{name}: {error}")
+            continue
+        values = learner.runtime.store.state
+        results["costs"][name] = {"weights": tree_bytes(values.theta), "memory": tree_bytes(values.trace)}
+        steppers[name] = lambda learner=learner: learner.step(x, torch.zeros(1, WIDTH)).loss
+    plain = eb.OnlineLearner(torch.nn.GRU(WIDTH, WIDTH, LAYERS), "bptt", guard=False)
+    steppers["forward"] = lambda: plain.step(x).output  # no loss, and this rule has no memory
+    steppers["forward"]()
+    seconds = dict.fromkeys(steppers, np.inf)
+    for _ in range(ROUNDS):
+        for name, call in steppers.items():
+            begun = time.perf_counter()
+            call()
+            seconds[name] = min(seconds[name], time.perf_counter() - begun)
+    for name, value in seconds.items():
+        results["costs"].setdefault(name, {})["seconds"] = value
+        print(f"{name}: {value * 1e6:,.0f} us", flush=True)
+
+
+def save(results: dict[str, Any]) -> None:
+    """Writes what was measured."""
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def main() -> None:
-    """Measure every module and write the page."""
-    parser = argparse.ArgumentParser(description="Cosine to torch BPTT over the zoo of torch modules.")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="only every N-th module, and write nothing")
+    """Measure what is missing and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="measure only every N-th module")
+    parser.add_argument("--only", default="", metavar="TEXT", help="measure only modules with this in their name")
+    parser.add_argument("--fresh", action="store_true", help="measure everything again")
+    parser.add_argument("--costs", action="store_true", help="measure memory and time again")
     options = parser.parse_args()
-    jax.config.update("jax_enable_x64", True)
-    sys.path.insert(0, str(ROOT / "tests"))
     warnings.simplefilter("ignore")
-    from etrace_bridge.rules import DRTRL, RTRL, PPProp
-    from torch_zoo import CASES
-    from zoo.online import OnlineCase
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    from benchmarks.fidelity_page import write_page
 
-    rules = {f"`d_rtrl` {credit}": DRTRL(credit) for credit in ("core", "step", "chunk")}
-    rules |= {f"`pp_prop` {credit}": PPProp(credit=credit) for credit in ("core", "step")}
-    rows, sums = [], dict.fromkeys(rules, 0.0)
-    for case in CASES[:: options.every]:
-        if case.float32_only or not case.available or not any(p.requires_grad for p in case.build().parameters()):
-            continue
-        online = OnlineCase(case)
-        cosines = {name: online.cosine(online.gradients(rule, 4)) for name, rule in rules.items()}
-        error = max(online.errors(online.gradients(RTRL(), 4)).values())
-        certificates = online.certificates().values()
-        exact = f"{sum(c.exact for c in certificates)} of {len(certificates)}"
-        rows.append([case.name, exact, *(f"{cosines[name]:.4f}" for name in rules), f"{error:.0e}"])
-        for name in rules:
-            sums[name] += cosines[name]
-        print("  ".join(rows[-1]), flush=True)
-    header = ["module", "exact", *rules, "`rtrl` error"]
-    mean = [f"**mean of {len(rows)}**", "", *(f"**{sums[name] / len(rows):.4f}**" for name in rules), ""]
-    lines = [header, ["---"] * len(header), mean, *rows]
-    if options.every == 1:
-        PAGE.write_text(HEAD + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n")
-        print(f"Wrote {PAGE.relative_to(ROOT)}.")
+    results = {"modules": {}, "costs": {}}
+    if RESULTS.exists() and not options.fresh:
+        results = json.loads(RESULTS.read_text())
+    if options.costs or not set(results["costs"]) >= {n for n in shown_rules() if n != "bptt"}:
+        measure_costs(results)
+        save(results)
+    jax.config.update("jax_enable_x64", True)
+    measure_zoo(results, options.every, options.only)
+    for path in write_page(results):
+        print(f"Wrote {path.relative_to(ROOT)}.")
 
 
 if __name__ == "__main__":

@@ -48,8 +48,27 @@ def make_ours(workload: Workload, read_loss: bool = False, jax_arrays: bool = Fa
     return Program(run, lambda: executables_memory(run, sequence_bytes(workload, outputs=True)))
 
 
+def make_online_module(workload: Workload) -> Program | None:
+    """Return one step of `OnlineModule` with torch's `backward` and SGD, as torch BPTT's column runs them; for steps only."""
+    import etrace_bridge as eb
+
+    if workload.mode != "step":
+        return None
+    model, (xs, targets) = torch_model(workload), data(workload)
+    rule = eb.rules.PPProp(DECAY, credit=workload.credit) if workload.rule == "pp_prop" else eb.rules.DRTRL(workload.credit)
+    online, optimizer = eb.OnlineModule(model, rule=rule), torch.optim.SGD(model.parameters(), RATE)
+
+    def run() -> None:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(online(xs[0]), targets[0]).backward()
+        optimizer.step()
+
+    return Program(run, lambda: executables_memory(run, sequence_bytes(workload, outputs=True)))
+
+
 # One step, in other ways than leaving the loss on the device and giving torch tensors.
 STEP_VARIANTS = {
     "ours, loss read": functools.partial(make_ours, read_loss=True),
     "ours, JAX arrays": functools.partial(make_ours, jax_arrays=True),
+    "OnlineModule": make_online_module,
 }

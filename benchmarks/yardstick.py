@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from etrace_bridge._jit import jit
+from etrace_bridge.lowering import jit
 
 Params = dict[str, Array]
 Gradients = dict[str, Array]

@@ -21,7 +21,7 @@ import numpy as np
 from jax import Array, lax
 
 from benchmarks.yardstick import Gradients, Params, _factors, _forward, _in_blocks, _joined, _through_recurrence
-from etrace_bridge._jit import jit
+from etrace_bridge.lowering import jit
 
 
 def _block(params: Params, carry: Any, x: Array, target: Array, *, steps: int, credit: str, alpha: float) -> tuple[Any, Array]:

@@ -1,122 +1,27 @@
-"""Online learning for recurrent and spiking models written in PyTorch."""
+"""Online learning for recurrent and spiking models written in PyTorch.
 
-import jax as _jax
+The public names are those of `_public`. They are imported when the first of them is used: JAX, torch and brainstate take seconds,
+which `python -m etrace_bridge --help` does not need.
+"""
 
-_x64 = _jax.config.jax_enable_x64
-import brainstate as _brainstate
+from __future__ import annotations
 
-if _x64 and not _jax.config.jax_enable_x64:  # importing brainstate turns x64 off, also where the user had turned it on
-    _brainstate.environ.set(precision=64)
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from etrace_bridge import rules
-from etrace_bridge._errors import (
-    BridgeError,
-    CompilationError,
-    InputError,
-    NonFiniteError,
-    NotSupportedError,
-    StateError,
-    TracingError,
-    UnsupportedOpError,
-)
-from etrace_bridge.check import GradientReport, RuleComparison, assert_gradients_close, check_gradients, recommend
-from etrace_bridge.compiler import (
-    CompilationRecord,
-    ContactForm,
-    Cut,
-    DiagnosticKind,
-    DiagnosticLevel,
-    Drop,
-    ETraceGraph,
-    HiddenGroup,
-    HiddenParamOpRelation,
-    HiddenPerturbation,
-    ModuleInfo,
-    ParameterCertificate,
-    WeightView,
-    add_hidden_perturbation_from_minfo,
-    add_hidden_perturbation_in_module,
-    compile_etrace_graph,
-    extract_module_info,
-    find_hidden_groups_from_minfo,
-    find_hidden_groups_from_module,
-    find_hidden_param_op_relations_from_minfo,
-    find_hidden_param_op_relations_from_module,
-    register_contact,
-    register_elementwise,
-)
-from etrace_bridge.frontend import (
-    Adapter,
-    BridgedModule,
-    BufferState,
-    register_adapter,
-    register_op,
-    run_torch,
-    supported_layers,
-    to_jax,
-    to_torch,
-    trace_function,
-    verify,
-    wrap,
-)
-from etrace_bridge.learning import EarlyStopping, GradientResult, History, OnlineLearner, SequenceResult, StepInfo
-from etrace_bridge.plot import plot_graph
+if TYPE_CHECKING:
+    from etrace_bridge._public import *  # noqa: F403
 
-__all__ = [
-    "plot_graph",
-    "GradientReport",
-    "RuleComparison",
-    "assert_gradients_close",
-    "check_gradients",
-    "recommend",
-    "EarlyStopping",
-    "GradientResult",
-    "History",
-    "NonFiniteError",
-    "OnlineLearner",
-    "SequenceResult",
-    "StepInfo",
-    "rules",
-    "Adapter",
-    "BridgedModule",
-    "BridgeError",
-    "BufferState",
-    "CompilationError",
-    "InputError",
-    "NotSupportedError",
-    "StateError",
-    "TracingError",
-    "UnsupportedOpError",
-    "register_adapter",
-    "register_op",
-    "run_torch",
-    "supported_layers",
-    "to_jax",
-    "to_torch",
-    "trace_function",
-    "verify",
-    "wrap",
-    "CompilationRecord",
-    "ContactForm",
-    "Cut",
-    "DiagnosticKind",
-    "DiagnosticLevel",
-    "Drop",
-    "ETraceGraph",
-    "HiddenGroup",
-    "HiddenParamOpRelation",
-    "HiddenPerturbation",
-    "ModuleInfo",
-    "ParameterCertificate",
-    "WeightView",
-    "add_hidden_perturbation_from_minfo",
-    "add_hidden_perturbation_in_module",
-    "compile_etrace_graph",
-    "extract_module_info",
-    "find_hidden_groups_from_minfo",
-    "find_hidden_groups_from_module",
-    "find_hidden_param_op_relations_from_minfo",
-    "find_hidden_param_op_relations_from_module",
-    "register_contact",
-    "register_elementwise",
-]
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("_") and name != "__all__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    public = importlib.import_module("etrace_bridge._public")
+    globals().update({each: vars(public)[each] for each in ("__all__", *vars(public).get("__all__", ())) if each in vars(public)})
+    if name not in globals():
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *importlib.import_module("etrace_bridge._public").__all__})

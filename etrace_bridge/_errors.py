@@ -23,6 +23,10 @@ class InputError(BridgeError, ValueError):
     """An argument has the wrong type, shape, length or value."""
 
 
+class CheckpointError(BridgeError):
+    """A checkpoint cannot be written, or what is stored is damaged or incomplete."""
+
+
 class UnsupportedOpError(BridgeError):
     """A torch operation has no JAX rule."""
 
@@ -32,4 +36,10 @@ class TracingError(BridgeError):
 
 
 class NonFiniteError(BridgeError):
-    """Training met NaN or infinity; the learner keeps its last finite state."""
+    """Training met NaN or infinity; the learner keeps its last finite state.
+
+    Attributes:
+        settled: The last finite state is already in place, with updates before the failure made; otherwise the call is undone.
+    """
+
+    settled: bool = False

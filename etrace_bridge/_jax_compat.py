@@ -20,12 +20,15 @@ __all__ = [
     "Var",
     "bind_equation",
     "copy_p",
+    "depends_on",
     "evaluate_jaxpr",
     "is_concrete",
     "keep_source",
     "make_jaxpr_closed",
     "module_scope",
     "remove_dead_equations",
+    "same_trace",
+    "scan_sizes",
     "sub_jaxpr",
     "user_line",
 ]
@@ -37,6 +40,12 @@ def bind_equation(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     with eqn.ctx.manager:
         out = eqn.primitive.bind(*operands, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def depends_on(jaxpr: Jaxpr, variable: Var) -> bool:
+    """Whether any output depends on an input."""
+    _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return used[jaxpr.invars.index(variable)]
 
 
 def evaluate_jaxpr(closed: ClosedJaxpr, *values: Any) -> list[Any]:
@@ -61,6 +70,11 @@ def keep_source(eqn: JaxprEqn) -> Iterator[None]:
 def is_concrete(value: Any) -> bool:
     """Whether a value is known now, rather than being traced."""
     return not isinstance(value, jax.core.Tracer)
+
+
+def same_trace(value: Any, other: Any) -> bool:
+    """Whether two traced values belong to one trace, so that they can be outputs of one program."""
+    return value._trace is other._trace
 
 
 def module_scope(eqn: JaxprEqn) -> str:
@@ -91,6 +105,14 @@ def remove_dead_equations(jaxpr: Jaxpr) -> Jaxpr:
     return live
 
 
+def scan_sizes(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carried."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()  # since JAX 0.11
+    return len(consts), len(carry)
+
+
 def sub_jaxpr(
     jaxpr: Jaxpr,
     eqns: Sequence[JaxprEqn],
@@ -98,11 +120,13 @@ def sub_jaxpr(
     outvars: Sequence[Any],
     constvars: Sequence[Var] = (),
 ) -> Jaxpr:
-    """A jaxpr made of some of another's equations."""
-    return jaxpr.replace(
+    """A jaxpr made of some of another's equations; `constvars` are read by it and have no value yet."""
+    opened = jaxpr.replace(
         constvars=list(constvars),
         invars=list(invars),
         outvars=list(outvars),
         eqns=list(eqns),
         debug_info=jaxpr.debug_info.with_unknown_names(),
     )
+    # Since JAX 0.11 a jaxpr holds the values of its constvars, and one without a value is a plain input: avals stand for values.
+    return ClosedJaxpr(opened, [v.aval for v in constvars]) if ClosedJaxpr is Jaxpr else opened

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path as FilePath
+from os import PathLike
 from typing import Any
 
-from etrace_bridge._errors import BridgeError
+from etrace_bridge._errors import BridgeError, InputError
 from etrace_bridge.compiler.diagnostics import show_path
 from etrace_bridge.compiler.graph import ETraceGraph
 from etrace_bridge.compiler.hidden_group import HiddenGroup
@@ -18,24 +18,24 @@ _LONGEST_REASON = 46
 _COLOURS = {"parameter": "#e8f0fb", "contact": "#f5f5f5", "group": "#e9f6ec"}
 
 
-def plot_graph(graph: ETraceGraph, path: str | FilePath) -> FilePath:
-    """Draws a compiled graph into a file.
+def plot_graph(graph: ETraceGraph, path: str | PathLike | None = None) -> Any:
+    """Draws a compiled graph.
 
     Parameters stand on the left, the contacts through which they meet data in the middle, hidden groups on the right, all
     in the order of the step. A red arrow is credit that traces do not follow. Names that are too long lose their middle.
 
     Args:
         graph: the graph.
-        path: where to write; the ending (`.svg`, `.png`, `.pdf`) says what.
+        path: where to save the picture; the ending (`.svg`, `.png`, `.pdf`) says as what. None to leave that to the caller.
 
     Returns:
-        The path of the picture.
+        The matplotlib figure.
     """
-    plt = _pyplot()
     parameters = list(graph.certificate().values())
     contacts = _merged_contacts(graph)
     rows = max(len(parameters), 2 * len(graph.hidden_groups), 3)
-    figure, axes = plt.subplots(figsize=(15.0, _ROW * rows + 1.0))
+    figure = _new_figure((15.0, _ROW * rows + 1.0))
+    axes = figure.subplots()
     axes.set_xlim(-0.2, 15.9)
     axes.set_ylim(-0.3, rows + 0.5)
     axes.axis("off")
@@ -63,10 +63,12 @@ def plot_graph(graph: ETraceGraph, path: str | FilePath) -> FilePath:
         shape = "×".join(map(str, group.varshape))
         _box(axes, "group", at[group.index], _group_name(group), shape)
     _draw_cuts(axes, graph, at)
-    target = FilePath(path)
-    figure.savefig(target, bbox_inches="tight", dpi=130)
-    plt.close(figure)
-    return target
+    if path is not None:
+        try:
+            figure.savefig(path, bbox_inches="tight", dpi=130)
+        except (OSError, ValueError) as error:
+            raise InputError(f"Cannot save the picture as `{path}`: {error}.") from error
+    return figure
 
 
 def _merged_contacts(graph: ETraceGraph) -> dict[tuple, int]:
@@ -150,12 +152,10 @@ def _arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], colo
     axes.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": colour, "lw": 0.9, "shrinkA": 0, "shrinkB": 0})
 
 
-def _pyplot() -> Any:
+def _new_figure(size: tuple[float, float]) -> Any:
+    """A figure that no window of pyplot holds: notebooks show it, and nothing has to close it."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise BridgeError("Drawing needs matplotlib. Install it with `pip install 'etrace-bridge[plot]'`.") from error
-    matplotlib.use("Agg", force=False)
-    import matplotlib.pyplot as plt
-
-    return plt
+    return Figure(figsize=size)

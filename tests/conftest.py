@@ -21,6 +21,8 @@ import numpy as np
 import pytest
 import torch
 
+from etrace_bridge.lowering.compile import OPTIONS
+
 # brainstate turns JAX's x64 off when it is imported and keeps a default dtype of its own, so the switch is thrown
 # through it. Not through the environment: a command line started by a test runs as it does for a user.
 brainstate.environ.set(precision=64)
@@ -29,7 +31,7 @@ brainstate.environ.set(precision=64)
 # seconds, so time limits would only report how busy the machine is.
 _anyspeed = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 _programs = int(os.environ.get("FUZZ_PROGRAMS", "2000"))
-hypothesis.settings.register_profile("quick", max_examples=60, derandomize=True, database=None, **_anyspeed)
+hypothesis.settings.register_profile("quick", max_examples=36, derandomize=True, database=None, **_anyspeed)
 hypothesis.settings.register_profile("fuzz", max_examples=_programs, print_blob=True, **_anyspeed)
 hypothesis.settings.load_profile("quick")
 
@@ -57,6 +59,27 @@ def _seed(_precision: None) -> None:
     np.random.seed(0)
     torch.manual_seed(0)
     brainstate.random.seed(0)
+
+
+@pytest.fixture(scope="module")
+def quick_compile() -> Iterator[None]:
+    """Compile without LLVM's optimisation, which is a third of a learner's first call.
+
+    For files whose subject is not the compiled code: the front-end, files, messages. Rules, steps, learners and their
+    precision run with the options that users get.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(OPTIONS, "xla_backend_optimization_level", 0)
+        yield
+
+
+@pytest.fixture
+def without_single_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the single steps of `check_gradients`, which have tests of their own: test_check_steps.py.
+
+    Wrapping and compiling for them is nearly half of its time.
+    """
+    monkeypatch.setattr("etrace_bridge.check.gradients._Job.with_single_steps", lambda self, reports: reports)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -99,11 +99,7 @@ class Program:
 
     def build(self) -> nn.Module:
         """A fresh module, the same weights every time, in float64."""
-        name = f"<program {hash(self.source)}>"
-        linecache.cache[name] = (len(self.source), None, self.source.splitlines(True), name)
-        scope: dict[str, Any] = {"torch": torch, "nn": nn, "F": nn.functional}
-        exec(compile(self.source, name, "exec"), scope)
-        model = scope["Model"]().double()
+        model = build_source(self.source).double()
         generator = torch.Generator().manual_seed(self.seed)
         with torch.no_grad():
             for p in model.parameters():
@@ -121,6 +117,15 @@ class Program:
     def __repr__(self) -> str:
         sizes = f"batch={self.batch}, width={self.width}"
         return f"Program(style={self.style!r}, inputs={self.inputs!r}, seed={self.seed}, {sizes}):\n{self.source}"
+
+
+def build_source(source: str) -> nn.Module:
+    """The module `Model` of some source, whose lines show in tracebacks and in errors that name a line."""
+    name = f"<program {hash(source)}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+    scope: dict[str, Any] = {"torch": torch, "nn": nn, "F": nn.functional}
+    exec(compile(source, name, "exec"), scope)
+    return scope["Model"]()
 
 
 class _Writer:
@@ -297,11 +302,14 @@ def _joined(w: _Writer, fresh: list[str]) -> str:
     return "(" + w.pick((" + ", " + ", " * ", " - ")).join(chosen) + ")"
 
 
+INPUTS, STYLES = ("dense", "tokens", "image"), ("attribute", "argument", "buffer")
+
+
 @st.composite
-def programs(draw: Any) -> Program:
-    """A random recurrent torch module."""
+def programs(draw: Any, inputs: str | None = None, style: str | None = None) -> Program:
+    """A random recurrent torch module; its kind of input and the style of its state are drawn unless they are given."""
     w = _Writer(draw)
-    inputs = w.pick(("dense", "dense", "dense", "tokens", "image"))
+    inputs = inputs or w.pick(("dense", "dense", "dense", "tokens", "image"))
     if inputs == "tokens":
         source = w.value(f"F.embedding(x, {w.parameter((4, w.width))})")
     elif inputs == "image" and w.chance(2):
@@ -317,7 +325,7 @@ def programs(draw: Any) -> Program:
         outputs.append(source)
     readout = f"F.linear({source}, {w.parameter((2, w.width))})" if w.chance(2) else source
     result = f"{readout}, {outputs[0]}" if w.chance(3) else readout
-    style = w.pick(("attribute", "argument", "buffer"))
+    style = style or w.pick(STYLES)
     return Program(_HEADER + _assemble(w, states, result, style), style, inputs, draw(st.integers(0, 63)), w.batch, w.width)
 
 
@@ -328,7 +336,8 @@ def _assemble(w: _Writer, states: list[tuple[str, str, str]], result: str, style
         zeros = ", ".join(f"torch.zeros({w.batch}, {shape}, dtype=self.{w.weights[0][0][5:]}.dtype)" for _, shape, _ in states)
         start = [f"if state is None:\n            state = ({zeros},)", f"({', '.join(names)},) = state"]
         packed = f"({result})" if "," in result else result
-        end = [f"return {packed}, ({', '.join(new for _, _, new in states)},)"]
+        # Assigned to its argument: an output that is built like the state could be taken for it, and `wrap` would ask.
+        end = [f"state = ({', '.join(new for _, _, new in states)},)", f"return {packed}, state"]
         signature = "def forward(self, x, state=None):"
     else:
         for name, shape, new in states:

@@ -12,12 +12,13 @@ import numpy as np
 import torch
 
 import etrace_bridge as eb
-from etrace_bridge._jit import jit
 from etrace_bridge.compiler.diagnostics import show_path
-from etrace_bridge.engine.plan import divide
-from etrace_bridge.engine.program import StepProgram
-from etrace_bridge.engine.sequence import run_sequence
+from etrace_bridge.lowering import jit
 from etrace_bridge.rules import DRTRL, RTRL, Carry, Chunk, Rule
+from etrace_bridge.schedule.chunk import run_chunk
+from etrace_bridge.schedule.chunk_plan import divide
+from etrace_bridge.schedule.sequence import run_sequence
+from etrace_bridge.step.program import StepProgram, make_program
 from fuzz_models import STEPS, Program
 from oracle_compiler import Unrolled
 
@@ -109,7 +110,7 @@ def measure(program: Program) -> Measured:
     graph = eb.compile_etrace_graph(net, inputs[0], include_hidden_perturb=False)
     after = model.state_dict()
     assert list(before) == list(after) and all(torch.equal(before[name], after[name]) for name in before)
-    step = StepProgram(graph)
+    step = make_program(graph)
     info = graph.module_info
     states = info.retrieved_model_states
     names = [show_path(info.invar_to_weight_path[v]) for v in step.weight_vars]
@@ -138,7 +139,7 @@ def measure(program: Program) -> Measured:
 def _run_rule(step: StepProgram, rule: Rule, K: int, theta, hidden, other, xs):
     def chunk(carry, data, fresh, final):
         args, targets, weights = data
-        found = rule.chunk(step, theta, Carry(*carry), Chunk(args, targets, weights, jax_loss), fresh, final)
+        found = run_chunk(rule, step, theta, Carry(*carry), Chunk(args, targets, weights, jax_loss), fresh, final)
         return found.grads, found.losses, found.outputs, (found.carry.hidden, found.carry.other, found.carry.trace)
 
     start = (hidden, other, rule.init(step))

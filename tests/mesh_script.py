@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import tempfile
 
 import jax
 import numpy as np
+import optax
 import torch
 from torch.nn.functional import mse_loss
 
 import etrace_bridge as eb
 from learner_models import make_data, make_net
 
-BATCH = 8
+BATCH, UNITS = 8, 16
 
 
 def train(**where) -> tuple[eb.OnlineLearner, dict[str, list]]:
@@ -31,7 +34,7 @@ def train(**where) -> tuple[eb.OnlineLearner, dict[str, list]]:
     found["losses"] += [learner.update(xs, ys, carry=True).loss, learner.update(xs, ys, every="chunk").loss]
     found["gradients"] = list(learner.gradients(xs, ys).grads.values())
     found["outputs"].append(learner.predict(xs))
-    values = learner._runtime.values
+    values = learner.runtime.store.state
     arrays = {"weights": values.theta, "hidden": values.hidden, "trace": jax.tree.leaves(values.trace)}
     found |= {name: [np.array(x) for x in each] for name, each in arrays.items()}  # the next step gives these arrays away
     return learner, found
@@ -39,6 +42,50 @@ def train(**where) -> tuple[eb.OnlineLearner, dict[str, list]]:
 
 def apart(one: list, other: list) -> float:
     return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in zip(one, other, strict=True))
+
+
+class Gated(torch.nn.Module):
+    """A GRU whose units can be divided, and a readout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.out = torch.nn.GRU(2, UNITS), torch.nn.Linear(UNITS, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.gru(x)[0])
+
+
+def divided(rule: str) -> dict:
+    """Steps with units divided over two devices and the batch over two, and on one device."""
+    xs, ys = make_data(batch=BATCH, dtype=torch.float32)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2), ("batch", "units"))
+    states, losses = [], []
+    for where in ({}, {"mesh": mesh, "partition": "units"}):
+        torch.manual_seed(0)
+        learner = eb.OnlineLearner(Gated(), rule=rule, loss=mse_loss, optimizer=optax.adam(0.01), **where)
+        losses.append([learner.step(xs[n % 6], ys[n % 6]).loss for n in range(10)])
+        states.append(learner.runtime.store.state)
+    pairs = zip(*(jax.tree.leaves((state.theta, state.hidden, state.trace)) for state in states), strict=True)
+    return {
+        "apart": max(apart(*losses), *(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)),
+        "shards": [x.addressable_shards[0].data.size / x.size for x in jax.tree.leaves(states[1].trace) if x.ndim > 2],
+        "weights": [x.addressable_shards[0].data.size / x.size for x in states[1].theta if x.size >= UNITS * UNITS],
+        "collectives": collectives(learner, xs[0], ys[0]),
+        "largest trace": max((x.addressable_shards[0].data.size for x in jax.tree.leaves(states[1].trace)), default=0),
+    }
+
+
+def collectives(learner: eb.OnlineLearner, x: torch.Tensor, y: torch.Tensor) -> list[tuple[str, int]]:
+    """The collectives of a learner's step, each with the elements that it gives a device."""
+    store = learner.runtime.store
+    call = next(p for key, p in store.compiled.programs.items() if key[0][0] == "step")
+    arrays = store.placement.put_batch(([np.asarray(x)], np.asarray(y)), 0, BATCH)
+    text = call.lower(store.arrays(), *arrays).compile().as_text()
+    found = []
+    for shapes, name in re.findall(r"= (.*?) (all-\w+|collective-permute|reduce-scatter)(?:-start)?\(", text):
+        sizes = [math.prod(int(n) for n in dims.split(",") if n) for dims in re.findall(r"\w+\[([\d,]*)\]", shapes)]
+        found.append((name, sum(sizes)))
+    return found
 
 
 def main() -> None:
@@ -59,17 +106,19 @@ def main() -> None:
         )
     except eb.InputError as error:
         message = str(error)
-    second = eb.OnlineLearner(make_net(torch.float32), loss=mse_loss, device=jax.devices()[1])
+    second = eb.OnlineLearner(make_net(torch.float32), loss=mse_loss, optimizer=optax.sgd(0.01), device=jax.devices()[1])
     second.step(xs[0], ys[0]), second.step(xs[1], ys[1])
-    values = learner._runtime.values
+    values = learner.runtime.store.state
     report = {
         "devices": len(jax.devices()),
         "moved": apart(start, together["weights"]),
         "differences": differences,
         "batch shards": [shard.data.shape for shard in values.hidden[0].addressable_shards],
         "weight shards": sum(shard.data.shape == values.theta[0].shape for shard in values.theta[0].addressable_shards),
-        "second device": sorted({d.id for leaf in second._runtime._leaves for d in leaf.devices()}),
+        "second device": sorted({d.id for leaf in second.runtime.store.arrays() for d in leaf.devices()}),
         "error": message,
+        "batch only": collectives(learner, xs[0], ys[0]),
+        "divided": {rule: divided(rule) for rule in ("d_rtrl", "rtrl")},
     }
     print(json.dumps(report))
 

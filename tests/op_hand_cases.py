@@ -55,6 +55,7 @@ OPERATORS = [
     call(T.__itruediv__, x(2), 3),
     call(T.__iand__, mask(4), mask(4)), call(T.__ior__, mask(4), mask(4)), call(T.__ixor__, mask(4), mask(4)),
     call(T.__ifloordiv__, x(3, grad=False), 0.3), call(T.__imod__, x(3), 0.3), call(T.__ipow__, x(3), 2),
+    call(T.fill_diagonal_, x(3, 3), 0.5), call(T.fill_diagonal_, x(7, 3), 2.0, wrap=True), call(T.fill_diagonal_, x(2, 4), -1.0),
 ]  # fmt: skip
 
 INDEXING = [

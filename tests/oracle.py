@@ -3,13 +3,18 @@
 Nothing here uses the engine or the rules. Two oracles:
 
 - `Dense`: any plain brainstate model. The step's own jaxpr is evaluated, `stop_gradient` at the operands that the graph
-  names as cuts, and differentiated into dense Jacobians, step by step; the rules are loops of matrix products.
+  names as cuts, and differentiated into dense Jacobians, step by step; the rules are loops of matrix products. It takes the
+  cuts and groups from the compiler: it shows that the engine computes the rule for these cuts, not that they are the right ones.
 - `Cell`: one recurrent layer written out by hand, without the compiler: what meets a weight, and the core.
+
+Where the cuts belong is shown without the compiler: by `Cell` here, by online_oracle.py, test_stacks_in_torch.py and
+test_low_rank.py in torch, and by exact rules, which have none and must be torch's BPTT.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -28,6 +33,20 @@ FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive
 def fast_jit(fun: Callable) -> Callable:
     """`jax.jit` for programs that run a few times."""
     return jax.jit(fun, compiler_options=FAST_COMPILE)
+
+
+STRICT = ("bptt", "d_rtrl", "eprop", "rflo", "rtrl", "snap1")
+
+
+@contextlib.contextmanager
+def strict(rule: Any) -> Iterator[None]:
+    """Let JAX promote neither dtypes nor ranks by itself: for the engine's code, where either would be an oversight.
+
+    A model's own code is traced outside of it: users may write `x @ w + b`. Rules that are not listed still lean on promotion.
+    """
+    dtypes = "strict" if rule.name in (*STRICT, "pp_prop") else "standard"
+    with jax.numpy_dtype_promotion(dtypes), jax.numpy_rank_promotion("raise" if rule.name in STRICT else "allow"):
+        yield
 
 
 def loss_of(output: Any, target: Any) -> Any:
@@ -347,6 +366,32 @@ class CellRules:
     def snap1(self) -> dict:
         """Textbook SnAp-1: `L_t · e_t` with the diagonal of the recurrent products kept everywhere."""
         return self._eligibility("h_d", "u_d", 0.0, None)
+
+    def immediate(self) -> dict:
+        """The gradients of single steps."""
+        return self._total("direct")
+
+    def rflo(self, feedback: Any) -> dict:
+        """`s_t · eps_t` with `s_t = dl_t/dy_t F` for all states, and the plain gradient of what is outside the recurrence.
+
+        Args:
+            feedback: F, (outputs, states).
+        """
+        return self._signalled([s["l_out"] @ feedback for s in self.steps])
+
+    def three_factor(self, losses: Sequence[float]) -> dict:
+        """`m_t · eps_t`, summed over states, with the batch's loss as the one signal."""
+        return self._signalled([np.full(s["h_h"].shape[:2], m) for s, m in zip(self.steps, losses, strict=True)])
+
+    def _signalled(self, signals: Sequence[Any]) -> dict:
+        """`s_t · eps_t` for signals (batch, states), and the plain gradient of what is outside the recurrence."""
+        total = self._total("outside")
+        eps = {n: np.zeros(shape) for n, shape in self.shapes.items()}
+        for s, signal in zip(self.steps, signals, strict=True):
+            for n in self.views:
+                eps[n] = np.einsum("bsr,br...->bs...", s["h_h"], eps[n]) + self._outer(s["h_y"][n], s, n)
+            total = self._add_views(total, {n: np.einsum("bs,bs...->b...", signal, e) for n, e in eps.items()})
+        return total
 
     def _eligibility(self, D: str, U: str, kappa: float, feedback: Any) -> dict:
         total = self._total("outside")

@@ -1,7 +1,8 @@
 """What the compiler's results must equal, computed the slow way: dense Jacobians of the whole step.
 
 Nothing here uses the compiler's core, groups or traces. The step's own jaxpr is evaluated, with `stop_gradient` at the
-operands that the graph names as cuts, and differentiated by reverse mode.
+operands that the graph names as cuts, and differentiated by reverse mode. That the cuts are the right ones is not shown here: see
+oracle.py for the oracles that know nothing of the compiler.
 """
 
 from __future__ import annotations

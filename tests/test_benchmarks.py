@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.stem not in ("__init__", "__main__"))
@@ -25,6 +26,15 @@ def test_every_module_can_be_imported(name):
 def test_compile_cost(capsys):
     assert importlib.import_module("benchmarks.compile_cost").main([1, 2]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+@pytest.mark.x32
+def test_the_online_step_grows_linearly_with_layers():
+    """The second four layers add as many lines as the first four; a guard that repeats its verdict everywhere adds more."""
+    step_size = importlib.import_module("benchmarks.step_size")
+    first, second, third = (step_size.measure(layers, torch.nn.RNN)[0] for layers in (2, 6, 10))
+    assert second > first + 100
+    assert third - second < 1.05 * (second - first)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ import sys
 import time
 from pathlib import Path
 
+import brainstate
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -21,7 +23,7 @@ import torch
 from torch.nn.functional import mse_loss
 
 import etrace_bridge as eb
-from etrace_bridge.learning import checkpoint
+from etrace_bridge.learning import checkpoint, checkpoint_files
 from learner_models import I, assert_same, make_data, make_net
 
 SCRIPT = Path(__file__).with_name("resume_script.py")
@@ -29,7 +31,7 @@ SCRIPT = Path(__file__).with_name("resume_script.py")
 
 def everything(learner: eb.OnlineLearner) -> dict[str, np.ndarray]:
     """Every array that a learner holds, by name."""
-    tensors = {name: checkpoint._as_tensor(x) for name, x in checkpoint._named(learner._runtime).items()}
+    tensors = {name: checkpoint.as_tensor(x) for name, x in checkpoint.named_arrays(learner.runtime.store).items()}
     tensors |= {f"torch {n}": t for n, t in learner.net.state_dict().items()}
     return {n: (t.view(torch.int16) if t.dtype == torch.bfloat16 else t).numpy() for n, t in tensors.items()}
 
@@ -74,7 +76,7 @@ def test_everything_comes_back(trained, saved):
     loaded = eb.OnlineLearner.load(saved, make_net(dropout=0.3), loss=mse_loss, optimizer=optax.adam(0.02))
     assert_equal(everything(loaded), expected)
     assert (loaded.steps, loaded.updates) == (trained.steps, trained.updates) == (6, 6)
-    assert loaded.rule == trained.rule and loaded._runtime.options.chunk == 2
+    assert loaded.rule == trained.rule and loaded.runtime.options.chunk == 2
     xs, ys = make_data(seed=1)
     for x, y in zip(xs[:3], ys[:3], strict=True):
         one, other = trained.step(x, y), loaded.step(x, y)
@@ -131,7 +133,7 @@ def test_torch_optimizers_come_back(kind, tmp_path):
     learner = eb.OnlineLearner(model, "bptt", mse_loss, OPTIMIZERS[kind](model), accumulate=2)
     for batch in batches[:3]:
         learner.update(*batch)
-    learner._runtime.optimizer.param_groups[0]["lr"] = 0.003  # as a scheduler does
+    learner.runtime.optimizer.param_groups[0]["lr"] = 0.003  # as a scheduler does
     learner.save(tmp_path / "model")
     optimizer = OPTIMIZERS[kind](other)
     loaded = eb.OnlineLearner.load(tmp_path / "model", other, loss=mse_loss, optimizer=optimizer, accumulate=2)
@@ -196,7 +198,7 @@ def test_another_rule_or_optimizer_is_told_what_differs(saved, tmp_path):
     with pytest.raises(eb.InputError, match="There is no checkpoint"):
         eb.OnlineLearner.load(tmp_path / "nothing", model)
     (tmp_path / "text.safetensors").write_text("hello, this is no checkpoint")
-    with pytest.raises(eb.InputError, match="no checkpoint that can be read"):
+    with pytest.raises(eb.CheckpointError, match="not a checkpoint that can be read"):
         eb.OnlineLearner.load(tmp_path / "text", model)
 
 
@@ -206,11 +208,11 @@ def test_another_rule_or_optimizer_is_told_what_differs(saved, tmp_path):
 def write(folder: Path, number: int) -> None:
     """A small checkpoint whose parts all say the same number."""
     value = {"x": torch.full((100,), float(number))}
-    checkpoint.write_checkpoint(folder / "run[1]", value, value, {"format": checkpoint.FORMAT, "number": number})
+    checkpoint_files.write_checkpoint(folder / "run[1]", value, value, {"number": number})
 
 
 def read(folder: Path) -> int:
-    weights, arrays, facts = checkpoint.read_checkpoint(folder / "run[1]")
+    weights, arrays, facts = checkpoint_files.read_checkpoint(folder / "run[1]")
     assert torch.equal(weights["x"], arrays["x"]) and float(weights["x"][0]) == facts["number"], "parts of two checkpoints"
     return facts["number"]
 
@@ -299,6 +301,71 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
     assert read(tmp_path) >= max(seen)
 
 
+TWO_SCRIPT = KILLED_SCRIPT.replace("number = 1", "number = int(sys.argv[3])").replace("number += 1", "number += 2")
+
+
+def test_two_processes_that_save_to_one_path_never_mix(tmp_path):
+    write(tmp_path, 0)
+    arguments = [sys.executable, "-c", TWO_SCRIPT, str(Path(__file__).parent), str(tmp_path)]
+    processes = [subprocess.Popen([*arguments, str(first)], stdout=subprocess.PIPE) for first in (1, 2)]
+    try:
+        for process in processes:
+            assert process.stdout.readline() == b"ready\n"
+        seen: list[int] = []
+        while len(seen) < 100 or len({n % 2 for n in seen[-50:]}) < 2:
+            seen.append(read(tmp_path))  # raises if the files belong to two saves, or one is missing
+            time.sleep(0.001)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+    assert len(set(seen)) > 20
+    read(tmp_path)
+    write(tmp_path, 10**6)
+    assert read(tmp_path) == 10**6 and len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_folder_without_locks_and_one_whose_lock_is_held(tmp_path, monkeypatch):
+    write(tmp_path, 1)
+    with checkpoint_files._only_writer(tmp_path) as alone:
+        assert alone
+        monkeypatch.setattr(checkpoint_files, "LOCK_SECONDS", 0.05)
+        with pytest.raises(eb.CheckpointError, match="another process has been saving"):
+            write(tmp_path, 2)
+    assert read(tmp_path) == 1
+    monkeypatch.setattr(checkpoint_files, "fcntl", None)  # as on Windows
+    bystander = tmp_path / "run[1].12345678.state.safetensors"  # may be another process's, about to be named
+    bystander.write_bytes(b"")
+    write(tmp_path, 3)
+    assert read(tmp_path) == 3 and bystander.exists() and len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_brainstate_module_that_has_seen_no_input_keeps_its_weights(tmp_path):
+    class Cell(brainstate.nn.Module):
+        def __init__(self, scale: float) -> None:
+            super().__init__()
+            self.w = brainstate.ParamState({"a": scale * jnp.ones((2, 3)), "b": scale * jnp.ones(3)})
+            self.h = brainstate.HiddenState(jnp.zeros((3, 3)))
+
+        def update(self, x):
+            self.h.value = jnp.tanh(x @ self.w.value["a"] + self.w.value["b"] + self.h.value)
+            return self.h.value
+
+    def loss(output, target):
+        return jnp.mean((output - target) ** 2)
+
+    options = {"loss": loss, "optimizer": optax.sgd(0.1)}
+    learner = eb.OnlineLearner(Cell(0.5), **options)
+    path = learner.save(tmp_path / "run")
+    loaded = eb.OnlineLearner.load(path, Cell(0.1), **options)
+    x, y = np.ones((3, 2)), np.zeros((3, 3))
+    assert loaded.step(x, y).loss == learner.step(x, y).loss > 0.1
+    loaded.save(path)
+    again = eb.OnlineLearner.load(path, Cell(0.1), **options)
+    assert again.step(x, y).loss == loaded.step(x, y).loss == learner.step(x, y).loss
+
+
 # -- a new process ----------------------------------------------------------------------------------------------
 
 
@@ -315,7 +382,7 @@ def test_resume_in_a_new_process_is_bit_exact(tmp_path):
     second = run_script("100", "200", str(tmp_path / "half"), str(tmp_path / "resumed"))
     assert len(whole) == 200 and first + second == whole
     assert len(set(whole)) > 190  # the losses do change
-    one, two = (checkpoint.read_checkpoint(tmp_path / name) for name in ("whole", "resumed"))
+    one, two = (checkpoint_files.read_checkpoint(tmp_path / name) for name in ("whole", "resumed"))
     for part in (0, 1):
         assert list(one[part]) == list(two[part])
         for name in one[part]:

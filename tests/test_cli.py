@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
+from etrace_bridge.cli import arguments
 from etrace_bridge.cli import commands as cli
+from etrace_bridge.cli.model import LOSSES
+from etrace_bridge.cli.train import OPTIMIZERS
+from etrace_bridge.rules import rule_names
 
 MODELS = """
 import torch
@@ -140,8 +145,8 @@ def test_check_that_shows_nothing_is_not_ok(capsys, file):
     arguments = ("--input", "2,3", "--steps", "6", "--rule", "rtrl")
     status, out, _ = run(capsys, "check", f"{file}:make_model", *arguments, "--chunk", "6")
     assert status == 1 and "The trace is never used" in out
-    status, out, _ = run(capsys, "check", f"{file}:make_model", *arguments, "--loss", f"{file}:silent_loss", "--json")
-    assert status == 1 and "does not depend on the model" in json.loads(out)["problems"][0]
+    status, _, err = run(capsys, "check", f"{file}:make_model", *arguments, "--loss", f"{file}:silent_loss", "--json")
+    assert status == 2 and "has no derivative by the model's output" in err
 
 
 def test_own_loss_and_picture(capsys, file, tmp_path):
@@ -204,8 +209,50 @@ def test_errors_as_json(capsys, file):
 
 def test_help_lists_the_commands(capsys):
     status, out, _ = run(capsys, "--help")
-    assert status == 0 and all(name in out for name in ("demo", "check", "explain", "recommend", "train", "bench"))
+    assert status == 0 and all(name in out for name in ("demo", "check", "explain", "recommend", "train", "evaluate", "predict", "bench", "completion"))
     assert run(capsys)[0] == 2 and run(capsys, "dance")[0] == 2 and run(capsys, "check")[0] == 2
+
+
+LIGHT = """
+import sys
+from etrace_bridge.cli import main
+for arguments in (["--help"], ["--version"], ["train", "--help"], ["check", "--help"]):
+    assert main(arguments) == 0
+print("heavy:", sorted({"jax", "torch", "brainstate", "optax", "numpy"} & set(sys.modules)))
+"""
+
+
+def test_help_and_version_import_nothing_heavy():
+    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("heavy: []\n")
+    assert re.search(r"^etrace-bridge (\d+\.\d+|\(not)", done.stdout, flags=re.M)
+
+
+def test_names_in_the_help_are_those_that_exist():
+    assert tuple(sorted(arguments.RULE_NAMES)) == tuple(sorted(rule_names()))
+    assert tuple(LOSSES) == arguments.LOSS_NAMES and tuple(OPTIMIZERS) == arguments.OPTIMIZER_NAMES
+
+
+X64 = """
+import etrace_bridge as eb, jax
+assert "brainstate" not in __import__("sys").modules
+jax.config.update("jax_enable_x64", True)
+import {module}
+assert jax.config.jax_enable_x64
+print(eb.OnlineLearner.__name__, "wrap" in dir(eb), len(eb.__all__) > 40)
+try:
+    eb.nothing
+except AttributeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("module", ["etrace_bridge.rules", "etrace_bridge.adapters.torch_rnn", "etrace_bridge.plot"])
+def test_public_names_come_when_they_are_used_and_64_bit_mode_stays(module):
+    done = subprocess.run([sys.executable, "-c", X64.format(module=module)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "OnlineLearner True True\nmodule 'etrace_bridge' has no attribute 'nothing'\n"
 
 
 def test_commands_can_be_added(capsys, monkeypatch):

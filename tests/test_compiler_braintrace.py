@@ -11,7 +11,6 @@ import pytest
 
 import etrace_bridge as eb
 import models
-from etrace_bridge.compiler.contacts import _RULES
 from models import B, H, I
 
 X = jnp.ones((B, I))
@@ -19,15 +18,6 @@ CELLS = [
     "ValinaRNNCell", "GRUCell", "CFNCell", "MGUCell", "LSTMCell", "URLSTMCell", "MinimalRNNCell", "MiniGRU", "MiniLSTM",
     "LRUCell",
 ]  # fmt: skip
-
-
-def marked_product(eqn, weight):
-    """braintrace's layers multiply by a primitive of their own, `y = x @ w + b`: two contacts in one equation."""
-    (b, i), (_, h) = (eqn.invars[n].aval.shape for n in (0, 1))
-    sizes = {"b": b, "i": i, "h": h}
-    if weight == 1:
-        return eb.ContactForm(1, 0, sizes, out="bh", view="ih", feature="bi", phi=lambda x: x)
-    return eb.ContactForm(2, None, sizes, out="bh", view="h")
 
 
 def theirs(model):
@@ -46,8 +36,8 @@ def ours(model):
 
 
 @pytest.mark.parametrize("name", CELLS)
-def test_its_own_cells(name, monkeypatch):
-    monkeypatch.setitem(_RULES, "etp_mm", marked_product)
+def test_its_own_cells(name):
+    """Its layers multiply by primitives of their own, which are read as the plain operations that they stand for."""
     model = getattr(braintrace.nn, name)(I, H)
     brainstate.nn.init_all_states(model, batch_size=B)
     their_groups, their_paths = theirs(model)

@@ -16,6 +16,7 @@ from torch.nn.functional import mse_loss
 
 import etrace_bridge as eb
 from etrace_bridge.learning.placement import Placement, find_device
+from etrace_bridge.lowering import CPUTuning, Tuning
 from learner_models import make_data, make_net
 
 
@@ -27,7 +28,7 @@ def test_devices_by_name_and_as_objects():
     for device in ("cpu", first, None):
         learner = eb.OnlineLearner(make_net(), rule="d_rtrl", loss=mse_loss, optimizer=optax.sgd(0.1), device=device)
         losses[str(device)] = [learner.step(x, y).loss for x, y in zip(xs, ys, strict=True)]
-        assert {d for leaf in learner._runtime._leaves for d in leaf.devices()} == {first}
+        assert {d for leaf in learner.runtime.store.arrays() for d in leaf.devices()} == {first}
     assert losses["cpu"] == losses[str(first)] == losses["None"]
 
 
@@ -35,6 +36,21 @@ def test_devices_by_name_and_as_objects():
 def test_a_device_that_is_not_there(device):
     with pytest.raises(eb.InputError, match=f"There is no device '{device}' here; JAX sees: cpu"):
         eb.OnlineLearner(make_net(), loss=mse_loss, device=device)
+
+
+def test_the_tuning_is_that_of_the_learners_device(monkeypatch):
+    """Not that of JAX's default one."""
+    xs, ys = make_data()
+    monkeypatch.setattr(Placement, "platform", "gpu")  # what a learner on a GPU would see; its arrays stay here
+    learner = eb.OnlineLearner(make_net(), rule="d_rtrl", loss=mse_loss, optimizer=optax.sgd(0.1))
+    learner.step(xs[0], ys[0])
+    assert type(learner.runtime.store.compiled.program.tuning) is Tuning
+    monkeypatch.undo()
+    on_cpu = eb.OnlineLearner(make_net(), rule="d_rtrl", loss=mse_loss, optimizer=optax.sgd(0.1), device="cpu")
+    on_cpu.step(xs[0], ys[0])
+    assert type(on_cpu.runtime.store.compiled.program.tuning) is CPUTuning
+    for a, b in zip(learner.runtime.store.state.theta, on_cpu.runtime.store.state.theta, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
 def test_what_is_no_device_or_mesh():
@@ -76,3 +92,35 @@ def test_the_batch_is_divided(on_four_devices):
 
 def test_any_device_of_several(on_four_devices):
     assert on_four_devices["second device"] == [1]
+
+
+# -- collectives, and divided units -------------------------------------------------------------------------------
+
+
+def test_a_divided_batch_gathers_no_trace(on_four_devices):
+    """Gradients are added up; what is gathered is at most as large as a hidden state, (8, 3), and a trace is (8, 3, 2) or (8, 3, 3)."""
+    found = on_four_devices["batch only"]
+    assert "all-reduce" in {name for name, _ in found}
+    assert max((size for name, size in found if name != "all-reduce"), default=0) <= 8 * 3, found
+
+
+@pytest.mark.parametrize("rule", ["d_rtrl", "rtrl"])
+def test_units_are_divided_beside_the_batch(on_four_devices, rule):
+    """As on one device; each device has a quarter of a trace and half of the weights."""
+    found = on_four_devices["divided"][rule]
+    assert found["apart"] <= 1e-6
+    assert found["weights"] == [0.5], found["weights"]
+    assert found["shards"] and set(found["shards"]) == {0.25}
+
+
+def test_no_collective_moves_a_trace(on_four_devices):
+    found = on_four_devices["divided"]["d_rtrl"]
+    assert found["collectives"] and max(size for _, size in found["collectives"]) < found["largest trace"], found["collectives"]
+
+
+def test_what_is_no_partition():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("batch",))
+    with pytest.raises(eb.InputError, match="`partition` is 'units'; it must name an axis of the mesh, and its axes are 'batch'"):
+        Placement(mesh=mesh, partition="units")
+    with pytest.raises(eb.InputError, match="and there is no `mesh`"):
+        Placement(partition="units")

@@ -6,6 +6,7 @@ import contextlib
 import io
 import re
 import shlex
+import textwrap
 import tomllib
 from pathlib import Path
 
@@ -184,3 +185,9 @@ def test_pictures_are_what_their_script_draws(tmp_path, monkeypatch) -> None:
     for path in sorted(tmp_path.iterdir()):
         assert path.read_text(encoding="utf-8") == (folder / path.name).read_text(encoding="utf-8")
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_the_rule_that_the_page_shows_is_the_real_one():
+    page, file = (ROOT / name for name in ("docs/extending/rule.md", "etrace_bridge/rules/rflo.py"))
+    shown = re.findall(r"```text\n(def system.*?)```", page.read_text(encoding="utf-8"), flags=re.S)
+    assert len(shown) == 1 and textwrap.indent(shown[0], "    ") in file.read_text(encoding="utf-8")

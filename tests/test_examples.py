@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-import os
+import runpy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
-OPTIONAL = {"snntorch": "snntorch", "sklearn": "scikit-learn", "norse": "norse", "spikingjelly": "spikingjelly", "ncps": "ncps"}
+OPTIONAL = {"snntorch": "snntorch", "sklearn": "scikit-learn", "norse": "norse", "spikingjelly": "spikingjelly", "ncps": "ncps", "lightning": "lightning", "braintrace": "braintrace", "brainpy": "brainpy"}
 
 
 def skip_without_libraries(path: Path) -> None:
@@ -33,18 +34,31 @@ def load(name: str) -> ModuleType:
 
 def test_the_examples_are_there():
     names = {p.stem for p in EXAMPLES}
-    assert names >= {"delayed_copy_gru", "digits_lstm", "digits_snntorch", "endless_stream", "torch_optim_loop", "checkpoint_resume"}
+    assert names >= {"delayed_copy_gru", "digits_lstm", "digits_snntorch", "endless_stream", "torch_optim_loop", "checkpoint_resume", "t_maze", "lightning_online"}
 
 
+# Examples that change nothing in the process that runs them; the others get one of their own, as a user's would.
+HERE = {"custom_cell", "delayed_copy_gru", "digits_lstm", "digits_snntorch", "wrap_and_check_gru"}
+
+
+@pytest.mark.x32  # as a user's process
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_the_example_runs(path, tmp_path):
+def test_the_example_runs(path, tmp_path, monkeypatch, capsys):
+    """As a script with `--small`; some in this process, since importing everything anew takes longer than they do."""
     skip_without_libraries(path)
-    environment = os.environ | {"MPLBACKEND": "Agg"}
-    done = subprocess.run(
-        [sys.executable, str(path), "--small"], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=600, check=False
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) >= 5, "it says nothing"
+    if path.stem not in HERE:
+        words = [sys.executable, str(path), "--small"]
+        done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=600, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        said = done.stdout
+    else:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", [str(path), "--small"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the libraries, as in a process of a user's
+            runpy.run_path(str(path), run_name="__main__")
+        said = capsys.readouterr().out
+    assert len(said.split()) >= 5, "it says nothing"
     assert '"""' in path.read_text()[:300] and "--small" in path.read_text()
 
 
@@ -60,3 +74,21 @@ def test_digits_are_learned_online():
     online, bptt = load("digits_lstm").run(epochs=36, hidden=32, learning_rate=0.01)  # long enough for both to have settled
     assert bptt > 0.9, "BPTT itself does not learn the task: nothing is compared"
     assert online >= 0.95 * bptt
+
+
+@pytest.mark.x32
+def test_the_t_maze_is_learned_online_and_not_by_truncated_bptt():
+    run = load("t_maze").run
+    online, truncated = (run(4, rule, seed=0, steps=2400, batch=16, hidden=16, every=400) for rule in ("d_rtrl", "bptt"))
+    assert online[-1] > 0.85
+    assert truncated[-1] < 0.65, "one step of credit is enough: the task needs no memory"
+
+
+@pytest.mark.x32
+@pytest.mark.parametrize("every_step", [False, True], ids=["automatic", "manual"])
+def test_lightning_trains_it_with_either_optimisation(every_step):
+    task = load("lightning_online").run(every_step, epochs=6, count=64)
+    assert task.losses[-1] < 0.6 * task.losses[0]
+    assert all(p.grad is not None for p in task.online.model.parameters())
+    copy = type(task)(every_step=every_step)
+    copy.load_state_dict(task.state_dict())

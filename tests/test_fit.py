@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import re
@@ -12,11 +13,14 @@ import numpy as np
 import optax
 import pytest
 import torch
+from rich.console import Console
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 import etrace_bridge as eb
-from etrace_bridge.learning.progress import describe, resident_memory
+from etrace_bridge.learning import fit as fit_module
+from etrace_bridge.learning import progress
+from etrace_bridge.learning.progress import TerminalLine, describe, resident_memory
 from learner_models import B, T, assert_same, make_data, make_net, torch_gradients
 
 BATCHES = [make_data(seed=n) for n in range(4)]
@@ -258,8 +262,8 @@ def test_ctrl_c_leaves_a_whole_learner_and_its_history(learner, moment, monkeypa
     def batches():
         yield from BATCHES[:2] if moment != "in an update" else BATCHES[:1]
         if moment == "in an update":
-            inner = learner._runtime._refresh_numbers
-            monkeypatch.setattr(learner._runtime, "_refresh_numbers", lambda: (press(), inner()))
+            inner = learner.runtime.store.refresh_numbers
+            monkeypatch.setattr(learner.runtime.store, "refresh_numbers", lambda: (press(), inner()))
             yield BATCHES[1]
             yield BATCHES[2]
         if moment == "in the loader":
@@ -281,16 +285,125 @@ def test_ctrl_c_leaves_a_whole_learner_and_its_history(learner, moment, monkeypa
     assert np.isfinite(learner.update(*BATCHES[2]).loss)
 
 
-def test_the_bar_shows_loss_speed_and_memory(learner, capfd):
+def test_a_log_has_one_plain_line_for_each_epoch(learner, capfd):
     learner.fit(BATCHES, epochs=2, validation=BATCHES[:1], progress=True)
-    shown = capfd.readouterr().err
-    for epoch, record in enumerate(learner.history.epochs, start=1):
-        assert f"epoch {epoch}/2" in shown
-        assert f"loss {record['loss']:.4g}" in shown
-    assert "4/4" in shown and "validation_loss" in shown
-    assert re.search(r"[\d,]+ steps/s", shown) and re.search(r"[\d,]+ MB", shown)
+    first, *lines = capfd.readouterr().err.splitlines()
+    assert first == "compiling …" and len(lines) == 2
+    for epoch, (record, line) in enumerate(zip(learner.history.epochs, lines, strict=True), start=1):
+        assert line.startswith(f"epoch {epoch}/2  loss {record['loss']:.4g}  validation_loss {record['validation_loss']:.4g}  ")
+        assert re.search(r"  [\d,]+ steps/s  [\d,]+ MB  [\d.]+ s$", line) and "\x1b" not in line
     learner.fit(BATCHES[:1])
     assert capfd.readouterr().err == ""  # nobody is watching
+
+
+def test_a_terminal_has_one_live_line_however_many_epochs(learner, monkeypatch):
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, width=200, color_system=None)
+    made = []
+    monkeypatch.setattr(fit_module, "open_progress", lambda show: made.append(TerminalLine(console)) or made[0])
+    learner.fit([*BATCHES[:1], (BATCHES[0][0][:, :2], BATCHES[0][1][:, :2])], epochs=30, metrics="accuracy")
+    (task,) = made[0]._bar.tasks  # a task for each epoch would make drawing slower and slower
+    assert task.completed == 2 and task.fields["epoch"] == "30/30"
+    text = shown.getvalue()
+    finished = [line for line in re.split(r"[\r\n]|\x1b\[\d*[A-Za-z]", text) if re.match(r"epoch \d+/30  loss", line)]
+    assert [line.split()[1] for line in finished] == [f"{n}/30" for n in range(1, 31)]
+    assert all(re.search(r"accuracy [\d.]+  [\d,]+ steps/s  [\d,]+ MB  [\d.]+ s$", line.rstrip()) for line in finished)
+
+
+def test_the_live_line_says_what_takes_time():
+    console = Console(file=io.StringIO(), force_terminal=True, width=200, color_system=None)
+    line, record = TerminalLine(console), {"loss": math.nan, "batches": 0}
+    line.start_epoch(1, 5, 10, record)
+    line.say("compiling …")
+    draw = lambda: "".join(segment.text for segment in console.render(line._bar.get_renderable()))  # noqa: E731
+    assert "epoch 1/5" in draw() and "compiling …" in draw() and "loss" not in draw()
+    record.update(loss=0.25, batches=3, steps_per_second=10.0)
+    line.say("")
+    line.advance(record)
+    assert "3/10" in draw() and "loss 0.25" in draw() and "compiling" not in draw()
+
+
+def test_a_notebook_has_a_line_that_is_drawn_anew(learner, monkeypatch, capsys):
+    drawn = []
+
+    class Handle:
+        def update(self, content, raw):
+            drawn.append(content["text/plain"])
+
+    monkeypatch.setattr(progress, "notebook_display", lambda: lambda content, raw, display_id: Handle())
+    learner.fit(BATCHES, epochs=3)
+    assert any(re.match(r"epoch \d/3  \d/4  loss", text) for text in drawn) and "epoch 1/3  compiling …" in drawn and drawn[-1] == ""
+    assert len(drawn) < 3 * len(BATCHES)  # not for every batch
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["1/3", "2/3", "3/3"]
+
+
+# -- metrics --------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_of_training_and_validation(learner):
+    """Training metrics are those of the outputs before each update, validation metrics those after the epoch; each by hand in torch."""
+
+    def outputs() -> torch.Tensor:
+        model = make_net()
+        model.load_state_dict(learner.net.state_dict())
+        with torch.no_grad():
+            return model(xs)
+
+    (xs, ys), mask = BATCHES[0], torch.tensor([0.0, 1.0, 0.0, 2.0, 0.5, 0.0], dtype=torch.float64)
+    kept = mask != 0
+    before = outputs()
+    mean_error = lambda output, target: (output - target).abs().mean()  # noqa: E731
+    history = learner.fit([(xs, ys, mask)], validation=[(xs, ys, mask), (xs, ys)], metrics={"mae": mean_error, "sign": "accuracy"})
+    after = outputs()
+    (record,) = history.epochs
+    assert record["mae"] == pytest.approx(float((before[kept] - ys[kept]).abs().mean()), rel=1e-9)
+    assert record["sign"] == pytest.approx(float(((before[kept] > 0) == (ys[kept] > 0.5)).double().mean()))
+    error = (after - ys).abs()
+    assert record["validation_mae"] == pytest.approx(
+        float((error[kept].sum() + error.sum()) / (error[kept].numel() + error.numel())), rel=1e-9
+    )
+    assert record["validation_mae"] != record["mae"] and 0 < record["sign"] < 1
+
+
+def test_accuracy_of_classes():
+    model = make_net(torch.float32)
+    learner = eb.OnlineLearner(model, rule="bptt", loss=torch.nn.functional.cross_entropy, optimizer=optax.sgd(0.1))
+    xs, ys = make_data(dtype=torch.float32)
+    labels = (ys[..., 0] > 0).long()
+    with torch.no_grad():
+        expected = (model(xs).argmax(2) == labels).double().mean()
+    history = learner.fit([(xs, labels)], metrics="accuracy")
+    assert history["accuracy"] == [pytest.approx(float(expected))] and 0 < expected < 1
+
+
+def test_what_metrics_refuse(learner):
+    for metrics, message in (
+        ("recall", "There is no metric 'recall'. Known: accuracy"),
+        ({"x": 3}, "The metric 'x' is a int"),
+        ({"x": lambda output, target: output}, "'x' gave a Tensor; it must give one number"),
+        ({"x": lambda output, target: None}, "'x' gave a NoneType"),
+    ):
+        with pytest.raises(eb.InputError, match=re.escape(message)):
+            learner.fit(BATCHES[:1], metrics=metrics)
+
+
+def test_fit_without_an_optimizer_is_refused():
+    learner = eb.OnlineLearner(make_net(), rule="bptt", loss=mse_loss)
+    with pytest.raises(eb.InputError, match="has no optimizer"):
+        learner.fit(BATCHES)
+
+
+@pytest.mark.parametrize("make", [lambda p: optax.sgd(0.1), lambda p: torch.optim.SGD(p, lr=0.1), lambda p: torch.optim.NAdam(p, lr=0.1)])
+def test_the_norm_of_the_gradients(make):
+    model, plain = make_net(), make_net()
+    learner = eb.OnlineLearner(model, rule="bptt", loss=mse_loss, optimizer=make(model.parameters()), track_norm=True, clip_norm=0.01)
+    assert learner.gradient_norm is None
+    seen = []
+    learner.fit(BATCHES[:1], callbacks=[lambda given, record: seen.append((given.gradient_norm, record["gradient_norm"]))])
+    grads = torch_gradients(plain, *BATCHES[0])
+    expected = float(torch.nn.utils.get_total_norm(grads.values()))
+    assert expected > 0.01 and seen == [(pytest.approx(expected, rel=1e-9),) * 2]
+    assert eb.OnlineLearner(make_net(), rule="bptt", loss=mse_loss, optimizer=optax.sgd(0.1)).fit(BATCHES[:1])["gradient_norm"] == []
 
 
 def test_memory_is_that_of_the_process():

@@ -14,6 +14,7 @@ from torch.autograd import Function
 
 import etrace_bridge as eb
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 TOLERANCE = 1e-10
 
 
@@ -221,7 +222,8 @@ class UsesParameter(nn.Module):
     def forward(self, x: Tensor, v: Tensor | None = None) -> tuple[Tensor, Tensor]:
         v = (0.0 if v is None else 0.9 * v) + self.fc(x)
         z = Spike.apply(v - self.threshold)
-        return z, v - z * self.threshold
+        v = v - z * self.threshold
+        return z, v
 
 
 def test_function_in_a_module() -> None:

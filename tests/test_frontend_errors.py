@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import etrace_bridge as eb
+from etrace_bridge.frontend.ops import registry
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
 B, H = 3, 4
 HERE = r"test_frontend_errors\.py:\d+, in [\w<>]+: `.*`"
 
@@ -287,6 +289,36 @@ def test_wrong_feature_size() -> None:
     fails(nn.GRU(H, H), eb.InputError, pattern, x=torch.randn(B, 9))
 
 
+def test_an_error_of_the_model_is_called_its_own() -> None:
+    class Raises(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError("of my own")
+
+    fails(Raises(), eb.InputError, "`Raises` itself fails", "RuntimeError: of my own", "the error is the model's own")
+
+
+def _error_in_a_rule(patch: pytest.MonkeyPatch) -> None:
+    broken = registry.OpRule("tanh", lambda *_: 1 / 0)
+    plain = registry.lookup
+    patch.setattr(registry, "lookup", lambda function: broken if function is torch.tanh else plain(function))
+
+
+def _error_after_the_trace(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("etrace_bridge.frontend.step.simplify", lambda *_: 1 / 0)
+
+
+def _error_while_looking_for_states(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("etrace_bridge.frontend.discover.find_plan", lambda *_, **__: 1 / 0)
+
+
+@pytest.mark.parametrize("damage", [_error_in_a_rule, _error_after_the_trace, _error_while_looking_for_states])
+def test_an_error_of_the_bridge_is_not_blamed_on_the_model(damage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    damage(monkeypatch)
+    model = nn.Sequential(nn.Flatten(), nn.Tanh())
+    message = fails(model, eb.TracingError, "The bridge failed on `Sequential` with ZeroDivisionError")
+    assert "itself fails" not in message and "model's own" not in message
+
+
 def test_not_a_module() -> None:
     with pytest.raises(eb.InputError, match=r"`wrap` takes a `torch\.nn\.Module`, not `function`.*trace_function"):
         eb.wrap(lambda x: x)  # type: ignore[arg-type]
@@ -295,7 +327,7 @@ def test_not_a_module() -> None:
 def test_input_that_is_no_array() -> None:
     net = eb.wrap(nn.GRU(H, H))
     net.init_state(B)
-    with pytest.raises(eb.InputError, match="Cannot read"):
+    with pytest.raises(eb.InputError, match="`dict` of object, not of numbers"):
         net({"a": 1})
 
 
@@ -370,43 +402,6 @@ class Counts(nn.Module):
 
 def test_step_that_depends_on_a_python_counter() -> None:
     fails(Counts(), eb.BridgeError, "`t`")
-
-
-class LocalLoop(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inp, self.rec = nn.GRU(H, H), nn.Linear(H, H)
-
-    def forward(self, xs: Tensor) -> Tensor:
-        h, out = torch.zeros(xs.shape[1], H), []
-        for x in self.inp(xs)[0]:
-            h = torch.tanh(x + self.rec(h))
-            out.append(h)
-        return torch.stack(out)
-
-
-def test_state_in_a_local_variable_of_a_loop_over_time() -> None:
-    fails(
-        LocalLoop(),
-        eb.StateError,
-        r"`LocalLoop\.forward` takes sequences",
-        r"states that were found \(`inp\.h_l0`\)",
-        "local variable",
-        r"forward\(x, state\) -> \(output, state\)",
-    )
-
-
-class StartsFromInput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.start, self.rnn = nn.Linear(H, H), nn.GRU(H, H)
-
-    def forward(self, xs: Tensor) -> Tensor:
-        return self.rnn(xs, self.start(xs[0])[None])[0]
-
-
-def test_initial_state_computed_from_the_input() -> None:
-    fails(StartsFromInput(), eb.StateError, r"The initial state `hx` of `rnn` is computed from the input")
 
 
 def test_traced_tensor_that_escapes() -> None:

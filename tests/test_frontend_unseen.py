@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import etrace_bridge as eb
 
+pytestmark = pytest.mark.usefixtures("without_single_steps", "quick_compile")
 B, H = 3, 4
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from etrace_bridge._jax_compat import make_jaxpr_closed
 from etrace_bridge.compiler.core import Core
 from etrace_bridge.compiler.jaxpr import read
-from etrace_bridge.engine.program import StepProgram
+from etrace_bridge.step.program import make_program
 from fuzz_models import Program
 from fuzz_oracle import find_faults, measure
 
@@ -43,7 +43,7 @@ def test_every_gate_of_a_product_is_traced_where_one_feeds_many_positions():
     for seed in range(2):  # different rules and chunks
         found = measured("a + d + b", seed)
         assert find_faults(found) == []
-    program, certificate = StepProgram(found.graph), found.graph.certificate()
+    program, certificate = make_program(found.graph), found.graph.certificate()
     assert {path: c.kind for path, c in certificate.items()} == {("u",): "traced", ("w",): "traced"}
     assert {path for leg in program.legs for path in leg.contact.view.paths} == {("u",), ("w",)}
     assert not certificate["u",].exact, "it reaches the state through `w` too"

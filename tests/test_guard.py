@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import numpy as np
 import optax
@@ -12,6 +14,7 @@ from torch.nn.functional import mse_loss
 
 import etrace_bridge as eb
 from etrace_bridge.learning.guard import alarm_text, full_verdict, new_alarm, quick_verdict, to_watch
+from etrace_bridge.lowering import CPUTuning, Tuning
 from learner_models import B, O, T, make_data, make_net
 
 XS, YS = make_data()
@@ -21,7 +24,7 @@ BAD[3, 1, 0] = torch.nan
 
 def copies(learner: eb.OnlineLearner) -> list[np.ndarray]:
     """Every array but the guard's own."""
-    return [np.array(x) for x in jax.tree.leaves(learner._runtime.values._replace(alarm=None))]
+    return [np.array(x) for x in jax.tree.leaves(learner.runtime.store.state.replace(alarm=None))]
 
 
 def assert_unchanged(learner: eb.OnlineLearner, before: list[np.ndarray]) -> None:
@@ -109,14 +112,14 @@ def test_sequences_stop_before_the_first_bad_update(learner, every, good, made):
     moved = [name for name in now if not torch.equal(now[name], start[name])]
     assert len(moved) == (6 if made else 0)
     assert all(np.isfinite(x).all() for x in copies(learner) if x.dtype.kind == "f")
-    hidden = learner._runtime.values.hidden[0]
+    hidden = learner.runtime.store.state.hidden[0]
     learner.net.load_state_dict(start)
     learner.reset()
     learner.step(XS[0])
     again = learner.update(XS[:good], YS[:good], every=every, carry=True).losses if good else ()
     assert len(again) == good
     if made == 1:  # the optimizer's memory is another one by now, so only a first update can be repeated
-        assert np.array_equal(learner._runtime.values.hidden[0], hidden)
+        assert np.array_equal(learner.runtime.store.state.hidden[0], hidden)
 
 
 def test_a_sequence_of_its_own_changes_nothing(learner):
@@ -165,7 +168,7 @@ def test_without_the_guard_nan_goes_on_and_nothing_piles_up():
     assert np.isnan(learner.step(XS[0], YS[0]).loss)
     for _ in range(200):
         learner.step(XS[0], YS[0])
-    assert len(learner._runtime._recent) <= 64
+    assert len(learner.runtime.watch.recent) <= 64
     assert learner.steps == 202
 
 
@@ -178,11 +181,11 @@ def alone() -> eb.OnlineLearner:
 def test_gradients_are_watched_by_their_factors(alone):
     one = slice(0, 1)
     alone.step(XS[0, one], YS[0, one])
-    runtime = alone._runtime
-    values, session = runtime.values, runtime.session
-    recipe = runtime.recipe(runtime.loss_for(YS[0, one]))
-    data = ([XS[:1, one].numpy()], YS[:1, one].numpy(), np.ones(1))
-    found = recipe.run(values.theta, (values.hidden, values.other, values.trace), data, False, False)
+    runtime = alone.runtime
+    values, session = runtime.store.state, runtime.store.compiled
+    spec = runtime.programs.spec(runtime.losses.find(session, YS[0, one]))
+    data = spec.one_step(values.theta, [XS[0, one].numpy()], YS[0, one].numpy())
+    found = spec.core.chunk(values.theta, values.carry, data, False, False)
     products = session.program.only_traced
     assert [n for n, p in zip(session.weight_names, products, strict=True) if not p] == ["out.weight", "out.bias"]
     watched = to_watch(found.grads, values.trace, found.factors, products)
@@ -218,15 +221,15 @@ def test_a_trace_that_is_not_finite(alone):
     one = slice(0, 1)
     alone.reset()
     alone.step(XS[0, one], YS[0, one])
-    runtime = alone._runtime
-    good = runtime.values
-    runtime.values = good._replace(trace=jax.tree.map(lambda t: t.at[-1, -1].set(np.inf), good.trace))
+    runtime = alone.runtime
+    good = runtime.store.state
+    runtime.store.state = good.replace(trace=jax.tree.map(lambda t: t.at[-1, -1].set(np.inf), good.trace))
     weights = [np.array(w) for w in good.theta]
     with pytest.raises(eb.NonFiniteError, match="the gradient of `rnn"):
         _ = alone.step(XS[1, one], YS[1, one])
         alone.gradients(XS[:, one], YS[:, one])
-    assert all(map(np.array_equal, runtime.values.theta, weights))
-    runtime.values = runtime.values._replace(trace=good.trace)
+    assert all(map(np.array_equal, runtime.store.state.theta, weights))
+    runtime.store.state = runtime.store.state.replace(trace=good.trace)
 
 
 class RootOfWeight(nn.Module):
@@ -256,11 +259,12 @@ def test_an_element_that_overflows_keeps_its_value():
     grads = learner.gradients(XS[:1, :1], 1e3 * YS[:1, :1]).grads
     assert all(torch.isfinite(g).all() for g in grads.values()) and torch.isinf(1e308 * grads["out.weight"]).any()
     learner.step(XS[0, :1], 1e3 * YS[0, :1])
-    learner._runtime.look()
+    learner.runtime.watch.look()
     assert all(np.isfinite(x).all() for x in copies(learner) if x.dtype.kind == "f")
 
 
-def test_verdicts():
+@pytest.mark.parametrize("tuning", [CPUTuning(), Tuning()], ids=["cpu", "plain"])
+def test_verdicts(tuning):
     fine, nan = np.ones((B, O)), np.full((B, O), np.nan)
     alarm = new_alarm(5, 3)
     good, after = full_verdict(alarm, [fine, fine, fine])
@@ -269,7 +273,7 @@ def test_verdicts():
     assert not bool(good) and list(after) == [5, 1, 0, 1, 0]
     still, later = full_verdict(after, [fine, fine, fine])
     assert not bool(still) and list(later) == list(after), "once stopped, it stays stopped"
-    quick = jax.jit(quick_verdict)  # compiled: XLA must not drop a product with zeros
+    quick = jax.jit(functools.partial(quick_verdict, tuning=tuning))  # compiled: XLA must not drop a product with zeros
     large, huge = np.ones((64, 33)), np.full((B, O), 1e200)  # huge in float64, infinite in float32
     good, after = quick(alarm, (np.float64(1), [fine, huge], [large, np.arange(3)]))
     assert bool(good) and list(after) == [6, 0, 0, 0, 0]

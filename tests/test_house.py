@@ -24,21 +24,34 @@ FOLDERS = {f"{PACKAGE}.adapters": "adapters"}
 
 # What each room of the house may import, itself aside. Everything that is not listed here (cli, plot, the
 # public names in `__init__`) stands on top and may import all of them.
-GROUND = {"_errors", "_types", "_jax_compat", "_jit"}
+GROUND = {"_errors", "_types", "_jax_compat", "_precision", "_tables"}
 MAY_IMPORT = {
     "_errors": set(),
     "_types": {"_errors"},
     "_jax_compat": {"_errors", "_types"},
-    "_jit": set(),
+    "_precision": set(),
+    "_tables": set(),
     "compiler": GROUND,
-    "engine": GROUND | {"compiler"},
-    "rules": GROUND | {"compiler", "engine"},
-    "frontend": GROUND | {"compiler", "adapters"},
+    "lowering": GROUND | {"compiler"},
+    "step": GROUND | {"compiler", "lowering"},
+    "rules": GROUND | {"compiler", "step"},
+    "schedule": GROUND | {"compiler", "lowering", "step", "rules"},
+    "frontend": GROUND | {"compiler", "lowering", "adapters"},
     "adapters": GROUND | {"compiler", "frontend"},
-    "learning": GROUND | {"compiler", "engine", "rules", "frontend"},
-    "check": GROUND | {"compiler", "engine", "rules", "frontend", "learning"},
+    "learning": GROUND | {"compiler", "lowering", "step", "rules", "schedule", "frontend"},
+    "check": GROUND | {"compiler", "lowering", "step", "rules", "schedule", "frontend", "learning"},
 }
-WITHOUT_TORCH = GROUND | {"compiler", "engine", "rules"}
+WITHOUT_TORCH = GROUND | {"compiler", "lowering", "step", "rules", "schedule"}
+# `lowering` has two doors: what its package gives, and nothing behind them.
+DOORS = {"lowering": f"{PACKAGE}.lowering"}
+# What only `lowering` may speak of, in code and comments. `optimization_barrier` is also a primitive that a user's model may have.
+BACKEND = re.compile(r"\bXLA|\bCPU|xla_|\bbarrier|lax\.optimization_barrier|default_backend|\bLLVM\b")
+# Where it is not the engine's backend: the devices that a user names, and torch's.
+BACKEND_ALLOWED = {Path(PACKAGE, "learning", "placement.py")}
+RULE_CLASSES = {
+    "BPTT", "RTRL", "DRTRL", "SnAp1", "EProp", "PPProp", "RFLO", "TraceRule", "ReverseRule",
+    "Immediate", "OTTT", "OTPE", "OSTL", "DECOLLE", "ThreeFactor", "SnApN", "SparseInfluence", "UORO", "KFRTRL",
+}  # fmt: skip
 JAX_INTERNALS = ("jax._src", "jax.core", "jax.extend", "jax.interpreters", "jaxlib")
 JAX_INTERNALS_FILE = Path(PACKAGE, "_jax_compat.py")
 
@@ -115,7 +128,10 @@ def wrong_way(file: Path, imports: list[Import]) -> list[str]:
     wrong = []
     for found in imports:
         top = found.name.split(".")[0]
-        if top == PACKAGE and room_of(found.name) not in MAY_IMPORT[room] | {room}:
+        into = room_of(found.name)
+        if top == PACKAGE and into != room and into in DOORS and found.name != DOORS[into]:
+            wrong.append(f"{found.where}: {room} imports {found.name}, not {DOORS[into]}")
+        if top == PACKAGE and into not in MAY_IMPORT[room] | {room}:
             wrong.append(f"{found.where}: {room} imports {found.name}")
         if top in {"torch", "torch2jax"} and room in WITHOUT_TORCH:
             wrong.append(f"{found.where}: {room} imports {found.name}")
@@ -166,10 +182,14 @@ def test_imports_point_down():
         ("etrace_bridge/compiler/graph.py", "from .. import wrap", True),
         ("etrace_bridge/compiler/graph.py", "def f():\n    import torch.nn", True),
         ("etrace_bridge/compiler/graph.py", "from . import views\nfrom .._errors import BridgeError", False),
-        ("etrace_bridge/rules/base.py", "from etrace_bridge.engine import chunk\nimport jax", False),
+        ("etrace_bridge/rules/base.py", "from etrace_bridge.step import steps\nimport jax", False),
+        ("etrace_bridge/rules/base.py", "from etrace_bridge.schedule.chunk import run_chunk", True),
+        ("etrace_bridge/rules/base.py", "from etrace_bridge.lowering import Tuning", True),
+        ("etrace_bridge/step/program.py", "from etrace_bridge.lowering import Tuning", False),
+        ("etrace_bridge/step/program.py", "from etrace_bridge.lowering.cpu import CPUTuning", True),
         ("etrace_bridge/rules/base.py", "from etrace_bridge.frontend.names import path", True),
         ("etrace_bridge/frontend/trace.py", "import torch\nfrom etrace_bridge.frontend import ops", False),
-        ("etrace_bridge/frontend/trace.py", "from etrace_bridge.engine.plan import chunk_size", True),
+        ("etrace_bridge/frontend/trace.py", "from etrace_bridge.schedule.chunk_plan import divide", True),
         ("adapters/norse.py", "import etrace_bridge.rules", True),
         ("adapters/norse.py", "from etrace_bridge.frontend.state import register", False),
         ("etrace_bridge/learning/learner.py", "import torch\nfrom etrace_bridge.rules import base", False),
@@ -190,9 +210,68 @@ def test_jax_internals_live_in_one_file():
 
 
 def test_the_package_compiles_in_one_place():
-    """`jax.jit` without the options of `_jit.jit` can compute wrong numbers in float64."""
-    files = [file for file in python_files(PACKAGE, "adapters") if file.name != "_jit.py"]
+    """`jax.jit` without the options of `lowering.jit` can compute wrong numbers in float64."""
+    files = [file for file in python_files(PACKAGE, "adapters") if file != Path(PACKAGE, "lowering", "compile.py")]
     assert_none([str(file) for file in files if re.search(r"\bjax\.jit\(|@jax\.jit|from jax import .*\bjit\b", (ROOT / file).read_text())])
+
+
+def backend_words(source: str, file: Path) -> list[str]:
+    """List the lines of a file that speak of a backend or its compiler."""
+    return [f"{file}:{n}: {line.strip()}" for n, line in enumerate(source.splitlines(), 1) if BACKEND.search(line)]
+
+
+def test_one_folder_knows_the_backend():
+    rooms = ("cli", "check", "learning", "schedule", "rules", "step", "compiler", "frontend")
+    files = [file for file in python_files(*(f"{PACKAGE}/{room}" for room in rooms)) if file not in BACKEND_ALLOWED]
+    assert_none([line for file in files for line in backend_words((ROOT / file).read_text(), file)])
+
+
+def test_backend_rule_sees():
+    for line in ("# faster on XLA", "x = lax.optimization_barrier(x)", "jax.default_backend()", "the barrier", "on a CPU", "xla_cpu_x"):
+        assert backend_words(line, Path("x.py")), line
+    for line in ('optimization_barrier polygamma pow', '_CPU = torch.device("cpu")', "a carrier"):
+        assert not backend_words(line, Path("x.py")), line
+
+
+def rule_questions(source: str, file: Path) -> list[str]:
+    """List the places of a file that ask for the class of a rule."""
+    asking = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Call) and dotted_or_plain(n.func) in ("isinstance", "type")]
+    asking += [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Compare)]
+    names = {n.id for call in asking for n in ast.walk(call) if isinstance(n, ast.Name)}
+    names |= {n.attr for call in asking for n in ast.walk(call) if isinstance(n, ast.Attribute)}
+    return [f"{file}: {name}" for name in sorted(names & RULE_CLASSES)]
+
+
+def dotted_or_plain(node: ast.expr) -> str:
+    return node.id if isinstance(node, ast.Name) else dotted_name(node)
+
+
+def test_nothing_outside_rules_asks_for_the_class_of_a_rule():
+    files = [file for file in python_files(PACKAGE) if room_of(module_name(file)) != "rules"]
+    asked = [line for file in files for line in rule_questions((ROOT / file).read_text(), file)]
+    # `recommend` leaves the reference out by its name.
+    assert_none([line for line in asked if not line.startswith(f"{PACKAGE}/check/recommend.py: BPTT")])
+
+
+def test_class_question_rule_sees():
+    for line in ("isinstance(rule, BPTT)", "isinstance(rule, (rules.RTRL, Other))", "type(rule) in (DRTRL, SnAp1)"):
+        assert rule_questions(line, Path("x.py")), line
+    assert not rule_questions("rule = BPTT()\nisinstance(rule, Rule)", Path("x.py"))
+
+
+@pytest.mark.parametrize("rule", ["rflo", "ottt", "immediate", "three_factor"])
+def test_a_trace_rule_is_one_short_file(rule):
+    """The examples of docs/extending/rule.md: an equation and little else."""
+    file = Path(PACKAGE, "rules", f"{rule}.py")
+    inside = {found.name for found in package_imports(file) if found.name.startswith(PACKAGE)}
+    assert len((ROOT / file).read_text().splitlines()) < 80 and len(inside) <= 5, inside
+
+
+def test_files_of_the_engine_have_names_of_their_own():
+    rooms = {room: [f.stem for f in python_files(f"{PACKAGE}/{room}")] for room in ("step", "rules", "schedule", "lowering")}
+    names = [name for stems in rooms.values() for name in stems if name != "__init__"]
+    others = {f.stem for f in python_files(PACKAGE, "adapters") if room_of(module_name(f)) not in rooms} - {"__init__"}
+    assert sorted(names) == sorted(set(names)) and not set(names) & others, set(names) & others
 
 
 @pytest.mark.parametrize(

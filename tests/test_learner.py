@@ -230,3 +230,61 @@ def test_brainstate_modules_learn_too():
     assert learner.update(xs, np.zeros((T, B, 3))).loss < first
     with pytest.raises(eb.InputError, match="no torch model"):
         learner.sync_to_torch()
+
+
+# -- brainstate modules and their batch axis -----------------------------------------------------------------------
+
+
+def _unrolled_loss(net, start, xs, targets) -> float:
+    net.h.value = start
+    return sum(float(((net(x) - t) ** 2).sum()) for x, t in zip(xs, targets, strict=True))
+
+
+@pytest.mark.parametrize("batch", [None, 3])
+def test_a_brainstate_module_starts_from_the_state_that_the_user_set(batch):
+    import brainstate
+    import jax.numpy as jnp
+
+    net = brainstate.nn.GRUCell(3, 4)  # as many features as batch elements, so that shapes alone tell nothing
+    brainstate.nn.init_all_states(net, **({} if batch is None else {"batch_size": batch}))
+    shape = () if batch is None else (batch,)
+    rng = np.random.default_rng(0)
+    start, xs, targets = (jnp.asarray(rng.normal(size=s)) for s in ((*shape, 4), (T, *shape, 3), (T, *shape, 4)))
+    net.h.value = start
+    learner = eb.OnlineLearner(net, "bptt", lambda y, t: jnp.sum((y - t) ** 2), reduction="sum")
+    found = learner.gradients(xs, targets)
+    assert learner.net.h.value.shape == start.shape
+    assert found.loss == pytest.approx(_unrolled_loss(net, start, xs, targets), rel=1e-12)
+    states = list(net.states(brainstate.ParamState).values())
+    grad = next(g for g in found.raw_grads.values() if g.ndim == 2)
+    weight = next(s for s in states for leaf in [s.value["weight"]] if leaf.shape == grad.shape)
+    old, slopes = dict(weight.value), []
+    for at in ((0, 0), (2, 1)):
+        sides = []
+        for sign in (1, -1):
+            weight.value = old | {"weight": old["weight"].at[at].add(sign * 1e-6)}
+            sides.append(_unrolled_loss(net, start, xs, targets))
+        weight.value = old
+        slopes.append((sides[0] - sides[1]) / 2e-6)
+        assert float(grad[at]) == pytest.approx(slopes[-1], rel=1e-6)
+    assert max(map(abs, slopes)) > 1e-3
+
+
+def test_states_of_brainstate_modules_are_made_only_where_they_do_not_fit():
+    import brainstate
+    import jax.numpy as jnp
+
+    loss = lambda y, t: jnp.mean((y - t) ** 2)  # noqa: E731
+    missing = brainstate.nn.GRUCell(I, 3)
+    assert eb.OnlineLearner(missing, "bptt", loss).gradients(make_data()[0], np.zeros((T, B, 3))).loss > 0
+    assert missing.h.value.shape == (B, 3)
+    other_batch = brainstate.nn.GRUCell(I, 3)
+    brainstate.nn.init_all_states(other_batch, batch_size=7)
+    assert eb.OnlineLearner(other_batch, "bptt", loss).gradients(make_data()[0], np.zeros((T, B, 3))).loss > 0
+    no_batch = brainstate.nn.GRUCell(I, 3)
+    brainstate.nn.init_all_states(no_batch)
+    no_batch.h.value = jnp.ones(3)
+    learner = eb.OnlineLearner(no_batch, "bptt", loss)
+    with pytest.raises(eb.InputError, match=r"hidden states have shapes \(3,\).*init_all_states\(net, batch_size=3\)"):
+        learner.gradients(make_data()[0], np.zeros((T, B, 3)))
+    assert np.array_equal(no_batch.h.value, np.ones(3))

@@ -130,6 +130,8 @@ def test_views_run_on_index_arrays() -> None:
         rule = rule_of(op)
         if not rule.view or rule.name == "meshgrid" or not isinstance(getattr(op, "op", None), Callable):
             continue  # `meshgrid` takes several tensors of one dtype: none of them alone can be replaced by its places
+        if rule.name == "view_as_complex":
+            continue  # torch has no complex integers; tests/test_complex.py writes through such views
         for c in calls_of(op, torch.float32, 2):
             if not isinstance(c.args[0], torch.Tensor) or any(isinstance(a, torch.Tensor) and a.ndim for a in c.args[2:]):
                 continue
@@ -174,7 +176,11 @@ def test_running_statistics_are_torchs(function: Callable, running: tuple[int, i
 # ---- the jaxpr that a rule leaves
 
 # A derivative of its own (custom_jvp), JAX's random generator, or a routine of JAX with loops of its own.
-_NESTED = {"F.binary_cross_entropy", "matrix_exp", "linalg_householder_product", "linalg_solve", "linalg_solve_ex"}
+_NESTED = {
+    "F.binary_cross_entropy", "matrix_exp", "linalg_householder_product", "linalg_solve", "linalg_solve_ex", "cholesky",
+    "linalg_cholesky", "linalg_cholesky_ex", "linalg_inv", "linalg_inv_ex", "inverse", "linalg_solve_triangular",
+    "quantile", "nanquantile", "ndtri", "log_ndtr",
+}  # fmt: skip
 
 
 def test_rules_leave_bare_primitives() -> None:

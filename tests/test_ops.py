@@ -23,17 +23,20 @@ from op_cases import (
     map_tensors,
     quietly,
     rule_of,
+    with_other_numbers,
 )
 from op_hand_cases import HAND_CASES, KINKS
+from share import FULL
 
 # Equal entries may come in any order, so indices are not compared where entries can be equal.
 ANY_ORDER = frozenset("topk kthvalue median sort".split())
-DTYPES = {torch.float64: 4, torch.float32: 2, torch.int64: 1, torch.bool: 1}  # and how many samples of each, at least
+# And how many samples of each, at least.
+DTYPES = {torch.float64: 4 if FULL else 3, torch.float32: 2 if FULL else 1, torch.int64: 1, torch.bool: 1}
 _heavy = ("pool", "conv", "norm")  # half of that for these
 
 
 def _samples(op: Any) -> list[tuple[OpRule, Call]]:
-    """Choose the calls for one entry of `op_db`: several dtypes, and the in-place form."""
+    """Choose the calls for one entry of `op_db`: several dtypes, other numbers, and the in-place form."""
     rule = rule_of(op)
     keep = lambda c: not LEFT_OUT.get(rule.name, lambda _: False)(c)  # noqa: E731
     chosen = []
@@ -43,6 +46,9 @@ def _samples(op: Any) -> list[tuple[OpRule, Call]]:
         limit = max(limit // 2, 1) if any(word in op.name for word in _heavy) else limit
         calls = list(filter(keep, calls_of(op, dtype, limit, with_grad=op.supports_autograd and dtype.is_floating_point)))
         chosen += [(rule, c) for c in calls]
+        if dtype == torch.float64:  # a number rounded to float32 shows at the tolerance of float64
+            others = [other for other in map(with_other_numbers, calls) if other is not None and keep(other)]
+            chosen += [(rule, c) for c in others[:2]]
         if op.inplace_variant is not None and lookup(op.inplace_variant) is not None:
             chosen += [(lookup(op.inplace_variant), c) for c in _inplace_calls(op, calls[:1])]
     return chosen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -15,10 +16,11 @@ import torch
 
 import models
 from etrace_bridge.compiler.graph import compile_etrace_graph
-from etrace_bridge.engine.program import StepProgram
-from etrace_bridge.rules import DRTRL, Carry, Chunk, EProp, PPProp, Rule, SnAp1
+from etrace_bridge.rules import DRTRL, RFLO, Carry, Chunk, EProp, Immediate, PPProp, Rule, SnAp1, SnApN, ThreeFactor
+from etrace_bridge.schedule.chunk import run_chunk
+from etrace_bridge.step.program import StepProgram, make_program
 from models import B, H, I
-from oracle import Cell, CellRules, assert_close, assert_live, fast_jit
+from oracle import Cell, CellRules, assert_close, assert_live, fast_jit, strict
 
 T, OUT = 6, 2
 
@@ -203,7 +205,7 @@ def built(name: str) -> Built:
         {n: models.HiddenState(s) for n, s in states.items()},
         model.step,
     )
-    program = StepProgram(compile_etrace_graph(module, xs[0]))
+    program = make_program(compile_etrace_graph(module, xs[0]))
     targets = jnp.linspace(-1.0, 1.0, T)
     # One batch element's loss; the batch's loss is their sum.
     flat = [states[n].reshape(B, -1) for n in model.states]
@@ -229,7 +231,8 @@ def gradient(name: str, rule: Rule, K: int) -> dict[str, np.ndarray]:
     @fast_jit
     def chunk(hidden, trace, x, target):
         data = Chunk([x], target, jnp.ones(len(target)), batch_loss)
-        found = rule.chunk(b.program, weights, Carry(hidden, [], trace), data, False, False)
+        with strict(rule):
+            found = run_chunk(rule, b.program, weights, Carry(hidden, [], trace), data, False, False)
         return found.grads, found.carry.hidden, found.carry.trace
 
     trace, total = rule.init(b.program), [0.0] * len(weights)
@@ -271,6 +274,34 @@ def test_eprop_with_random_feedback(name, kappa, K):
     rule = EProp(kappa=kappa, feedback="random", seed=3)
     (matrix,) = rule.feedback_matrices(built(name).program).values()
     check(name, rule, K, built(name).rules.eprop(kappa, np.asarray(matrix)))
+
+
+@pytest.mark.parametrize(("name", "K"), [("rnn", 1), ("gru", 3), ("lstm", 2), ("alif", 3)])
+def test_rflo(name, K):
+    rule, program = RFLO(seed=4), built(name).program
+    (group,) = program.groups
+    assert [leaf.path[-1] for leaf in group.leaves] == list(MODELS[name].states), "states in the oracle's order"
+    matrices = rule.matrices(program.groups, {0: program.out_vars[0].aval.shape})
+    expected = built(name).rules.rflo(np.concatenate([np.asarray(F) for F in matrices.values()], 1))
+    check(name, rule, K, expected)
+    other = built(name).rules.eprop(0.0)
+    outside = [n for n in expected if np.allclose(expected[n], other[n], rtol=1e-9)]
+    assert outside == ["w_out"], "all but the readout have another signal"
+
+
+@pytest.mark.parametrize(("name", "K"), [("lstm", 2), ("alif", 3)])
+def test_three_factor(name, K):
+    """The signal is the loss itself, one number for batch and units."""
+    b, states, losses = built(name), built(name).states, []
+    for x, target in zip(b.xs, b.targets, strict=True):
+        states, output = MODELS[name].step(b.weights, states, x)
+        losses.append(float(batch_loss(output, target)))
+    check(name, ThreeFactor(), K, b.rules.three_factor(losses))
+
+
+@pytest.mark.parametrize(("name", "K"), [("gru", 3), ("conv", 2)])
+def test_immediate(name, K):
+    check(name, Immediate(), K, built(name).rules.immediate())
 
 
 @pytest.mark.parametrize("name", ["gru", "alif"])
@@ -372,12 +403,12 @@ def test_braintrace_gives_the_same_where_it_gives_anything(cell, step, left_out)
     layers = {path[0]: jax.tree.map(jnp.array, w.value) for path, w in theirs.states(models.ParamState).items()}
     params = {n: models.ParamState(w) for n, w in layers.items()}
     model = models.Plain(params, {"h": models.HiddenState(jnp.zeros(H))}, step)
-    program = StepProgram(compile_etrace_graph(model, xs[0]))
+    program = make_program(compile_etrace_graph(model, xs[0]))
     paths = list(program.graph.module_info.weight_path_to_invars)
     theta = [leaf for path in paths for leaf in jax.tree.leaves(layers[path[0]])]
     rule = DRTRL(credit="core", upstream="step")
     data = Chunk([xs], targets, jnp.full(T, 1 / T), row_loss)  # theirs is the mean over time
-    found = fast_jit(lambda: rule.chunk(program, theta, Carry([jnp.zeros(H)], [], None), data, True, True).grads)()
+    found = fast_jit(lambda: run_chunk(rule, program, theta, Carry([jnp.zeros(H)], [], None), data, True, True).grads)()
     leaves = iter(found)
     for path in paths:
         ours = {name: next(leaves) for name in sorted(layers[path[0]])}
@@ -388,3 +419,47 @@ def test_braintrace_gives_the_same_where_it_gives_anything(cell, step, left_out)
                 assert not np.asarray(other).any()
             else:
                 assert_close(g, other)
+
+
+def _braintrace_rnn(algorithm: Callable, step_fn: Callable, rule: Rule, loss: Callable) -> tuple[dict, dict]:
+    """Gradients of braintrace's RNN cell under its algorithm, and of ours step by step; the mean over time."""
+    import braintrace
+
+    xs, targets = jnp.asarray(np.random.default_rng(4).standard_normal((T, I))), jnp.linspace(-1.0, 1.0, T)
+    theirs = braintrace.nn.ValinaRNNCell(I, H, activation="tanh")
+    learner = braintrace.compile(theirs, algorithm, xs[0])
+    expected = learner.etrace_grad(xs, targets, step_fn=functools.partial(step_fn, learner))["W", "weight"]
+    layer = jax.tree.map(jnp.array, theirs.states(models.ParamState)["W", "weight"].value)
+    model = models.Plain({"W": models.ParamState(layer)}, {"h": models.HiddenState(jnp.zeros(H))}, _plain_rnn)
+    program = make_program(compile_etrace_graph(model, xs[0]))
+
+    def body(state: Any, part: Any) -> tuple[Any, Any]:
+        data = Chunk([part[0][None]], part[1][None], jnp.full(1, 1 / T), loss)
+        made = run_chunk(rule, program, jax.tree.leaves(layer), Carry(*state), data, False, False)
+        return (made.carry.hidden, made.carry.other, made.carry.trace), made.grads
+
+    found = fast_jit(lambda: jax.lax.scan(body, ([jnp.zeros(H)], [], rule.init(program)), (xs, targets))[1])()
+    return expected, dict(zip(sorted(layer), (g.sum(0) for g in found), strict=True))
+
+
+def test_braintrace_has_the_same_three_factors():
+    """A reward for every step; theirs takes it as an argument, ours as the value of the loss."""
+    import braintrace
+
+    expected, found = _braintrace_rnn(
+        braintrace.ThreeFactor, lambda learner, x, m: jnp.sum(learner.update(x, modulator=m)), ThreeFactor(), lambda output, m: m
+    )
+    assert_live(list(found.values()))
+    assert_close(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:The SnAp-n position analysis could not derive a pattern")  # it widens to all units, as ours does
+def test_braintrace_has_the_same_snap_2():
+    """Of dense recurrent weights it is RTRL; theirs masks within a group, which is all there is here."""
+    import braintrace
+
+    expected, found = _braintrace_rnn(  # its n is 2 by default
+        braintrace.SnAp, lambda learner, x, target: row_loss(learner(x), target), SnApN(2), row_loss
+    )
+    assert_live(list(found.values()))
+    assert_close(found, expected)

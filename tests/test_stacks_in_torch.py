@@ -189,7 +189,7 @@ def test_random_feedback_reaches_a_layer_that_answers_later():
     start = lambda n: (torch.zeros(n, H1), torch.zeros(n, H2), torch.zeros(n, H2))  # noqa: E731
     learner = eb.OnlineLearner(eb.wrap(model, state=start), rule, loss, chunk=3, reduction="sum")
     result = learner.gradients(xs, targets)
-    matrices = rule.feedback_matrices(learner._runtime.session.program).values()
+    matrices = rule.feedback_matrices(learner.runtime.store.compiled.program).values()
     feedback = next(torch.tensor(np.asarray(m)) for m in matrices if m.shape == (OUT, H1))
     asked = torch.cos(result.outputs + targets)  # the derivative of `loss`
     for s in range(T):

@@ -13,15 +13,20 @@ from torch import nn
 import etrace_bridge as eb
 import models
 from etrace_bridge._jax_compat import evaluate_jaxpr
-from etrace_bridge.engine import convolution, loop
-from etrace_bridge.engine.forward import run_forward
-from etrace_bridge.engine.linearise import loss_gradient
-from etrace_bridge.engine.program import StepProgram
+from etrace_bridge.compiler.jaxpr import inner_jaxprs
+from etrace_bridge.lowering import CPUTuning
+from etrace_bridge.lowering import patches as convolution
+from etrace_bridge.lowering import products as lowered_products
 from etrace_bridge.rules import DRTRL, Carry, Chunk, EProp, PPProp
+from etrace_bridge.schedule.chunk import run_chunk
+from etrace_bridge.step.forward import run_forward
+from etrace_bridge.step.linearise import loss_gradient
+from etrace_bridge.step.program import StepProgram, make_program
+from etrace_bridge.step.steps import Steps
 
 
 def program_of(name: str) -> StepProgram:
-    return StepProgram(models.graph_of(name))
+    return make_program(models.graph_of(name))
 
 
 @pytest.mark.parametrize(
@@ -108,9 +113,9 @@ def test_convolutions_as_products(name):
     x, w = jnp.asarray(rng.standard_normal(x_shape)), jnp.asarray(rng.standard_normal(w_shape))
     conv = lambda x, w: lax.conv_general_dilated(x, w, **options)  # noqa: E731
     (eqn,) = jax.make_jaxpr(conv)(x, w).eqns
-    assert convolution.is_product(eqn)
+    assert CPUTuning().is_patch_product(eqn)
     y, pull = jax.vjp(conv, x, w)
-    found, found_pull = jax.vjp(lambda x, w: convolution.as_product(eqn, [x, w])[0], x, w)
+    found, found_pull = jax.vjp(lambda x, w: convolution.as_patch_product(eqn, [x, w])[0], x, w)
     cotangent = jnp.asarray(rng.standard_normal(y.shape))
     for a, b in zip((found, *found_pull(cotangent)), (y, *pull(cotangent)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-11)
@@ -119,9 +124,9 @@ def test_convolutions_as_products(name):
 def test_large_convolutions_stay_what_they_are(monkeypatch):
     x, w = jnp.ones((1, 1, 8, 8)), jnp.ones((1, 1, 3, 3))
     (eqn,) = jax.make_jaxpr(lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME"))(x, w).eqns
-    assert convolution.is_product(eqn)
+    assert CPUTuning().is_patch_product(eqn)
     monkeypatch.setattr(convolution, "PATCH_BYTES", 100)
-    assert not convolution.is_product(eqn) and convolution.as_product(eqn, [x, w]) is None
+    assert not CPUTuning().is_patch_product(eqn) and convolution.as_patch_product(eqn, [x, w]) is None
 
 
 @pytest.mark.parametrize(
@@ -151,7 +156,9 @@ def test_weights_that_only_traces_read(name, others):
     def loss(output, target):
         return sum(jnp.sum((o - 0.3) ** 2) for o in jax.tree.leaves(output))
 
-    direct = loss_gradient(program, theta, forward, xs, loss, jnp.zeros(steps), jnp.ones(steps), "step").direct
+    env = program.weight_env(theta)
+    run = Steps(program, theta, env, forward, xs, jnp.zeros(steps), jnp.ones(steps), loss)
+    direct = loss_gradient(run, "step").direct
     paths = program.graph.module_info.invar_to_weight_path
     for v, g, alone in zip(program.weight_vars, direct, program.only_traced, strict=True):
         assert bool(np.abs(g).max() > 0) is not alone, paths[v]
@@ -167,11 +174,11 @@ def test_a_weight_that_is_computed_with_counts_as_read():
 @pytest.mark.parametrize(("steps", "largest"), [(1, 2**18), (5, 2**18), (5, 10)])
 def test_loops_multiply_with_the_transpose_or_from_the_left(monkeypatch, steps, largest):
     """torch's (out, in) weights are transposed once before the loop; a large one, or that of a single step, is the left factor."""
-    monkeypatch.setattr(loop, "LARGEST_TURNED", largest)
+    monkeypatch.setattr(lowered_products, "LARGEST_TRANSPOSED", largest)
     net = eb.wrap(nn.GRU(3, 4).double())
     x = jnp.ones((2, 3))
     net.init_state(batch_size=2)
-    program = StepProgram(eb.compile_etrace_graph(net, x))
+    program = make_program(eb.compile_etrace_graph(net, x))
     rng = np.random.default_rng(0)
     theta, hidden = (
         [jnp.asarray(rng.standard_normal(v.aval.shape)) for v in vs] for vs in (program.weight_vars, [program.leaves[0].invar])
@@ -179,7 +186,7 @@ def test_loops_multiply_with_the_transpose_or_from_the_left(monkeypatch, steps, 
     xs = jnp.asarray(rng.standard_normal((steps, 2, 3)))
 
     def forward(theta, hidden, xs):
-        env = program.weight_env(theta) | program.turned(theta)
+        env = program.weight_env(theta) | program.loop_env(theta)
         return run_forward(program, env, hidden, [], [xs]).new_hidden
 
     jaxpr = jax.make_jaxpr(forward)(theta, hidden, xs)
@@ -198,20 +205,77 @@ def test_loops_multiply_with_the_transpose_or_from_the_left(monkeypatch, steps, 
 
 
 @pytest.mark.parametrize("rule", [DRTRL(), PPProp(), EProp(kappa=0.5)], ids=str)
-def test_one_step_turns_products_not_sums(rule):
-    """A gradient made the other way round is turned before another is added to it: XLA takes a transpose into a product, not a sum."""
+def test_one_step_transposes_products_not_sums(rule):
+    """A transposed gradient is brought into order before another is added to it: a transpose goes into a product, not a sum."""
     net = eb.wrap(nn.GRU(3, 4).double())
     net.init_state(batch_size=2)
-    program = StepProgram(eb.compile_etrace_graph(net, jnp.ones((2, 3))))
+    program = make_program(eb.compile_etrace_graph(net, jnp.ones((2, 3))))
     theta = [jnp.ones(v.aval.shape) for v in program.weight_vars]
     hidden = [jnp.ones(leaf.invar.aval.shape) for leaf in program.leaves]
 
     def step(theta, hidden, trace, x):
         data = Chunk([x], jnp.zeros(1), jnp.ones(1), lambda y, target: jnp.sum(y**2))
-        return rule.chunk(program, theta, Carry(hidden, [], trace), data, False, False).grads
+        return run_chunk(rule, program, theta, Carry(hidden, [], trace), data, False, False).grads
 
     jaxpr = jax.make_jaxpr(step)(theta, hidden, rule.init(program), jnp.ones((1, 2, 3))).jaxpr
     made_by = {v: eqn.primitive.name for eqn in jaxpr.eqns for v in eqn.outvars}
     shapes = {w.shape for w in theta if w.ndim == 2}
-    turned = [made_by[eqn.invars[0]] for eqn in jaxpr.eqns if eqn.primitive.name == "transpose" and eqn.outvars[0].aval.shape in shapes]
-    assert set(turned) == {"dot_general"}
+    transposed = [made_by[eqn.invars[0]] for eqn in jaxpr.eqns if eqn.primitive.name == "transpose" and eqn.outvars[0].aval.shape in shapes]
+    assert set(transposed) == {"dot_general"}
+
+
+def primitives_of(jaxpr) -> set[str]:
+    found = {eqn.primitive.name for eqn in jaxpr.eqns}
+    return found.union(*(primitives_of(inner) for eqn in jaxpr.eqns for inner in inner_jaxprs(eqn)))
+
+
+@pytest.mark.parametrize(("name", "rule", "steps"), [("nn.GRU", DRTRL(), 5), ("nn.GRU", PPProp(), 1), ("conv1d", DRTRL(), 3)])
+def test_other_devices_get_plain_programs_that_compute_the_same(name, rule, steps):
+    """A program for a GPU has no barriers, patches or transposed weights; both are run here, on a CPU."""
+    if name == "nn.GRU":
+        net = eb.wrap(nn.GRU(3, 4).double())
+        net.init_state(batch_size=2)
+        graph = eb.compile_etrace_graph(net, jnp.ones((2, 3)))
+    else:
+        graph = models.graph_of(name)
+    rng, found, seen = np.random.default_rng(0), {}, {}
+    for platform in ("cpu", "gpu"):
+        program = make_program(graph, platform)
+        draw = lambda v, *lead: jnp.asarray(rng.standard_normal((*lead, *v.aval.shape)), v.aval.dtype)  # noqa: E731
+        if not found:
+            theta, xs = [draw(v) for v in program.weight_vars], [draw(v, steps) for v in program.arg_vars]
+            hidden = [draw(leaf.invar) for leaf in program.leaves]
+            trace = jax.tree.map(lambda x: jnp.asarray(rng.random(x.shape), x.dtype), rule.init(program))
+        assert bool(program.loop_env(theta)) is (platform == "cpu" and name == "nn.GRU")
+
+        def run(theta, hidden, trace, xs, program=program):
+            loss = lambda output, target: sum(jnp.sum(o**2) for o in jax.tree.leaves(output))  # noqa: E731
+            data = Chunk(xs, jnp.zeros(steps), jnp.ones(steps), loss)
+            result = run_chunk(rule, program, theta, Carry(hidden, [], trace), data, False, False)
+            return result.grads, result.carry.trace, result.factors
+
+        seen[platform] = primitives_of(jax.make_jaxpr(run)(theta, hidden, trace, xs).jaxpr)
+        found[platform] = jax.jit(run)(theta, hidden, trace, xs)[:2]
+    assert "optimization_barrier" not in seen["gpu"]
+    assert name == "conv1d" or "optimization_barrier" in seen["cpu"]
+    assert name != "conv1d" or ("conv_general_dilated" in seen["gpu"] and "conv_general_dilated" not in seen["cpu"])
+    assert max(np.abs(g).max() for g in found["cpu"][0]) > 0
+    for a, b in zip(*(jax.tree.leaves(found[platform]) for platform in ("cpu", "gpu")), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_step_is_the_model():
+    """`StepProgram.step` against torch's cell."""
+    torch.manual_seed(0)
+    cell = nn.GRUCell(3, 4).double()
+    net = eb.wrap(cell)
+    x, h = torch.randn(2, 3).double(), torch.randn(2, 4).double()
+    net.init_state(batch_size=2)
+    program = make_program(eb.compile_etrace_graph(net, jnp.asarray(x.numpy())))
+    paths = program.graph.module_info.invar_to_weight_path
+    theta = [jnp.asarray(getattr(cell, paths[v][-1]).detach().numpy()) for v in program.weight_vars]
+    output, hidden, other = program.step(theta, [jnp.asarray(h.numpy())], [], [jnp.asarray(x.numpy())])
+    expected = cell(x, h).detach().numpy()
+    np.testing.assert_allclose(jax.tree.leaves(output)[0], expected, rtol=1e-12)
+    np.testing.assert_allclose(hidden[0], expected, rtol=1e-12)
+    assert other == []

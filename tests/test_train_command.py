@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import shlex
+import signal
 
 import numpy as np
 import optax
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
 import etrace_bridge as eb
 from etrace_bridge.cli import commands as cli
 from etrace_bridge.cli.data import make_sequences, read_arrays
+from etrace_bridge.cli.model import load_model
+from etrace_bridge.learning import checkpoint_files
 
-pytestmark = pytest.mark.x32  # as on a user's command line
+pytestmark = [pytest.mark.x32, pytest.mark.usefixtures("quick_compile")]  # as on a user's command line
 
 MODELS = """
 from torch import nn
@@ -39,6 +46,10 @@ def make_batch_first():
 
 def my_loss(output, target):
     return ((output - target) ** 2).sum() * 1e30
+
+
+def worst(output, target):
+    return (output - target).abs().max()
 """
 
 
@@ -73,7 +84,7 @@ def test_training_learns_and_writes_what_it_learned(capsys, folder):
     assert result["epochs"][-1]["validation_loss"] < result["epochs"][0]["validation_loss"]
 
     weights = torch.load(folder / "run" / "weights.pt", weights_only=True)
-    model = cli.load_model("models.py:make_model")
+    model = load_model("models.py:make_model")
     start = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(weights)
     assert all((weights[name] != start[name]).any() for name in start)
@@ -92,13 +103,15 @@ def test_settings_from_a_file_flags_win_and_resume(capsys, folder):
     (folder / "configs" / "run.toml").write_text(
         'model = "../models.py:make_batch_first"\ndata = "../xs.npy"\ntargets = "../labels.npy"\nlayout = "time"\n'
         'loss = "cross_entropy"\nloss_at = "last"\nrule = "pp_prop"\nepochs = 7\nbatch = 10\nvalidation = 0.3\noutput = "../first"\n'
+        "fidelity = true\n"
     )
     status, out, err = run(capsys, "train", "--config", "configs/run.toml", "--epochs", "2")
     assert status == 0, err
     assert "pp_prop on 7 sequences of 6 steps, 3 more for validation" in out and "validation accuracy" in out
+    assert "FidelityMeter: " in out and "of 2 readings downhill" in out and "fidelity" in err
     assert "first.safetensors" in out and (folder / "first.safetensors").is_file()
-    rows = [line for line in out.splitlines() if line[:1].isdigit()]
-    assert [row.split()[0] for row in rows] == ["1", "2"]
+    rows = [line for line in err.splitlines() if line.startswith("epoch ")]
+    assert [row.split()[1] for row in rows] == ["1/2", "2/2"] and all("validation_accuracy" in row for row in rows)
 
     more = ("--epochs", "1", "--resume", "first.safetensors", "--output", "second", "--json")
     status, out, err = run(capsys, "train", "--config", "configs/run.toml", *more)
@@ -126,6 +139,124 @@ def test_batches_are_laid_out_as_the_model_takes_them(folder):
     assert torch.equal(by_time.xs, by_batch.xs) and torch.equal(by_time.targets, by_batch.targets)
     batch = by_time.pick(torch.tensor([4, 1]), batch_first=True)
     assert batch[0].shape == (2, 6, 3) and torch.equal(batch[0][0], by_time.xs[:, 4])
+
+
+# -- long runs ------------------------------------------------------------------------------------------------------
+
+LONG = (
+    "models.py:make_model",
+    "--data",
+    "data.npz",
+    "--epochs",
+    "3",
+    "--batch",
+    "3",
+    "--validation",
+    "0.2",
+    "--chunk",
+    "2",
+    "--lr",
+    "0.02",
+)
+
+
+@pytest.fixture
+def signal_after(monkeypatch):
+    """Sends this process a signal after so many updates."""
+    real = eb.OnlineLearner.update
+
+    def arrange(number: int, updates: int) -> None:
+        left = [updates]
+
+        def update(self, *args, **options):
+            result = real(self, *args, **options)
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), number)
+            return result
+
+        monkeypatch.setattr(eb.OnlineLearner, "update", update)
+
+    return arrange
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_prints_the_line_that_goes_on_with_it(capsys, folder, signal_after, monkeypatch, number, status):
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert run(capsys, "train", *LONG, "--output", "whole")[0] == 0
+    signal_after(number, 4)  # of 9 updates
+    found, out, err = run(capsys, "train", *LONG, "--output", "run/model")
+    monkeypatch.undo()
+    monkeypatch.chdir(folder)
+    assert found == status and out == "" and "Traceback" not in err
+    line = next(line.strip() for line in err.splitlines() if "--resume" in line)
+    assert line.startswith("python -m etrace_bridge train models.py:make_model") and line.endswith("--resume run/model.safetensors")
+    found, out, err = run(capsys, *shlex.split(line)[3:], "--json")
+    assert found == 0, err
+    result = json.loads(out)
+    assert result["updates"] == 9 and [r["epoch"] for r in result["epochs"]] == [1, 2, 3]
+    one, two = (checkpoint_files.read_checkpoint(name) for name in ("whole", "run/model"))
+    for part in (0, 1):
+        assert list(one[part]) == list(two[part]) and all(torch.equal(one[part][n], two[part][n]) for n in one[part])
+    assert one[2]["history"]["batch_losses"] == two[2]["history"]["batch_losses"] and len(set(one[2]["history"]["batch_losses"])) == 9
+
+
+def test_an_output_that_cannot_be_written_is_found_before_training(capsys, folder, monkeypatch):
+    (folder / "file").write_text("")
+    monkeypatch.setattr(eb.OnlineLearner, "update", lambda *_: pytest.fail("it trains"))
+    for files in (("--output", "file/model"), ("--output", "model", "--state-dict", "file/weights.pt")):
+        status, _, err = run(capsys, "train", *LONG, *files)
+        assert status == 2 and "cannot be written" in err and "Not a directory" in err
+    assert not list(folder.glob("*.safetensors"))
+
+
+def test_what_was_learned_survives_a_full_disk(capsys, folder, monkeypatch):
+    real = checkpoint_files._write
+
+    def write(path, content):
+        if path.suffix != ".part" and path.resolve().parent == folder.resolve():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(path, content)
+
+    monkeypatch.setattr(checkpoint_files, "_write", write)
+    monkeypatch.setattr("tempfile.tempdir", str(folder / "elsewhere"))
+    (folder / "elsewhere").mkdir()
+    status, out, err = run(capsys, "train", *LONG, "--output", "model")
+    assert status == 1 and "No space left" in err and "What was learned is in" in err
+    monkeypatch.undo()
+    path = next(line for line in out.splitlines() if line.startswith("Checkpoint: ")).removeprefix("Checkpoint: ")
+    assert path.startswith(str(folder / "elsewhere"))
+    learner = eb.OnlineLearner.load(
+        path, load_model(f"{folder}/models.py:make_model"), loss=nn.functional.mse_loss, optimizer=optax.adam(0.02)
+    )
+    assert learner.updates == 9
+
+
+@pytest.mark.parametrize("maker", ["make_model", "make_batch_first"])
+def test_evaluate_and_predict_are_what_torch_gives(capsys, folder, maker):
+    swap = (lambda x: x.swapaxes(0, 1)) if maker == "make_batch_first" else (lambda x: x)
+    held = {name: swap(array) for name, array in np.load("data.npz").items()}
+    np.savez("laid.npz", **held)
+    common = (f"models.py:{maker}", "--data", "laid.npz", "--batch", "4")
+    assert run(capsys, "train", *common, "--epochs", "1", "--output", "model", "--metric", "models.py:worst")[0] == 0
+    model = load_model(f"models.py:{maker}")
+    model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
+    with torch.no_grad():
+        expected, targets = model(torch.tensor(held["xs"]).float()), torch.tensor(held["targets"]).float()
+    status, out, err = run(capsys, "predict", *common, "--checkpoint", "model", "--output", "out.npy")
+    assert status == 0, err
+    assert out == f"out.npy: {tuple(expected.shape)}\n"
+    np.testing.assert_allclose(np.load("out.npy"), expected.numpy(), rtol=1e-5, atol=1e-6)
+    status, out, err = run(capsys, "evaluate", *common, "--checkpoint", "model", "--metric", "models.py:worst", "--json")
+    assert status == 0, err
+    found = json.loads(out)
+    assert found["sequences"] == 10 and found["loss"] == pytest.approx(float(nn.functional.mse_loss(expected, targets)), rel=1e-5)
+    parts = [(swap(expected)[:, n : n + 4] - swap(targets)[:, n : n + 4]).abs().max() * min(4, 10 - n) for n in (0, 4, 8)]
+    assert found["worst"] == pytest.approx(float(sum(parts)) / 10, rel=1e-5)
+    for command in ("evaluate", "predict"):
+        assert run(capsys, command, f"models.py:{maker}", "--checkpoint", "model")[0] == 2
+        status, _, err = run(capsys, command, *common, "--checkpoint", "none")
+        assert status == 2 and "There is no checkpoint" in err
 
 
 @pytest.mark.parametrize(

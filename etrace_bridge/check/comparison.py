@@ -12,7 +12,7 @@ from typing import Any
 from etrace_bridge._errors import InputError
 from etrace_bridge.check.html import render_page
 from etrace_bridge.check.report import GradientReport, write_json, write_text
-from etrace_bridge.check.text import render_comparison, size
+from etrace_bridge.check.text import comparison_html, render_comparison, size
 from etrace_bridge.learning.footprint import parse_bytes
 
 
@@ -81,6 +81,9 @@ class RuleComparison:
 
     def __repr__(self) -> str:
         return str(self)
+
+    def _repr_html_(self) -> str:
+        return comparison_html(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, overload
 
+import brainstate
 import jax
 import numpy as np
 import torch
@@ -18,25 +19,27 @@ from torch import nn
 
 from etrace_bridge._errors import InputError, NotSupportedError
 from etrace_bridge.check.comparison import RuleComparison
-from etrace_bridge.check.expectation import START_ONLY, expect
+from etrace_bridge.check.expectation import NOT_USED, START_ONLY
+from etrace_bridge.check.module_reference import flat_gradient
 from etrace_bridge.check.precision import float_dtype, in_precision, torch_dtype
 from etrace_bridge.check.reference import CheckData, Reference, map_tensors, torch_reference
 from etrace_bridge.check.report import GradientReport, compare
+from etrace_bridge.check.stepwise import check_steps, training_precision
 from etrace_bridge.compiler.diagnostics import show_path
-from etrace_bridge.frontend import BridgedModule, to_jax, wrap
+from etrace_bridge.frontend import BridgedModule, to_jax, unwrapped, wrap
+from etrace_bridge.learning.compiled_step import evaluation_mode
 from etrace_bridge.learning.footprint import compile_gradients
 from etrace_bridge.learning.learner import OnlineLearner
 from etrace_bridge.learning.results import GradientResult
-from etrace_bridge.learning.session import evaluation_mode
 from etrace_bridge.rules import BPTT, Rule, make_rule
 
-_TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 1e-1, "float16": 1e-2}
+TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 1e-1, "float16": 1e-2}
 _PRECISION_ERROR = re.compile(r"dtype|scalar type|type \(|Double|Float")  # in torch's messages when precisions are mixed
 _REPEATS = 3  # timed runs of a compiled program, of which the fastest counts
 
 
 @dataclass(frozen=True)
-class _Check:
+class Check:
     """What all rules of one check share."""
 
     model: nn.Module
@@ -93,8 +96,12 @@ def check_gradients(
     what is dropped. A comparison that shows nothing (a silent network, a loss that does not depend on the model, gradients that
     are all zero, a trace that is never used) is not ok, and says so.
 
+    The first steps also run one by one, through `learner.step`, in the model's own precision and the caller's JAX mode; they must
+    give the losses, outputs and gradients that `learner.gradients` gives for them.
+
     Args:
-        model: the torch model; it is left as it was.
+        model: the torch model; it is left as it was. Or a brainstate module, whose gradients are compared with `jax.grad` through time
+            of its own step, in its own precision.
         xs: inputs `(T, B, …)`, or `(B, T, …)` for a batch-first model; a tuple for several inputs.
         targets: targets, time where the inputs have it.
         loss: torch or JAX callable `(output_t, target_t) -> scalar`.
@@ -111,9 +118,14 @@ def check_gradients(
         sequence: as for `wrap`.
         batch_first: as for `wrap`.
     """
+    if isinstance(model, brainstate.nn.Module) and not isinstance(model, BridgedModule):
+        from etrace_bridge.check.module_check import check_module  # it builds on this file
+
+        return check_module(model, xs, targets, loss, rule, chunk, reduction, mask, tolerance, allow_zero)
     if not isinstance(model, nn.Module):
         hint = " Pass `net.model`, after `learner.sync_to_torch()` if it was trained." if isinstance(model, BridgedModule) else ""
-        raise InputError(f"`check_gradients` takes a torch module, not a `{type(model).__name__}`.{hint}")
+        raise InputError(f"`check_gradients` takes a torch or brainstate module, not a `{type(model).__name__}`.{hint}")
+    model = unwrapped(model)
     if not callable(loss):
         raise InputError(f"`loss` is a {type(loss).__name__}; it must be a callable `(output, target) -> scalar`.")
     if reduction not in ("mean", "sum"):
@@ -210,35 +222,60 @@ class _Job:
             if self.several:  # the first run pays for warming up
                 again = [torch_reference(self.model, names, check.data, self.loss, self.options) for _ in range(_REPEATS - 1)]
                 reference = replace(reference, seconds=min(r.seconds for r in (reference, *again)))
-            size = _chunk_size(self.chunk, check.length)
-            truncated = None if size >= check.length else _numpy_grads(check.gradients(check.learner(BPTT(), size)))
+            size = chunk_size(self.chunk, check.length)
+            truncated = None if size >= check.length else numpy_grads(check.gradients(check.learner(BPTT(), size)))
             reports = []
             for rule in self.rules:
-                own = check.length if isinstance(rule, BPTT) and self.chunk == "auto" else size
-                reports.append(_check_rule(check, rule, own, reference, truncated, self.several))
+                own = check.length if rule.truncates and self.chunk == "auto" else size
+                reports.append(check_rule(check, rule, own, reference, truncated, self.several))
+        reports = self.with_single_steps(reports)
         return RuleComparison(tuple(reports)) if self.several else reports[0]
 
-    def prepare(self, precision: torch.dtype, notes: tuple[str, ...], stack: contextlib.ExitStack) -> _Check:
+    def prepare(self, precision: torch.dtype, notes: tuple[str, ...], stack: contextlib.ExitStack) -> Check:
         """Data and model in one precision; `stack` keeps a random model in evaluation mode."""
-        inputs = tuple(_as_tensor(x, precision) for x in (self.xs if isinstance(self.xs, (tuple, list)) else (self.xs,)))
+        inputs = self.inputs(precision)
         if any(x.dim() < 2 for x in inputs):
             raise InputError("`xs` needs a time axis and a batch axis: (T, B, …), or (B, T, …) for a batch-first model.")
-        net, random = self.bridge(inputs)
+        net, random = self.bridge_fixed(inputs, stack)
         if random:
-            stack.enter_context(evaluation_mode(net))
             notes = (*notes, "the model is random, so both sides were compared in evaluation mode")
-            net, random = self.bridge(inputs)
-            if random:
-                raise NotSupportedError("The model draws random numbers in evaluation mode too, so torch and JAX cannot be compared on it.")
         unknown = sorted(self.allow_zero - set(net.parameter_names))
         if unknown:
             raise InputError(f"`allow_zero` names parameters that the model does not train: {', '.join(unknown)}.")
         length = inputs[0].shape[1 if net.batch_first else 0]
         targets = map_tensors(_tensors(self.targets), lambda t: _as_tensor(t, precision))
-        data = CheckData(inputs, targets, _step_weights(self.mask, self.reduction, length), net.batch_first)
+        data = CheckData(inputs, targets, step_weights(self.mask, self.reduction, length), net.batch_first)
         name = check_dtype(precision)
-        allowed = _TOLERANCE.get(name, 1e-5) if self.tolerance is None else self.tolerance
-        return _Check(self.model, net, data, self.loss, self.reduction, self.mask, name, allowed, self.allow_zero, notes)
+        allowed = TOLERANCE.get(name, 1e-5) if self.tolerance is None else self.tolerance
+        return Check(self.model, net, data, self.loss, self.reduction, self.mask, name, allowed, self.allow_zero, notes)
+
+    def with_single_steps(self, reports: list[GradientReport]) -> list[GradientReport]:
+        """The reports with what `learner.step` gives, as it would run in training."""
+        with training_precision(self.model), contextlib.ExitStack() as stack:
+            precision = float_dtype(self.model)
+            net, _ = self.bridge_fixed(self.inputs(precision), stack)
+            own = lambda t: t.to(precision) if isinstance(t, torch.Tensor) and t.is_floating_point() else t  # noqa: E731
+            xs = tuple(map(own, self.xs)) if isinstance(self.xs, (tuple, list)) else own(self.xs)
+            targets = map_tensors(self.targets, own)
+            found = [check_steps(net, rule, self.loss, xs, targets) for rule in self.rules]
+        return [
+            replace(report, single_steps=steps, problems=report.problems if steps.ok else (*report.problems, steps.problem()))
+            for report, steps in zip(reports, found, strict=True)
+        ]
+
+    def inputs(self, precision: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """The inputs as tensors of one precision."""
+        return tuple(_as_tensor(x, precision) for x in (self.xs if isinstance(self.xs, (tuple, list)) else (self.xs,)))
+
+    def bridge_fixed(self, inputs: tuple[torch.Tensor, ...], stack: contextlib.ExitStack) -> tuple[BridgedModule, bool]:
+        """The bridged model, in evaluation mode if it is random otherwise, and whether it is."""
+        net, random = self.bridge(inputs)
+        if random:
+            stack.enter_context(evaluation_mode(net))
+            net, still_random = self.bridge(inputs)
+            if still_random:
+                raise NotSupportedError("The model draws random numbers in evaluation mode too, so torch and JAX cannot be compared on it.")
+        return net, random
 
     def bridge(self, inputs: tuple[torch.Tensor, ...]) -> tuple[BridgedModule, bool]:
         """The bridged model, and whether its step is random."""
@@ -256,7 +293,7 @@ def check_dtype(precision: torch.dtype) -> str:
     return str(precision).removeprefix("torch.")
 
 
-def _step_weights(mask: Any, reduction: str, length: int) -> np.ndarray:
+def step_weights(mask: Any, reduction: str, length: int) -> np.ndarray:
     """(T,) factors of the steps' losses."""
     weights = np.ones(length) if mask is None else np.asarray(_as_tensor(mask, torch.float64), dtype=np.float64)
     if weights.shape != (length,):
@@ -269,17 +306,25 @@ def _step_weights(mask: Any, reduction: str, length: int) -> np.ndarray:
 
 
 def _as_tensor(x: Any, precision: torch.dtype) -> torch.Tensor:
-    tensor = x.detach().cpu() if isinstance(x, torch.Tensor) else torch.tensor(np.asarray(x))
+    tensor = x.detach().cpu() if isinstance(x, torch.Tensor) else torch.tensor(np.array(x, order="C"))
+    if tensor.is_complex():
+        return tensor.to(precision.to_complex())
     return tensor.to(precision) if tensor.is_floating_point() else tensor.clone()
 
 
 def _tensors(tree: Any) -> Any:
-    """NumPy and JAX arrays in a tree of targets as tensors."""
-    is_leaf = lambda x: isinstance(x, (torch.Tensor, np.ndarray, jax.Array))  # noqa: E731
-    return jax.tree.map(lambda x: x if isinstance(x, torch.Tensor) else torch.tensor(np.asarray(x)), tree, is_leaf=is_leaf)
+    """NumPy and JAX arrays in a tree of targets as tensors; whole numbers are torch's int64, as for the learner."""
+
+    def tensor(x: Any) -> torch.Tensor:
+        if isinstance(x, torch.Tensor):
+            return x
+        made = torch.tensor(np.array(x, order="C"))  # torch itself refuses negative strides
+        return made if made.is_floating_point() or made.is_complex() or made.dtype == torch.bool else made.long()
+
+    return jax.tree.map(tensor, tree, is_leaf=lambda x: isinstance(x, (torch.Tensor, np.ndarray, jax.Array)))
 
 
-def _chunk_size(chunk: int | str, length: int) -> int:
+def chunk_size(chunk: int | str, length: int) -> int:
     if chunk == "auto":
         return max(1, math.ceil(length / 3))
     if isinstance(chunk, bool) or not isinstance(chunk, (int, np.integer)) or chunk < 1:
@@ -287,28 +332,31 @@ def _chunk_size(chunk: int | str, length: int) -> int:
     return min(int(chunk), length)
 
 
-def _numpy_grads(result: GradientResult) -> dict[str, np.ndarray]:
-    return {name: g.numpy(force=True) for name, g in result.grads.items()}
+def numpy_grads(result: GradientResult) -> dict[str, np.ndarray]:
+    if all(isinstance(g, torch.Tensor) for g in result.grads.values()):
+        return {name: g.numpy(force=True) for name, g in result.grads.items()}
+    return {name: flat_gradient(g) for name, g in result.grads.items()}
 
 
-def _check_rule(
-    check: _Check, rule: Rule, chunk: int, reference: Reference, truncated: dict[str, np.ndarray] | None, measured: bool
+def check_rule(
+    check: Check, rule: Rule, chunk: int, reference: Reference, truncated: dict[str, np.ndarray] | None, measured: bool
 ) -> GradientReport:
     learner = check.learner(rule, chunk)
     result = check.gradients(learner)
-    online = _numpy_grads(result)
+    online = numpy_grads(result)
     certificates = {show_path(path): c for path, c in learner.graph.certificate().items()}
+    promises = {show_path(path): p for path, p in rule.promises(learner.graph, check.length, chunk).items()}
     scale = max((float(np.linalg.norm(g.reshape(-1))) for g in reference.grads.values()), default=0.0)
     floor = 16 * float(torch.finfo(getattr(torch, check.dtype)).eps) * scale
     parameters = {}
     for name, wanted in reference.grads.items():
         found = online.get(name, np.zeros_like(wanted))
         past = None if truncated is None else _share(wanted - truncated.get(name, np.zeros_like(wanted)), wanted)
-        start_only = name in check.net.start_parameters
-        promise = START_ONLY if start_only else expect(rule, certificates.get(name), check.length, chunk)
+        start_only = name in getattr(check.net, "start_parameters", ())
+        promise = START_ONLY if start_only else promises.get(name, NOT_USED)
         parameters[name] = compare(name, found, wanted, promise, check.tolerance, floor, past, name in check.allow_zero)
     problems = [*_forward_problems(check, result, reference), *_empty_problems(check, reference, scale)]
-    if not problems and not isinstance(rule, BPTT):
+    if not problems and not rule.truncates:
         problems += _trace_problems(check, chunk, certificates, parameters)
     seconds = memory = None
     if measured:
@@ -332,16 +380,17 @@ def _timed(call: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def _memory(check: _Check, learner: OnlineLearner, rule: Rule, chunk: int) -> int:
-    session = learner._runtime.session
+def _memory(check: Check, learner: OnlineLearner, rule: Rule, chunk: int) -> int:
+    runtime = learner.runtime
     time_major = lambda t: t.transpose(0, 1) if check.data.batch_first and t.dim() > 1 else t  # noqa: E731
     args = [to_jax(time_major(x)) for x in check.data.xs]
     targets = map_tensors(check.data.targets, lambda t: to_jax(time_major(t)))
-    loss = learner._runtime.loss_for(check.data.target(0))
-    return compile_gradients(session, rule, loss, args, targets, chunk, check.reduction).memory
+    compiled = runtime.store.compiled
+    loss = runtime.losses.find(compiled, check.data.target(0))
+    return compile_gradients(compiled, rule, loss, args, targets, chunk, check.reduction).memory
 
 
-def _forward_problems(check: _Check, result: GradientResult, reference: Reference) -> list[str]:
+def _forward_problems(check: Check, result: GradientResult, reference: Reference) -> list[str]:
     """Differences in what both sides computed before any gradient."""
     arrays = [np.asarray(x) for x in jax.tree.leaves(result.raw_outputs)]
     for step, wanted in enumerate(reference.outputs):
@@ -364,7 +413,7 @@ def _forward_problems(check: _Check, result: GradientResult, reference: Referenc
     return []
 
 
-def _empty_problems(check: _Check, reference: Reference, scale: float) -> list[str]:
+def _empty_problems(check: Check, reference: Reference, scale: float) -> list[str]:
     """Why the comparison shows nothing, if it does not."""
     if not reference.reaches_output:
         return ["The loss does not depend on the model: its derivative by every output is zero or missing, so every gradient is zero."]
@@ -381,7 +430,7 @@ def _empty_problems(check: _Check, reference: Reference, scale: float) -> list[s
     return []
 
 
-def _trace_problems(check: _Check, chunk: int, certificates: dict, parameters: dict) -> list[str]:
+def _trace_problems(check: Check, chunk: int, certificates: dict, parameters: dict) -> list[str]:
     """Why the rule's memory of the past is not tested, if it is not."""
     if chunk >= check.length:
         steps = "one step" if check.length == 1 else f"{check.length} steps"

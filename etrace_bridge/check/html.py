@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from etrace_bridge.check.text import number, percent, rule_row, seconds, size, small
+from etrace_bridge.check.text import RULE_HEADER, number, percent, rule_row, seconds, size, small
 
 if TYPE_CHECKING:
     from etrace_bridge.check.report import GradientReport, ParameterReport
@@ -46,9 +46,8 @@ def render_page(reports: Sequence[GradientReport]) -> str:
 
 
 def _rules_table(reports: Sequence[GradientReport]) -> str:
-    header = ("rule", "", "cosine", "relative error", "worst parameter", "exact", "time", "of torch BPTT", "memory")
     rows = [[escape(cell) for cell in rule_row(r)] for r in reports]
-    return _table(header, rows)
+    return _table(RULE_HEADER, rows)
 
 
 def _section(report: GradientReport, named: bool) -> str:
@@ -57,6 +56,8 @@ def _section(report: GradientReport, named: bool) -> str:
         f"loss {report.loss:.6g} (torch {report.torch_loss:.6g})", f"cosine of all gradients {number(report.cosine, 5)}",
         f"relative error {small(report.relative_error)}",
     ]  # fmt: skip
+    if report.single_steps is not None:
+        facts.append(str(report.single_steps))
     if report.seconds is not None:
         facts.append(f"time {seconds(report.seconds)} (torch {seconds(report.torch_seconds)})")
     if report.memory is not None:

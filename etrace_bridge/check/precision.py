@@ -28,9 +28,9 @@ def torch_dtype(dtype: Any) -> torch.dtype | None:
 
 
 def float_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of a model's first floating parameter or buffer."""
+    """The dtype of a model's first floating parameter or buffer; of a complex one, that of its parts."""
     tensors = (*model.parameters(), *model.buffers())
-    return next((t.dtype for t in tensors if t.is_floating_point()), torch.get_default_dtype())
+    return next((t.dtype.to_real() for t in tensors if t.is_floating_point() or t.is_complex()), torch.get_default_dtype())
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,16 +16,20 @@ import torch
 from torch import nn
 
 from etrace_bridge._errors import InputError
+from etrace_bridge._tables import html_table, text_table
+from etrace_bridge.check.module_reference import kept_states
 from etrace_bridge.check.precision import float_dtype, in_precision
 from etrace_bridge.check.report import write_json
-from etrace_bridge.check.text import number, size, table
-from etrace_bridge.engine.plan import choose_chunk, kept_bytes
+from etrace_bridge.check.text import number, size
 from etrace_bridge.frontend import BridgedModule, to_jax, wrap
+from etrace_bridge.learning.compiled_step import CompiledStep
 from etrace_bridge.learning.footprint import GradientProgram, compile_gradients, parse_bytes, rule_bytes, tree_bytes
-from etrace_bridge.learning.session import Session
-from etrace_bridge.rules import BPTT, Rule, make_rule, rule_names
+from etrace_bridge.learning.inputs import as_array, as_inputs
+from etrace_bridge.rules import BPTT, Rule, make_rule, rule_names, rule_text
+from etrace_bridge.schedule.chunk_plan import choose_chunk, kept_bytes
 
 _TRIES = 4  # programs compiled in search of a chunk that fits
+_HEADER = ("rule", "cosine to BPTT", "memory", "chunk", "fits")
 _REFERENCE_LIMIT = 4 * 10**9  # bytes that the reference, BPTT over the whole sequence, may take
 
 
@@ -33,12 +38,12 @@ class Candidate:
     """One rule that was looked at.
 
     Attributes:
-        rule: its name.
+        rule: its name, with options that are not the default, as `rule=` accepts it.
         memory: bytes of its compiled program, inputs aside; for a rule that was not compiled, of its trace alone.
         chunk: steps in a chunk.
         fits: whether that is within the budget.
         cosine: cosine of its gradient to BPTT's on a random sequence; None if it was not run.
-        compiled: whether `memory` is XLA's count of a compiled program.
+        compiled: whether `memory` was counted for a compiled program.
     """
 
     rule: str
@@ -54,9 +59,9 @@ class Recommendation:
     """What to use, and what else there was.
 
     Attributes:
-        rule: name of the recommended rule; None if none fits.
+        rule: the recommended rule, as `rule=` accepts it; None if none fits.
         chunk: its chunk, for `OnlineLearner(..., chunk=...)`.
-        memory: bytes of its program, as XLA counts them.
+        memory: bytes of its compiled program.
         budget: bytes allowed.
         steps: length of the sequence that the programs were compiled for.
         candidates: every rule that was looked at, most faithful first.
@@ -75,19 +80,26 @@ class Recommendation:
         return self.rule is not None
 
     def __str__(self) -> str:
+        return "\n".join([self._headline(), "", *text_table(_HEADER, self._rows())])
+
+    def _headline(self) -> str:
         if self.rule is None:
-            head = f"No rule fits into {size(self.budget)}. Raise the budget, or use a smaller batch."
-        else:
-            head = (
-                f'Use rule="{self.rule}", chunk={self.chunk}: {size(self.memory)} of {size(self.budget)} for a sequence of {self.steps} '
-                "steps, inputs aside."
-            )
+            return f"No rule fits into {size(self.budget)}. Raise the budget, or use a smaller batch."
+        return (
+            f'Use rule="{self.rule}", chunk={self.chunk}: {size(self.memory)} of {size(self.budget)} for a sequence of {self.steps} '
+            "steps, inputs aside."
+        )
+
+    def _rows(self) -> list[tuple[str, ...]]:
         rows = []
         for c in self.candidates:
             memory = size(c.memory) if c.compiled else f"at least {size(c.memory)}"
             cosine = "-" if c.cosine is None else number(c.cosine, 5)
             rows.append((c.rule, cosine, memory, str(c.chunk), "yes" if c.fits else "no"))
-        return "\n".join([head, "", *table(("rule", "cosine to BPTT", "memory", "chunk", "fits"), rows)])
+        return rows
+
+    def _repr_html_(self) -> str:
+        return html_table(self._headline(), _HEADER, self._rows())
 
     def __repr__(self) -> str:
         return str(self)
@@ -103,7 +115,7 @@ class Recommendation:
 
 
 def recommend(
-    model: nn.Module,
+    model: nn.Module | brainstate.nn.Module,
     x: Any,
     budget: int | float | str = "500MB",
     *,
@@ -115,11 +127,12 @@ def recommend(
 ) -> Recommendation:
     """Picks the most faithful online rule for a model whose memory stays within a budget.
 
-    Each rule's program for a sequence, its trace included, is compiled, not guessed at: the bytes are XLA's own count. Rules that fit are run once on random
-    inputs, and the one whose gradient is closest in direction to BPTT's wins; of equals, the one that needs less memory.
+    Each rule's program for a sequence, its trace included, is compiled, not guessed at: the bytes are the compiled program's own. Rules that fit are run once on random
+    inputs, and the one whose gradient is closest in direction to BPTT's wins; of equals, the one that needs less memory. A rule with
+    a free size, such as the rank of `low_rank`, is tried from the largest down until it fits, if it is given by its bare name.
 
     Args:
-        model: the torch model; it is left as it was.
+        model: the torch model or a brainstate module; it is left as it was.
         x: one time step of input, `(batch, …)`, or a tuple of inputs.
         budget: bytes, or text such as `"500MB"`.
         rules: the rules to look at; by default every registered rule but `bptt`, which does not learn online.
@@ -128,21 +141,34 @@ def recommend(
         sequence: as for `wrap`.
         batch_first: as for `wrap`.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"`recommend` takes a torch module, not a `{type(model).__name__}`.")
+    is_plain = isinstance(model, brainstate.nn.Module) and not isinstance(model, BridgedModule)
+    if not is_plain and not isinstance(model, nn.Module):
+        raise InputError(f"`recommend` takes a torch or brainstate module, not a `{type(model).__name__}`.")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 2:
         raise InputError(f"`steps` is {steps!r}; it must be a number of time steps, at least 2.")
     limit = parse_bytes(budget)
-    chosen = [make_rule(r) for r in (rules if rules is not None else [n for n in rule_names() if n != BPTT.name])]
+    names = rules if rules is not None else [n for n in rule_names() if n != BPTT.name]
+    chosen = [list(make_rule(r).variants()) if r in rule_names() else [make_rule(r)] for r in names]
+    if is_plain:
+        with kept_states(model):
+            candidates = _candidates(_Trial(model, [jnp.asarray(as_array(a)) for a in as_inputs(x)], steps), chosen, limit)
+        return _recommendation(candidates, limit, steps)
     precision = float_dtype(model)
     with in_precision(model, precision) if precision == torch.float64 else contextlib.nullcontext():
         inputs = tuple(to_jax(_in_model_dtype(a, precision)) for a in (x if isinstance(x, (tuple, list)) else (x,)))
         net = wrap(
             model, state, example_input=tuple(torch.tensor(np.asarray(a)) for a in inputs), sequence=sequence, batch_first=batch_first
         )
-        trial = _Trial(net, inputs, steps)
-        reference = trial.reference()
-        candidates = [_look_at(trial, rule, limit, reference) for rule in chosen]
+        candidates = _candidates(_Trial(net, inputs, steps), chosen, limit)
+    return _recommendation(candidates, limit, steps)
+
+
+def _candidates(trial: _Trial, chosen: Sequence[list[Rule]], limit: int) -> list[Candidate]:
+    reference = trial.reference()
+    return [_largest_fitting(trial, variants, limit, reference) for variants in chosen]
+
+
+def _recommendation(candidates: Sequence[Candidate], limit: int, steps: int) -> Recommendation:
     order = sorted(candidates, key=lambda c: (not c.fits, -round(c.cosine, 6) if c.cosine is not None else math.inf, c.memory))
     best = order[0] if order and order[0].fits else None
     return Recommendation(
@@ -158,25 +184,24 @@ def _in_model_dtype(x: Any, precision: torch.dtype) -> torch.Tensor:
 class _Trial:
     """A random sequence for a model, and its step compiled."""
 
-    def __init__(self, net: BridgedModule, inputs: Sequence[Any], steps: int) -> None:
-        net.init_state(batch_size=inputs[0].shape[0] if inputs[0].ndim else None)
+    def __init__(self, net: brainstate.nn.Module, inputs: Sequence[Any], steps: int) -> None:
         self.steps = steps
-        self.session = Session(net, inputs)
+        self.compiled = CompiledStep(net, inputs)
         rng = np.random.default_rng(0)
         self.args = [jnp.asarray(_vary(np.asarray(x), steps, rng)) for x in inputs]
         self.targets = [
             jnp.asarray(rng.standard_normal((steps, *v.aval.shape)).astype(v.aval.dtype))
-            for v in self.session.program.out_vars
+            for v in self.compiled.program.out_vars
             if jnp.issubdtype(v.aval.dtype, jnp.floating)
         ]
 
     def compile(self, rule: Rule, chunk: int) -> GradientProgram:
         """The program of the sequence's gradients."""
-        return compile_gradients(self.session, rule, squared_error, self.args, self.targets, chunk)
+        return compile_gradients(self.compiled, rule, squared_error, self.args, self.targets, chunk)
 
     def run(self, program: GradientProgram) -> np.ndarray:
         """All gradients as one vector."""
-        grads = program.call(self.session.read()[0], self.session.initial, self.args, self.targets)[0]
+        grads = program.call(self.compiled.read()[0], self.compiled.initial, self.args, self.targets)[0]
         return np.concatenate([np.asarray(g, np.float64).reshape(-1) for g in grads])
 
     def reference(self) -> np.ndarray | None:
@@ -200,13 +225,21 @@ def _vary(x: np.ndarray, steps: int, rng: np.random.Generator) -> np.ndarray:
     return (x + 0.5 * spread * noise).astype(x.dtype)
 
 
+def _largest_fitting(trial: _Trial, variants: Sequence[Rule], limit: int, reference: np.ndarray | None) -> Candidate:
+    """The first variant of a rule that fits, or the last one."""
+    for variant in variants:
+        candidate = _look_at(trial, variant, limit, reference)
+        if candidate.fits:
+            break
+    return candidate
+
+
 def _look_at(trial: _Trial, rule: Rule, limit: int, reference: np.ndarray | None) -> Candidate:
-    name, steps, session = rule.name or type(rule).__name__, trial.steps, trial.session
-    alone = rule_bytes(session, rule) + tree_bytes(session.read()[0])
+    name, steps, compiled = rule_text(rule), trial.steps, trial.compiled
+    alone = rule_bytes(compiled, rule) + tree_bytes(compiled.read()[0])
     chunk = steps
-    if not isinstance(rule, BPTT):  # at least two chunks: a stream needs the trace, which a single chunk does without
-        memory = jax.eval_shape(lambda: rule.init(session.program))
-        chunk = min(choose_chunk(session.program, memory, steps, "auto", None, rule.passes), math.ceil(steps / 2))
+    if not rule.truncates:  # at least two chunks: a stream needs the trace, which a single chunk does without
+        chunk = min(choose_chunk(compiled.program, rule, steps, "auto", None), math.ceil(steps / 2))
     if alone > limit:
         return Candidate(name, alone, chunk, False, None, False)
     program = trial.compile(rule, chunk)
@@ -214,7 +247,7 @@ def _look_at(trial: _Trial, rule: Rule, limit: int, reference: np.ndarray | None
         if program.memory <= limit or chunk == 1:
             break
         spare = program.memory - limit
-        chunk = max(1, min(chunk // 2, chunk - math.ceil(spare / max(kept_bytes(session.program, True), 1))))
+        chunk = max(1, min(chunk // 2, chunk - math.ceil(spare / max(kept_bytes(compiled.program, True), 1))))
         program = trial.compile(rule, chunk)
     fits = program.memory <= limit
     cosine = _cosine(trial.run(program), reference) if fits and reference is not None else None

@@ -144,7 +144,7 @@ def _jax_loss(loss: Callable, output: Any, target: Any) -> tuple[float, torch.Te
     leaves, skeleton = flatten_state(output)
     tensors = [t for _, t in leaves]
     arrays = [to_jax(t.detach()) for t in tensors]
-    floats = [n for n, t in enumerate(tensors) if t.is_floating_point()]
+    floats = [n for n, t in enumerate(tensors) if t.is_floating_point() or t.is_complex()]
     wanted = map_tensors(target, lambda t: to_jax(t))
 
     def of_floats(some: list[Any]) -> Any:
@@ -154,7 +154,8 @@ def _jax_loss(loss: Callable, output: Any, target: Any) -> tuple[float, torch.Te
         return loss(unflatten_state(skeleton, full), wanted)
 
     value, grads = jax.value_and_grad(of_floats)([arrays[n] for n in floats])
-    terms = [(to_torch(g) * tensors[n]).sum() for n, g in zip(floats, grads, strict=True)]
+    # JAX's gradient g by a complex value changes the loss by Re(g dz).
+    terms = [(to_torch(g) * tensors[n]).sum().real for n, g in zip(floats, grads, strict=True)]
     return float(value), torch.stack([t.double() for t in terms]).sum()
 
 

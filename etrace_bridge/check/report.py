@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 
 from etrace_bridge._errors import InputError
-from etrace_bridge.check.expectation import AS_EXPECTED, EXACT, MISMATCH, NONE, START, START_ONLY, ZERO, Expectation
+from etrace_bridge.check.expectation import AS_EXPECTED, EXACT, MISMATCH, NONE, START, START_ONLY, ZERO, Promise
 from etrace_bridge.check.html import render_page
 from etrace_bridge.check.plot import draw_report
-from etrace_bridge.check.text import render_report
+from etrace_bridge.check.stepwise import StepCheck
+from etrace_bridge.check.text import render_report, report_html
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class ParameterReport:
     expected: float
     norm: float
     past: float | None
-    expectation: Expectation
+    expectation: Promise
     verdict: str
     tolerance: float
     online_gradient: np.ndarray = field(repr=False, compare=False)
@@ -106,7 +107,7 @@ def compare(
     name: str,
     online: np.ndarray,
     reference: np.ndarray,
-    expectation: Expectation,
+    expectation: Promise,
     tolerance: float,
     floor: float,
     past: float | None,
@@ -128,7 +129,8 @@ def compare(
     norm, own, error = (float(np.linalg.norm(x.reshape(-1))) for x in (reference, online, difference))
     place = int(np.argmax(np.where(np.isnan(difference), np.inf, difference))) if difference.size else 0
     index = tuple(int(i) for i in np.unravel_index(place, difference.shape)) if difference.size else ()
-    signed = reference != 0
+    parts = [np.stack((x.real, x.imag)) if np.iscomplexobj(x) else x for x in (online, reference)]
+    signed = parts[1] != 0
     relative = error / norm if norm > 0 else (0.0 if error == 0 else math.inf)
     empty = norm <= floor
     if expectation.kind == NONE or empty:
@@ -148,7 +150,7 @@ def compare(
         cosine=float(np.vdot(online.reshape(-1), reference.reshape(-1)).real / (own * norm)) if own and norm else math.nan,
         relative_error=relative,
         norm_ratio=own / norm if norm else math.nan,
-        sign_agreement=float(np.mean(np.sign(online[signed]) == np.sign(reference[signed]))) if signed.any() else math.nan,
+        sign_agreement=float(np.mean(np.sign(parts[0][signed]) == np.sign(parts[1][signed]))) if signed.any() else math.nan,
         max_difference=float(difference.max(initial=0.0)),
         max_index=index,
         found=online[index].item() if online.size else math.nan,
@@ -181,6 +183,7 @@ class GradientReport:
         seconds: time of the rule's gradients, compiled; None if it was not measured.
         torch_seconds: time of torch's forward and backward pass.
         memory: bytes of the compiled program, inputs aside; None if it was not measured.
+        single_steps: what `learner.step` gives for the first steps, beside `learner.gradients`.
     """
 
     rule: str
@@ -196,10 +199,11 @@ class GradientReport:
     seconds: float | None = None
     torch_seconds: float | None = None
     memory: int | None = None
+    single_steps: StepCheck | None = None
 
     @property
     def ok(self) -> bool:
-        """Whether every parameter is as promised and the comparison shows something."""
+        """Whether every parameter is as promised, single steps give the same, and the comparison shows something."""
         return not self.problems and all(p.ok for p in self.parameters.values())
 
     def __bool__(self) -> bool:
@@ -237,6 +241,21 @@ class GradientReport:
         error = math.sqrt(sum(float(np.sum(np.abs(p.online_gradient - p.torch_gradient) ** 2)) for p in self))
         return error / norm if norm else math.nan
 
+    @property
+    def norm_ratio(self) -> float:
+        """Norm of all gradients of the rule over the norm of torch's."""
+        norm = math.sqrt(sum(p.norm**2 for p in self))
+        own = math.sqrt(sum(float(np.sum(np.abs(p.online_gradient) ** 2)) for p in self))
+        return own / norm if norm else math.nan
+
+    @property
+    def verdict(self) -> str:
+        """`"exact"`, `"as certified"` (what is inexact was announced as such), or `"NOT OK"`."""
+        if not self.ok:
+            return "NOT OK"
+        exact = all(p.verdict in (AS_EXPECTED[EXACT], AS_EXPECTED[NONE]) for p in self)
+        return "exact" if exact else "as certified"
+
     def mismatches(self) -> list[str]:
         """What is wrong, one paragraph each; empty if the report is ok."""
         texts = list(self.problems)
@@ -260,6 +279,9 @@ class GradientReport:
     def __repr__(self) -> str:
         return str(self)
 
+    def _repr_html_(self) -> str:
+        return report_html(self)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings; NaN is None."""
         keys = ("rule", "steps", "chunk", "dtype", "tolerance", "loss", "torch_loss", "seconds", "torch_seconds", "memory")
@@ -268,6 +290,9 @@ class GradientReport:
             **{key: _plain(getattr(self, key)) for key in keys},
             "cosine": _plain(self.cosine),
             "relative_error": _plain(self.relative_error),
+            "norm_ratio": _plain(self.norm_ratio),
+            "verdict": self.verdict,
+            "single_steps": None if self.single_steps is None else self.single_steps.to_dict(),
             "problems": list(self.problems),
             "notes": list(self.notes),
             "parameters": [p.to_dict() for p in self],

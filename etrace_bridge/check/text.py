@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+from etrace_bridge._tables import html_table, text_table
 
 if TYPE_CHECKING:
     from etrace_bridge.check.gradients import RuleComparison
@@ -20,9 +21,10 @@ def render_report(report: GradientReport) -> str:
         f"{report.steps} steps in chunks of {report.chunk}, {report.dtype}, equal means within {report.tolerance:g}; "
         f"loss {report.loss:.6g} (torch {report.torch_loss:.6g}); all gradients together: cosine {number(report.cosine, 5)}, "
         f"relative error {small(report.relative_error)}",
+        *([] if report.single_steps is None else [str(report.single_steps)]),
         *(f"PROBLEM: {text}" for text in report.problems),
         "",
-        *table(_HEADER, [row(p) for p in report]),
+        *text_table(_HEADER, [row(p) for p in report]),
     ]
     reasons: dict[str, list[str]] = {}
     for p in report:
@@ -47,7 +49,7 @@ def row(p: ParameterReport) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-_RULES = ("rule", "ok", "cosine", "rel. error", "worst parameter", "exact", "time", "of torch BPTT", "memory")
+RULE_HEADER = ("rule", "verdict", "cosine", "rel. error", "norm ratio", "worst parameter", "exact", "time", "of torch BPTT", "memory")
 
 
 def render_comparison(comparison: RuleComparison) -> str:
@@ -56,7 +58,7 @@ def render_comparison(comparison: RuleComparison) -> str:
         f"{len(comparison.reports)} rules on {comparison.steps} steps, {comparison.dtype}; "
         f"torch BPTT takes {seconds(comparison.torch_seconds)}",
         "",
-        *table(_RULES, [rule_row(r) for r in comparison]),
+        *text_table(RULE_HEADER, [rule_row(r) for r in comparison]),
     ]
     for report in comparison:
         lines += [f"PROBLEM ({report.rule}): {text}" for text in report.problems]
@@ -64,6 +66,22 @@ def render_comparison(comparison: RuleComparison) -> str:
             lines += ["", f"{report.rule}:", *report.mismatches()]
     lines += [f"note: {note}" for note in dict.fromkeys(n for r in comparison for n in r.notes)]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def report_html(report: GradientReport) -> str:
+    """The headline and the parameters' rows, for a notebook."""
+    title = (
+        f"{report.rule} against torch BPTT: {report.verdict} (cosine {number(report.cosine, 5)}, relative error "
+        f"{small(report.relative_error)}, norm ratio {number(report.norm_ratio, 3)})"
+    )
+    return html_table(title, _HEADER, [row(p) for p in report], report.mismatches())
+
+
+def comparison_html(comparison: RuleComparison) -> str:
+    """A row a rule, for a notebook."""
+    title = f"{len(comparison.reports)} rules on {comparison.steps} steps, {comparison.dtype}"
+    problems = [f"{r.rule}: {text}" for r in comparison for text in r.mismatches()]
+    return html_table(title, RULE_HEADER, [rule_row(r) for r in comparison], problems)
 
 
 def rule_row(report: GradientReport) -> tuple[str, ...]:
@@ -74,17 +92,10 @@ def rule_row(report: GradientReport) -> tuple[str, ...]:
     if report.seconds is not None and report.torch_seconds:
         ratio = f"{report.seconds / report.torch_seconds:.2f} x"
     return (
-        report.rule, "ok" if report.ok else "NOT OK", number(report.cosine, 5), small(report.relative_error),
+        report.rule, report.verdict, number(report.cosine, 5), small(report.relative_error), number(report.norm_ratio, 3),
         f"{worst.name} ({number(worst.cosine, 3)})" if worst else "-", f"{exact}/{len(report)}", seconds(report.seconds), ratio,
         size(report.memory),
     )  # fmt: skip
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as their longest entry."""
-    widths = [max(len(r[n]) for r in (header, *rows)) for n in range(len(header))]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(r, widths, strict=True)) for r in (header, *rows)]
-    return [lines[0], "  ".join("-" * w for w in widths), *lines[1:]]
 
 
 def number(value: float, digits: int) -> str:

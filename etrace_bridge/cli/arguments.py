@@ -1,10 +1,26 @@
-"""What the commands share: arguments, exit statuses, and the error for arguments that do not go together."""
+"""What the commands share: arguments, exit statuses, and the error for arguments that do not go together.
+
+Nothing here imports JAX or torch, so that `--help` is quick; a test compares the names with what they name.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+from collections.abc import Callable
+from pathlib import Path
 
-OK, NOT_OK, BAD_USE = 0, 1, 2
+from etrace_bridge._errors import InputError
+
+OK, NOT_OK, BAD_USE, INTERRUPTED = 0, 1, 2, 130
+
+RULE_OPTIONS = "options follow a colon, as in low_rank:rank=2:hops=1"
+RULE_NAMES = (
+    "bptt", "d_rtrl", "decolle", "eprop", "immediate", "kf_rtrl", "low_rank", "ostl", "otpe",
+    "ottt", "pp_prop", "rflo", "rtrl", "snap1", "snap_n", "three_factor", "uoro",
+)  # fmt: skip
+LOSS_NAMES = ("mse", "l1", "huber", "cross_entropy", "nll", "bce_with_logits")
+OPTIMIZER_NAMES = ("adam", "adamw", "sgd", "momentum", "rmsprop")
 
 
 class UsageError(Exception):
@@ -52,3 +68,20 @@ def as_chunk(value: int | str, option: str = "--chunk") -> int | str:
 def split_names(groups: list[str] | None) -> list[str]:
     """Names given as several options, or in one with commas."""
     return [name.strip() for group in groups or [] for name in group.split(",") if name.strip()]
+
+
+def existing_file(name: str) -> Path:
+    """The path of a file that is there."""
+    path = Path(name)
+    if not path.is_file():
+        raise InputError(f"There is no file `{name}`. Paths start from the current folder, {Path.cwd()}.")
+    return path
+
+
+def later(module: str, name: str) -> Callable[[argparse.Namespace], int]:
+    """A command's function, whose module is imported when the command runs."""
+
+    def run(args: argparse.Namespace) -> int:
+        return getattr(importlib.import_module(f"etrace_bridge.cli.{module}"), name)(args)
+
+    return run

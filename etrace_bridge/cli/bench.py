@@ -14,13 +14,14 @@ import jax
 import torch
 from torch import nn
 
-from etrace_bridge.check.text import seconds, size, table
-from etrace_bridge.cli.arguments import OK, UsageError, add_common_arguments, add_data_arguments, as_chunk, at_least_one, split_names
+from etrace_bridge._tables import text_table
+from etrace_bridge.check.text import seconds, size
+from etrace_bridge.cli.arguments import OK, UsageError, as_chunk, at_least_one, split_names
 from etrace_bridge.cli.model import LOSSES, in_layout, load_model, load_state, make_inputs, make_loss_and_targets, parse_shape
 from etrace_bridge.frontend import TorchRun, run_torch, to_jax, wrap
 from etrace_bridge.learning.footprint import compile_gradients
 from etrace_bridge.learning.learner import OnlineLearner
-from etrace_bridge.rules import make_rule, rule_names
+from etrace_bridge.rules import make_rule
 
 
 class BenchGRU(nn.Module):
@@ -32,26 +33,6 @@ class BenchGRU(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.readout(self.gru(x)[0])
-
-
-def add_bench(commands: Any) -> None:
-    """`bench`: rules next to torch BPTT."""
-    parser = commands.add_parser(
-        "bench",
-        help="time and memory of each rule's gradients, next to torch BPTT",
-        description="Measures the gradients of one random sequence. Other work on the machine shows in the times; ratios suffer less.",
-    )
-    parser.add_argument("model", nargs="?", help="path/to/file.py:name of a torch module or its maker (default: a GRU with a readout)")
-    parser.add_argument("--input", metavar="SIZES", help="shape of one time step, batch first (default 16,32 for the GRU)")
-    parser.add_argument("--hidden", type=int, default=64, metavar="N", help="hidden size of the GRU (default 64)")
-    parser.add_argument("--steps", type=int, default=200, help="time steps of the sequence (default 200)")
-    parser.add_argument("--rule", action="append", metavar="NAME", help=f"{', '.join(rule_names())} (default d_rtrl,pp_prop)")
-    parser.add_argument("--chunk", default="auto", help="steps in a chunk, or auto (default auto)")
-    parser.add_argument("--loss", default="mse", help=f"{', '.join(LOSSES)}, or path/to/file.py:name (default mse)")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="the least of so many times counts (default 5)")
-    add_data_arguments(parser)
-    add_common_arguments(parser)
-    parser.set_defaults(run=run_bench)
 
 
 def run_bench(args: argparse.Namespace) -> int:
@@ -101,11 +82,13 @@ class RuleCall:
         return time.perf_counter() - begin
 
     def first(self) -> dict[str, Any]:
-        """The first call, which compiles, and what XLA says that the program takes: weights, gradients, trace and buffers."""
-        taken, runtime = self.run(), self.learner._runtime
+        """The first call, which compiles, and what the compiled program takes: weights, gradients, trace and buffers."""
+        taken, runtime = self.run(), self.learner.runtime
         xs, targets = (t.transpose(0, 1) if runtime.batch_first and t.dim() > 1 else t for t in (self.xs, self.targets))
         steps = runtime.plan(len(xs)).steps
-        program = compile_gradients(runtime.session, self.learner.rule, runtime.loss_for(targets[0]), [to_jax(xs)], to_jax(targets), steps)
+        compiled = runtime.store.compiled
+        loss = runtime.losses.find(compiled, targets[0])
+        program = compile_gradients(compiled, self.learner.rule, loss, [to_jax(xs)], to_jax(targets), steps)
         return {"name": self.learner.rule.name, "chunk": steps, "first_seconds": taken, "memory": program.memory}
 
 
@@ -162,7 +145,7 @@ def _render(result: dict[str, Any]) -> str:
     return "\n".join([
         f"{result['model']}: gradients of {result['steps']} steps of {shape}, least of {result['repeats']} times",
         "",
-        *(line.rstrip() for line in table(("rule", "chunk", "time", "of torch", "memory", "of torch", "first call, compiling"), rows)),
+        *(line.rstrip() for line in text_table(("rule", "chunk", "time", "of torch", "memory", "of torch", "first call, compiling"), rows)),
         "",
         "memory: weights, gradients and what is kept for them, inputs aside; for torch, tensors saved for the backward pass.",
     ])  # fmt: skip

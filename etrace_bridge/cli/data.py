@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from etrace_bridge._errors import InputError
-from etrace_bridge.cli.model import existing_file
+from etrace_bridge.cli.arguments import existing_file
 
 CLASS_LOSSES = ("cross_entropy", "nll")
 _INPUTS, _TARGETS = ("xs", "x", "inputs"), ("targets", "target", "ys", "y", "labels")
@@ -67,6 +67,18 @@ def read_arrays(data: str, targets: str | None, target_columns: list[str]) -> tu
     if targets is None:
         raise InputError(f"{path.name!r} holds the inputs. Name the targets' file as well: `--targets targets.npy`.")
     return np.load(path, allow_pickle=False), np.load(existing_file(targets), allow_pickle=False), False
+
+
+def read_inputs(data: str, target_columns: list[str]) -> tuple[np.ndarray, bool]:
+    """Inputs alone, and whether they are one long sequence; from a `.npz`, a `.npy`, or the columns of a `.csv` that are not targets."""
+    path = existing_file(data)
+    if path.suffix == ".npy":
+        return np.load(path, allow_pickle=False), False
+    if path.suffix == ".npz":
+        with np.load(path, allow_pickle=False) as held:
+            return _array_of(held, _INPUTS, path), False
+    xs, _, stream = read_arrays(data, None, target_columns)
+    return xs, stream
 
 
 def make_sequences(

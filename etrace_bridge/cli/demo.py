@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import base64
 import html
 import io
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,12 +24,13 @@ from torch import nn
 
 from etrace_bridge._errors import BridgeError
 from etrace_bridge.check.gradients import check_gradients
+from etrace_bridge.cli.arguments import OK, at_least_one
 from etrace_bridge.compiler.graph import compile_etrace_graph
-from etrace_bridge.engine.plan import trace_bytes
-from etrace_bridge.engine.program import StepProgram
 from etrace_bridge.frontend import to_jax, wrap
 from etrace_bridge.learning.learner import OnlineLearner
 from etrace_bridge.plot import plot_graph
+from etrace_bridge.schedule.chunk_plan import trace_bytes
+from etrace_bridge.step.program import make_program
 
 _CHUNK = 2  # of 8 rows, so that most credit passes through the trace
 _BATCH = 64
@@ -58,6 +61,14 @@ class Run:
     seconds: float = 0.0
     first: float = 0.0
     memory: int = 0
+
+
+def run_demo_command(args: argparse.Namespace) -> int:
+    """Runs `demo`."""
+    page = run_demo(args.folder, at_least_one(args.epochs, "--epochs"))
+    if args.json:
+        print(json.dumps({"report": str(page)}))
+    return OK
 
 
 def run_demo(folder: str | Path = "demo-report", epochs: int = 10, console: Console | None = None) -> Path:
@@ -127,7 +138,7 @@ def train_online(model: nn.Module, train: Any, test: Any, epochs: int, console: 
         return _accuracy(model, test)
 
     _train(run, batch, accuracy, train, epochs, console)
-    program = StepProgram(learner.graph)
+    program = make_program(learner.graph)
     run.memory = trace_bytes(jax.eval_shape(lambda: learner.rule.init(program)))
     return run
 
@@ -171,7 +182,7 @@ def _train(run: Run, batch: Callable, accuracy: Callable[[], float], train: Any,
             if run.first:
                 run.seconds += taken
             else:
-                run.first = taken  # compilation, on XLA
+                run.first = taken  # compilation
         run.accuracy.append(accuracy())
 
 
@@ -212,7 +223,8 @@ _CAPTION = (
 
 
 def _write_report(folder: Path, graph: Any, comparison: Any, online: Run, bptt: Run) -> Path:
-    picture = plot_graph(graph, folder / "graph.svg").read_text()
+    plot_graph(graph, folder / "graph.svg")
+    picture = (folder / "graph.svg").read_text()
     body = [
         "<h1>A torch GRU, trained online</h1>",
         "<p>A torch GRU with a linear readout reads 8 x 8 digits row by row. It was trained twice from the same weights on the same batches: "

@@ -5,15 +5,19 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import brainstate
+import numpy as np
 import torch
 from torch import nn
 
 from etrace_bridge._errors import InputError
+from etrace_bridge.cli.arguments import existing_file
 from etrace_bridge.frontend import run_torch
 from etrace_bridge.frontend.state import flatten_state
+from etrace_bridge.learning.compiled_step import CompiledStep
+from etrace_bridge.learning.inputs import as_array
 
 LOSSES: dict[str, Callable] = {
     "mse": nn.functional.mse_loss,
@@ -23,14 +27,6 @@ LOSSES: dict[str, Callable] = {
     "nll": nn.functional.nll_loss,
     "bce_with_logits": nn.functional.binary_cross_entropy_with_logits,
 }
-
-
-def existing_file(name: str) -> Path:
-    """The path of a file that is there."""
-    path = Path(name)
-    if not path.is_file():
-        raise InputError(f"There is no file `{name}`. Paths start from the current folder, {Path.cwd()}.")
-    return path
 
 
 def load_object(reference: str) -> Any:
@@ -65,18 +61,51 @@ def load_object(reference: str) -> Any:
 
 def load_model(reference: str, seed: int = 0) -> nn.Module:
     """The torch module that `path/to/file.py:name` names: a module, or a function or class that makes one."""
+    found = load_any_model(reference, seed)
+    if not isinstance(found, nn.Module):
+        raise InputError(
+            f"`{reference}` is a brainstate module. `check`, `explain` and `recommend` take it; train it in Python, with `OnlineLearner`."
+        )
+    return found
+
+
+def load_any_model(reference: str, seed: int = 0) -> nn.Module | brainstate.nn.Module:
+    """The torch or brainstate module that `path/to/file.py:name` names: a module, or a function or class that makes one."""
     found = load_object(reference)
     torch.manual_seed(seed)
-    if not isinstance(found, nn.Module):
+    brainstate.random.seed(seed)
+    kinds = (nn.Module, brainstate.nn.Module)
+    if not isinstance(found, kinds):
         if not callable(found):
             raise InputError(f"`{reference}` is a {type(found).__name__}; it must be a torch module or a function that makes one.")
         try:
             found = found()
         except Exception as error:
             raise InputError(f"`{reference}()` failed: {type(error).__name__}: {error}. It is called without arguments.") from error
-    if not isinstance(found, nn.Module):
-        raise InputError(f"`{reference}()` returned a {type(found).__name__}, not a torch module.")
+    if not isinstance(found, kinds):
+        raise InputError(f"`{reference}()` returned a {type(found).__name__}, not a torch or brainstate module.")
     return found
+
+
+def make_module_data(
+    net: brainstate.nn.Module, shape: tuple[int, ...], steps: int, classes: int | None, loss: str, seed: int
+) -> tuple[Any, Callable, Any]:
+    """Random inputs for a brainstate module, a loss by name, and random targets of the kind that it takes."""
+    xs = make_inputs(nn.Identity(), shape, steps, classes, seed)
+    outputs = [v.aval for v in CompiledStep(net, [as_array(xs[0])]).program.out_vars]
+    like = next((torch.zeros(o.shape) for o in outputs if np.issubdtype(o.dtype, np.floating)), None)
+    if like is None or len(outputs) > 1:
+        raise InputError("The command line makes targets for a module with one floating output only. Use `check_gradients` in Python.")
+    return xs, load_loss(loss), make_targets(loss, like, steps, torch.Generator().manual_seed(seed + 1))
+
+
+def load_loss(name: str) -> Callable:
+    """A loss by name, or from `path/to/file.py:name`."""
+    if ":" in name:
+        return load_object(name)
+    if name not in LOSSES:
+        raise InputError(f"There is no loss `{name}`. Known: {', '.join(LOSSES)}; or name one of your own: path/to/file.py:name.")
+    return LOSSES[name]
 
 
 def load_state(reference: str | None) -> Any:
@@ -128,17 +157,19 @@ def make_loss_and_targets(
         return call, in_layout(torch.randn(length, *floats[0].shape, generator=generator), batch_first)
     if loss not in LOSSES:
         raise InputError(f"There is no loss `{loss}`. Known: {', '.join(LOSSES)}; or name one of your own: path/to/file.py:name.")
-    call = LOSSES[loss]
-    if loss in ("cross_entropy", "nll"):
-        shape = (length, floats[0].shape[0], *floats[0].shape[2:])
-        targets = torch.randint(0, floats[0].shape[1], shape, generator=generator)
-    elif loss == "bce_with_logits":
-        targets = torch.randint(0, 2, (length, *floats[0].shape), generator=generator).to(floats[0].dtype)
-    else:
-        targets = torch.randn(length, *floats[0].shape, generator=generator).to(floats[0].dtype)
+    call, targets = LOSSES[loss], make_targets(loss, floats[0], length, generator)
     if len(leaves) == 1:
         return call, in_layout(targets, batch_first)
     return _on_first_float(call), in_layout(targets, batch_first)
+
+
+def make_targets(loss: str, like: torch.Tensor, length: int, generator: torch.Generator) -> torch.Tensor:
+    """Random targets of the kind that a loss takes for outputs like this one, for every step."""
+    if loss in ("cross_entropy", "nll"):
+        return torch.randint(0, like.shape[1], (length, like.shape[0], *like.shape[2:]), generator=generator)
+    if loss == "bce_with_logits":
+        return torch.randint(0, 2, (length, *like.shape), generator=generator).to(like.dtype)
+    return torch.randn(length, *like.shape, generator=generator).to(like.dtype)
 
 
 def _on_first_float(loss: Callable) -> Callable:

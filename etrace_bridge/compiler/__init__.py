@@ -1,5 +1,6 @@
 """The compiler: one step of a model, read from its plain jaxpr into an `ETraceGraph`."""
 
+import etrace_bridge._precision  # noqa: F401 - before anything imports brainstate
 from etrace_bridge.compiler.certificate import Cut, Drop, ParameterCertificate
 from etrace_bridge.compiler.contacts import ContactForm, register_contact
 from etrace_bridge.compiler.diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel

@@ -182,7 +182,7 @@ def _conv(eqn: JaxprEqn, weight: int) -> ContactForm | None:
     order = [whole.index(c) for c in feature]
 
     def patches(x: Any) -> Any:
-        # Slices of the padded data, one a place of the kernel: XLA's own patches are a convolution again, slow in a loop.
+        # Slices of the padded data, one per element of the kernel: JAX's own patches are a convolution again, slow in a loop.
         x = jnp.transpose(x, dn.lhs_spec)
         edges = [(0, 0, 0), (0, 0, 0), *((low, high, d - 1) for (low, high), d in zip(p["padding"], inner, strict=True))]
         x = lax.pad(x, jnp.zeros((), x.dtype), edges)

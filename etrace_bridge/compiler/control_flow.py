@@ -6,13 +6,13 @@ Wherever a value computed from parameters alone meets data in an element-wise or
 through an equation of its own (`copy` or `broadcast_in_dim`), so that every contact is one equation.
 
 Slices are moved up through element-wise equations, `split(x @ W + b)` becomes `split(x @ W) + split(b)`: the product
-stays one matmul, and everything after it works gate by gate, which XLA's loops need to be fast. Likewise a value that
+stays one matmul, and everything after it works gate by gate, which compiled loops need to be fast. Likewise a value that
 comes from a contact is spread to many positions before the element-wise equations, not after.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,7 @@ from etrace_bridge._jax_compat import (
     make_jaxpr_closed,
     module_scope,
     remove_dead_equations,
+    scan_sizes,
     user_line,
 )
 from etrace_bridge.compiler.aliases import is_alias, producers
@@ -42,8 +43,10 @@ from etrace_bridge.compiler.diagnostics import CompilationRecord, DiagnosticKind
 from etrace_bridge.compiler.jaxpr import variables
 from etrace_bridge.compiler.primitives import CUSTOM_DERIVATIVE, is_elementwise, is_structural
 from etrace_bridge.compiler.rewrites import slices_to_splits
+from etrace_bridge.compiler.sparse import dense_product, is_sparse_product
 
 UNROLL_LIMIT = 16
+MARKED = "etp_"  # braintrace's primitives: plain operations under a name of its own, whose `impl` says which
 _INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_lin"})
 
 
@@ -93,6 +96,12 @@ class _Normaliser:
         name = eqn.primitive.name
         if name in _INLINED:
             return self.run(_body(eqn).jaxpr, _body(eqn).consts, operands)
+        if name.startswith(MARKED):
+            return self.expand(lambda *args: eqn.primitive.impl(*args, **eqn.params), operands)
+        if is_sparse_product(eqn, [v.val for v in operands]):
+            first, *positions, last = operands
+            fixed = [v.val for v in positions]
+            return self.expand(lambda values, dense: dense_product(eqn, values, *fixed, dense), [first, last])
         if name == "cond":
             return self.cond(eqn, operands)
         if name == "scan":
@@ -113,6 +122,11 @@ class _Normaliser:
             return self.bind(eqn, operands)
         shape = eqn.outvars[0].aval.shape
         return self.bind(eqn, [self.spread(v, shape) for v in operands])
+
+    def expand(self, function: Callable, operands: list[_Value]) -> list[_Value]:
+        """An equation of another library as the plain operations that it stands for."""
+        body = make_jaxpr_closed(function, *(jax.ShapeDtypeStruct(np.shape(v.val), v.val.dtype) for v in operands))
+        return self.run(body.jaxpr, body.consts, operands)
 
     def bind(self, eqn: JaxprEqn, operands: list[_Value]) -> list[_Value]:
         is_data = any(v.is_data for v in operands)
@@ -267,7 +281,7 @@ class _Normaliser:
 
     def scan(self, eqn: JaxprEqn, operands: list[_Value]) -> list[_Value]:
         p = eqn.params
-        n_consts, n_carry, length = p["num_consts"], p["num_carry"], p["length"]
+        (n_consts, n_carry), length = scan_sizes(eqn), p["length"]
         if length > UNROLL_LIMIT:
             weights = sorted({show_path(path) for v in operands for path in v.paths if v.is_weight})
             note = f", and the parameters {', '.join(weights)} inside it get no trace" if weights else ""

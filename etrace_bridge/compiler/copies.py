@@ -2,7 +2,7 @@
 
 In `h' = 0.9 h + u + roll(u)` with `u = W x`, an element of `u` feeds two places, and one trace cannot hold both. The step
 with two products, `h' = 0.9 h + u1 + roll(u2)`, is the same function, and every element feeds one place: two contacts with
-one view, each with a trace of its own. XLA computes equal products once.
+one view, each with a trace of its own. Equal products are computed once when the program is compiled.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from etrace_bridge.compiler.perturbation import HiddenPerturbation, add_hidden_p
 from etrace_bridge.compiler.positions import Alignment, feeds_many, find_alignment, places_by_group
 from etrace_bridge.compiler.records import records_of
 from etrace_bridge.compiler.relation import HiddenParamOpRelation, build_relations
-from etrace_bridge.compiler.report import render_report
+from etrace_bridge.compiler.report import render_html, render_line, render_report
 from etrace_bridge.compiler.views import Contact, Part, WeightUse
 
 
@@ -53,7 +53,7 @@ class StepStructure:
     certificates: dict[Path, ParameterCertificate]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ETraceGraph:
     """A model read into hidden groups, contacts and what is known about every parameter's online gradient.
 
@@ -103,6 +103,12 @@ class ETraceGraph:
     def report(self) -> str:
         """A table for people: parameter, contact, hidden group, exact or what is dropped and why."""
         return render_report(self)
+
+    def __repr__(self) -> str:
+        return render_line(self)
+
+    def _repr_html_(self) -> str:
+        return render_html(self)
 
     def dict(self) -> dict[str, Any]:
         """The fields by name."""

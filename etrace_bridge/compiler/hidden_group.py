@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from etrace_bridge._errors import InputError, NotSupportedError
-from etrace_bridge._jax_compat import Jaxpr, Var, make_jaxpr_closed
+from etrace_bridge._jax_compat import Jaxpr, Var, make_jaxpr_closed, sub_jaxpr
 from etrace_bridge.compiler.core import Core, build_core, join_leaf, split_leaf
 from etrace_bridge.compiler.diagnostics import Path, show_path
 from etrace_bridge.compiler.extraction import extract_module_info
@@ -156,11 +156,8 @@ def _make_group(minfo: ModuleInfo, alignment: Alignment, index: int, leaves: tup
 
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in (*constvars, *invars)]
     traced = make_jaxpr_closed(flat, *avals).jaxpr
-    jaxpr = traced.replace(
-        constvars=[*traced.constvars, *traced.invars[: len(constvars)]],
-        invars=traced.invars[len(constvars) :],
-        debug_info=traced.debug_info.with_unknown_names(),
-    )
+    inputs, own = traced.invars[: len(constvars)], traced.invars[len(constvars) :]
+    jaxpr = sub_jaxpr(traced, traced.eqns, own, traced.outvars, [*traced.constvars, *inputs])
     return HiddenGroup(
         index=index,
         hidden_paths=tuple(leaf.path for leaf in leaves),

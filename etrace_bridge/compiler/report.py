@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import brainstate
 
+from etrace_bridge._tables import html_table, text_table
 from etrace_bridge.compiler.certificate import Cut, ParameterCertificate
 from etrace_bridge.compiler.diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, Path, show_path
 from etrace_bridge.compiler.records import contact_name
@@ -22,12 +23,8 @@ _VERDICTS = {"exact": "exact", "approximate": "approximate", "none": "without gr
 def render_report(graph: ETraceGraph) -> str:
     """Parameters with their gradients, hidden groups with their states, and the numbered cuts they refer to."""
     cuts = _numbered_cuts(graph)
-    certificates = graph.certificate()
-    rows = [_row(graph, c, cuts) for c in certificates.values()]
-    for path, state in graph.module_info.retrieved_model_states.items():
-        if isinstance(state, brainstate.ParamState) and path not in certificates:
-            rows.append((show_path(path), "-", "-", "none: the step does not read it"))
-    parts = [_title(rows), "", *_table(_HEADER, rows), "", *_groups(graph)]
+    rows = _rows(graph, cuts)
+    parts = [_title(rows), "", *text_table(_HEADER, rows), "", *_groups(graph)]
     if cuts:
         parts += ["", "Cuts: from -> where credit is not followed, because positions of the state mix -> into"]
         parts += [f"  [{n}] {text}" for text, n in cuts.values()]
@@ -35,6 +32,29 @@ def render_report(graph: ETraceGraph) -> str:
     if notes:
         parts += ["", "Notes", *(f"  {r.level.value}: {r.message}" for r in notes)]
     return "\n".join(line.rstrip() for line in parts)
+
+
+def render_line(graph: ETraceGraph) -> str:
+    """The graph in one line."""
+    names = ", ".join(group.name for group in graph.hidden_groups)
+    title = _title(_rows(graph, _numbered_cuts(graph)))
+    return f"ETraceGraph({title}; hidden groups: {names or 'none'}; `report()` has the table)"
+
+
+def render_html(graph: ETraceGraph) -> str:
+    """The parameters' table and the cuts, for a notebook."""
+    cuts = _numbered_cuts(graph)
+    rows = _rows(graph, cuts)
+    return html_table(_title(rows), _HEADER, rows, [f"[{n}] {text}" for text, n in cuts.values()])
+
+
+def _rows(graph: ETraceGraph, cuts: dict) -> list[tuple[str, str, str, str]]:
+    certificates = graph.certificate()
+    rows = [_row(graph, c, cuts) for c in certificates.values()]
+    for path, state in graph.module_info.retrieved_model_states.items():
+        if isinstance(state, brainstate.ParamState) and path not in certificates:
+            rows.append((show_path(path), "-", "-", "none: the step does not read it"))
+    return rows
 
 
 def _title(rows: Sequence[Sequence[str]]) -> str:
@@ -107,11 +127,5 @@ def _groups(graph: ETraceGraph) -> list[str]:
     header = ("hidden group", "state", "shape", "packed")
     if not any(row[3] for row in rows):
         header, rows = header[:3], [row[:3] for row in rows]
-    return _table(header, rows)
+    return text_table(header, rows)
 
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns as wide as their longest entry."""
-    widths = [max(len(row[n]) for row in (header, *rows)) for n in range(len(header))]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in (header, *rows)]
-    return [lines[0], "  ".join("-" * w for w in widths), *lines[1:]]

@@ -1,4 +1,4 @@
-"""Rewrites of a step that is already in plain equations: the same values, in a form that traces and XLA like better."""
+"""Rewrites of a step that is already in plain equations: the same values, in a form that is better for traces and compiled loops."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,36 +14,22 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
-from torch.autograd.function import _is_setup_context_defined, _SingleLevelFunction
 
-from etrace_bridge._jax_compat import evaluate_jaxpr
+from etrace_bridge._jax_compat import ClosedJaxpr, evaluate_jaxpr
+from etrace_bridge.frontend import messages
+from etrace_bridge.frontend.complex import from_parts, is_complex, part_shapes, split_into_parts, to_parts
 from etrace_bridge.frontend.tensor import TracedTensor
-from etrace_bridge.frontend.tracer import active, current
+from etrace_bridge.frontend.tracer import active
 
 
-@contextlib.contextmanager
-def intercepted() -> Iterator[None]:
-    """Send `Function.apply` on traced tensors to `apply_function`, also where `F.apply` was bound before."""
-    had_own = "apply" in _SingleLevelFunction.__dict__
-    old = _SingleLevelFunction.__dict__.get("apply")
-    plain = _SingleLevelFunction.apply.__func__ if hasattr(_SingleLevelFunction.apply, "__func__") else None
+def plain_attribute(cls: type, name: str) -> Any:
+    """Give a class attribute of a Function as the class defines it, also while `functions.py` stands in front of it."""
+    return type.__getattribute__(cls, name)
 
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        tracer = current()
-        if tracer is not None and any(isinstance(a, torch.Tensor) and tracer.find(a) is not None for a in args):
-            return apply_function(cls, args, kwargs)
-        if plain is not None:
-            return plain(cls, *args, **kwargs)
-        return super(_SingleLevelFunction, cls).apply(*args, **kwargs)  # type: ignore[arg-type]
 
-    _SingleLevelFunction.apply = classmethod(apply)
-    try:
-        yield
-    finally:
-        if had_own:
-            _SingleLevelFunction.apply = old
-        else:
-            del _SingleLevelFunction.apply
+def defines_setup_context(cls: type) -> bool:
+    """Tell whether `forward` takes no `ctx` because the class sets it up separately."""
+    return plain_attribute(cls, "setup_context") is not plain_attribute(torch.autograd.Function, "setup_context")
 
 
 class Context:
@@ -54,6 +41,13 @@ class Context:
         self.materialize_grads = True
         self.non_differentiable: tuple = ()
         self.dirty: tuple = ()
+        self.output_grad_dtypes: tuple[torch.dtype | None, ...] = ()
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuse what torch's `ctx` has and this one does not; every other missing name is the model's own."""
+        if hasattr(torch.autograd.function.BackwardCFunction, name):
+            raise messages.context_attribute(name, active().place())
+        raise AttributeError(name)
 
     def save_for_backward(self, *tensors: Any) -> None:
         """Keep tensors for `backward`."""
@@ -63,6 +57,11 @@ class Context:
     def saved_variables(self) -> tuple:
         """Old name of `saved_tensors`."""
         return self.saved_tensors
+
+    @property
+    def input_grad_buffers(self) -> tuple[None, ...]:
+        """Buffers to add gradients to: none here, so `backward` returns them, as it does in torch when it runs first."""
+        return (None,) * len(self.needs_input_grad)
 
     def save_for_forward(self, *tensors: Any) -> None:
         """Keep tensors for `jvp`, which is not used: the gradient comes from `backward`."""
@@ -78,6 +77,10 @@ class Context:
     def set_materialize_grads(self, value: bool) -> None:
         """Choose between zeros and None for missing gradients; here they are always zeros."""
         self.materialize_grads = value
+
+    def set_output_grad_dtype(self, *dtypes: torch.dtype | None) -> None:
+        """Choose the dtype in which `backward` gets the gradient of each returned value; None for that of the gradient."""
+        self.output_grad_dtypes = dtypes
 
 
 def apply_function(cls: type, args: tuple, kwargs: dict) -> Any:
@@ -147,11 +150,11 @@ class _FunctionCall:
         for i, tensor in zip(self.slots, tensors, strict=True):
             inputs[i] = tensor
         with torch.no_grad():
-            if _is_setup_context_defined(self.cls.setup_context):
-                returned = self.cls.forward(*inputs, **self.kwargs)
-                self.cls.setup_context(ctx, tuple(inputs), returned)
+            if defines_setup_context(self.cls):
+                returned = plain_attribute(self.cls, "forward")(*inputs, **self.kwargs)
+                plain_attribute(self.cls, "setup_context")(ctx, tuple(inputs), returned)
             else:
-                returned = self.cls.forward(ctx, *inputs, **self.kwargs)
+                returned = plain_attribute(self.cls, "forward")(ctx, *inputs, **self.kwargs)
         outputs = returned if isinstance(returned, tuple) else (returned,)
         self.structure = tuple((isinstance(o, torch.Tensor), o) for o in outputs) if isinstance(returned, tuple) else None
         found = [o for o in outputs if isinstance(o, torch.Tensor)]
@@ -159,7 +162,7 @@ class _FunctionCall:
             (tensors.index(t), _index(found, t)) for t in ctx.dirty if _index(found, t) is not None and _index(tensors, t) is not None
         ]
         skip = [id(t) for t in ctx.non_differentiable]
-        self.differentiable_outputs = [o.is_floating_point() and id(o) not in skip for o in found]
+        self.differentiable_outputs = [(o.is_floating_point() or o.is_complex()) and id(o) not in skip for o in found]
         return ctx, found
 
     def _outputs(self, *values: Any) -> list[Any]:
@@ -178,8 +181,10 @@ class _FunctionCall:
             TracedTensor(next(waiting) if wanted else jnp.zeros(o.shape, tracer.read(o).dtype))
             for o, wanted in zip(outputs, self.differentiable_outputs, strict=True)
         ]
+        grads = [_with_dtype(g, d) for g, d in itertools.zip_longest(self._all_positions(grads), ctx.output_grad_dtypes)]
+        boxed = getattr(self.cls, "boxed_grads_call", False)
         with torch.no_grad():  # as torch runs it, unless a second derivative is asked for
-            returned = self.cls.backward(ctx, *self._all_positions(grads))
+            returned = _backward_of(self.cls)(ctx, grads) if boxed else _backward_of(self.cls)(ctx, *grads)
         returned = returned if isinstance(returned, tuple) else (returned,)
         result = []
         for slot, value in zip(self.slots, values, strict=True):
@@ -197,20 +202,33 @@ class _FunctionCall:
         return [next(waiting) if is_tensor else None for is_tensor, _ in self.structure]
 
     def _differentiable(self) -> Callable:
-        """Build the JAX function: `custom_jvp` by transposing `backward`, or `custom_vjp` if that is not linear."""
+        """Build the JAX function: `custom_jvp` by transposing `backward`, or `custom_vjp` if that is not linear.
+
+        The function is one of real numbers, complex values in two parts: torch's gradient by a complex value consists of the
+        derivatives by its two parts, so no convention for complex derivatives is needed.
+        """
         avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self._values()]
         forward = jax.make_jaxpr(self._outputs)(*avals)
-        cts = [o for o, wanted in zip(forward.out_avals, self.differentiable_outputs, strict=True) if wanted]
+        outputs, wanted = forward.out_avals, self.differentiable_outputs
+        cts = [jax.ShapeDtypeStruct(o.shape, o.dtype) for o, w in zip(outputs, wanted, strict=True) if w]
         if not cts or not any(self.needs):
             return lambda *values: evaluate_jaxpr(forward, *values)
-        cts = tuple(jax.ShapeDtypeStruct(c.shape, c.dtype) for c in cts)
-        backward = jax.make_jaxpr(self._cotangents)(tuple(avals), cts)
+        backward = jax.make_jaxpr(self._cotangents)(tuple(avals), tuple(cts))
+        if not any(is_complex(a) for a in (*avals, *outputs)):
+            return self._with_backward(forward, backward, avals, tuple(cts), wanted)
+        wanted = [w for o, w in zip(outputs, wanted, strict=True) for _ in part_shapes([o])]
+        split = self._with_backward(
+            split_into_parts(forward), split_into_parts(backward), part_shapes(avals), tuple(part_shapes(cts)), wanted
+        )
+        return lambda *values: from_parts(split(*to_parts(values)), outputs)
+
+    def _with_backward(self, forward: ClosedJaxpr, backward: ClosedJaxpr, avals: list, cts: tuple, wanted: list[bool]) -> Callable:
         run_forward = lambda *values: evaluate_jaxpr(forward, *values)  # noqa: E731
         run_backward = lambda values, c: evaluate_jaxpr(backward, *values, *c)  # noqa: E731
         run_forward.__name__ = run_backward.__name__ = self.cls.__name__
         if _is_linear(run_backward, avals, cts):
-            return _with_jvp(run_forward, run_backward, cts, self.differentiable_outputs)
-        return _with_vjp(run_forward, run_backward, self.differentiable_outputs)
+            return _with_jvp(run_forward, run_backward, cts, wanted)
+        return _with_vjp(run_forward, run_backward, wanted)
 
     def _values(self) -> list[Any]:
         return [active().read(self.args[i]) for i in self.slots]
@@ -226,6 +244,19 @@ def _inside_function() -> Iterator[Any]:
         tracer.inside_function = outer
 
 
+def _backward_of(cls: type) -> Callable:
+    """Give the method that a class declares its gradient with: `backward` or its other name, `vjp`."""
+    for name in ("vjp", "backward"):
+        method = plain_attribute(cls, name)
+        if method is not plain_attribute(torch.autograd.Function, name):
+            return method
+    raise messages.no_backward(cls.__name__, active().place())
+
+
+def _with_dtype(grad: TracedTensor | None, dtype: torch.dtype | None) -> Any:
+    return grad if grad is None or dtype is None else grad.to(dtype)
+
+
 def _index(tensors: list, wanted: Any) -> int | None:
     return next((i for i, t in enumerate(tensors) if t is wanted), None)
 
@@ -238,6 +269,8 @@ def _sum_to(grad: Any, value: Any) -> Any:
         stretched = tuple(i for i, (g, v) in enumerate(zip(grad.shape, value.shape, strict=True)) if v == 1 and g != 1)
         grad = grad.sum(axis=stretched, keepdims=True) if stretched else grad
         grad = jnp.broadcast_to(grad, value.shape)
+    if is_complex(grad) and not is_complex(value):
+        grad = lax.real(grad)
     return grad if grad.dtype == value.dtype else grad.astype(value.dtype)
 
 

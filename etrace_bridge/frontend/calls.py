@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 # Patching `nn.Module.__call__` is global: one thread at a time, and others pass straight through.
@@ -31,3 +33,8 @@ def intercepted_calls(handler: Handler) -> Iterator[None]:
             yield
         finally:
             nn.Module.__call__, _local.handler = outer_call, outer_handler
+
+
+def as_written() -> contextlib.AbstractContextManager:
+    """Run what `torch.compile` has compiled as it was written; nothing to do where it was never used, since it imports much."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from etrace_bridge._jax_compat import is_concrete
-from etrace_bridge.frontend import discover, messages
+from etrace_bridge.frontend import discover, examples, messages
 from etrace_bridge.frontend.borders import to_jax, to_torch
-from etrace_bridge.frontend.names import NamedTensor, named_tensors, to_path
+from etrace_bridge.frontend.names import NamedTensor, named_tensors, step_tensors, to_path
 from etrace_bridge.frontend.plan import StepPlan
 from etrace_bridge.frontend.starting import find_start_parameters
 from etrace_bridge.frontend.step import TracedStep, trace_step
@@ -50,13 +50,31 @@ class Core:
         self.model, self.options = model, options
         self.tensors: list[NamedTensor] = named_tensors(model)
         self.tensor_paths = {to_path(n.name) for n in self.tensors}
-        self.step_tensors = [n for n in self.tensors if n.trained or _is_step_input(n.tensor)]
+        self.step_tensors = step_tensors(model)
+        self.assumed_batch_first: bool | None = None  # what callers were told before a step's input was known
+        self._guessed_batch_first: bool | None = None
 
     def inputs_for(self, batch_size: int | None) -> tuple[tuple | None, bool]:
         """Give one step of input for a batch size, and whether it is guessed from the layers' sizes."""
         if self.options.example_input is not None:
-            return tuple(discover.with_batch(x, batch_size) for x in self.options.example_input), False
-        return discover.guess_inputs(self.model, batch_size), True
+            return tuple(examples.with_batch(x, batch_size) for x in self.options.example_input), False
+        return examples.guess_inputs(self.model, batch_size), True
+
+    def guess_batch_first(self) -> bool:
+        """Tell whether sequences are batch-first before an input is known: by the layers, else by a guessed input."""
+        if self._guessed_batch_first is None:
+            known = discover.static_batch_first(self.model, self.options.batch_first)
+            self._guessed_batch_first = self._plan_says_batch_first() if known is None else known
+        return self._guessed_batch_first
+
+    def _plan_says_batch_first(self) -> bool:
+        inputs, _ = self.inputs_for(2)
+        if inputs is None:
+            return False
+        try:
+            return self.find_plan(inputs, 2).layout == "batch_first"
+        except Exception:  # the guess may be wrong; the first input will tell
+            return False
 
     def find_plan(self, inputs: tuple, batch_size: int | None) -> StepPlan:
         """Find how a step runs, with initial states for this batch size."""
@@ -64,12 +82,13 @@ class Core:
         plan = discover.find_plan(
             self.model,
             inputs,
-            state=discover.given_state(options.state, batch_size, self.float_dtype),
+            state=examples.given_state(options.state, batch_size, self.float_dtype),
             sequence=options.sequence,
             batch_first=options.batch_first,
             batched=batch_size is not None,
+            tensors=self.step_tensors,
         )
-        state = None if options.state is None else discover.given_state(options.state, batch_size, self.float_dtype, detach=False)
+        state = None if options.state is None else examples.given_state(options.state, batch_size, self.float_dtype, detach=False)
         plan.start_parameters = find_start_parameters(self.model, inputs, plan, state)
         return plan
 
@@ -109,19 +128,16 @@ class Core:
 
     def as_input(self, x: Any) -> Any:
         """Bring an input to a JAX array; NumPy's default float64 becomes the model's float type."""
+        array = to_jax(x)
         if isinstance(x, (np.ndarray, list, float)) and np.asarray(x).dtype == np.float64:
-            x = np.asarray(x).astype(str(self.float_dtype).removeprefix("torch."))
-        return to_jax(x)
+            return array.astype(str(self.float_dtype).removeprefix("torch."))
+        return array
 
     @property
     def float_dtype(self) -> torch.dtype:
-        """The dtype of the model's first floating parameter or buffer."""
-        return next((n.tensor.dtype for n in self.tensors if n.tensor.is_floating_point()), torch.get_default_dtype())
+        """The dtype of the model's first floating parameter or buffer; of a complex one, that of its parts."""
+        return next((n.tensor.dtype.to_real() for n in self.tensors if n.tensor.is_floating_point() or n.tensor.is_complex()), torch.get_default_dtype())
 
     def example_like(self, values: tuple) -> tuple[torch.Tensor, ...]:
         """Make torch tensors of the shapes of some inputs, which may be traced."""
-        return tuple(to_torch(v) if is_concrete(v) else discover.example_tensor(v.shape, v.dtype) for v in values)
-
-
-def _is_step_input(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
+        return tuple(to_torch(v) if is_concrete(v) else examples.example_tensor(v.shape, v.dtype) for v in values)

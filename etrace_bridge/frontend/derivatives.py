@@ -5,14 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def replace_value(old: Any, new: Any) -> Any:
+    """Give the value of `new` with the gradient of `old`: what an in-place write under `torch.no_grad` does."""
+    if jnp.iscomplexobj(old):
+        return lax.complex(_replace(lax.real(old), lax.real(new)), _replace(lax.imag(old), lax.imag(new)))
+    return _replace(old, new)
 
 
 @jax.custom_jvp
-def replace_value(old: Any, new: Any) -> Any:
-    """Give the value of `new` with the gradient of `old`: what an in-place write under `torch.no_grad` does."""
+def _replace(old: Any, new: Any) -> Any:
     return new
 
 
-@replace_value.defjvp
-def _replace_value_jvp(primals: tuple, tangents: tuple) -> tuple:
+@_replace.defjvp
+def _replace_jvp(primals: tuple, tangents: tuple) -> tuple:
     return primals[1], tangents[0]

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from etrace_bridge._errors import BridgeError, StateError
+from etrace_bridge._errors import BridgeError, InputError, NotSupportedError, StateError
 from etrace_bridge.frontend import messages
 from etrace_bridge.frontend.attributes import find_attribute_slots
-from etrace_bridge.frontend.calls import LOCK, intercepted_calls, plain_call
-from etrace_bridge.frontend.plan import ArgumentSlot, StateLeaf, StepPlan, add_time_axis, native_call
+from etrace_bridge.frontend.calls import LOCK, as_written, intercepted_calls, plain_call
+from etrace_bridge.frontend.examples import random_like, scaled, with_sample_changed
+from etrace_bridge.frontend.names import NamedTensor
+from etrace_bridge.frontend.plan import ArgumentSlot, StateLeaf, StepPlan, TimeAxis, add_time_axis, native_call
 from etrace_bridge.frontend.root import find_root_adapter, same_tensors
 from etrace_bridge.frontend.snapshot import restored
 from etrace_bridge.frontend.state import (
     Adapter,
     bind_state_arguments,
     call_with_state,
+    fill_missing,
     find_adapter,
     flatten_state,
     state_names,
@@ -27,6 +32,7 @@ from etrace_bridge.frontend.state import (
 )
 
 _LENGTHS = (3, 5, 7, 11, 13)
+_MAY_BE_A_LOOP = (messages.BatchInOrder, messages.NotChained, messages.MissingArgument)
 
 
 @dataclass
@@ -77,8 +83,12 @@ def find_plan(
     sequence: bool | None = None,
     batch_first: bool | None = None,
     batched: bool = True,
+    tensors: Sequence[NamedTensor] = (),
 ) -> StepPlan:
     """Find how one step of a model runs.
+
+    A model whose `forward` takes one step, or whose state lives in layers that the bridge knows, runs as it is, with its state
+    put in and taken out. Of any other model that takes sequences, the step is found in the program of a whole sequence.
 
     Args:
         model: The torch model; it is left as it was.
@@ -87,23 +97,120 @@ def find_plan(
         sequence: Whether `forward` consumes sequences; None to find out.
         batch_first: Where the batch axis of a sequence is; None to find out.
         batched: Inputs have a batch axis.
+        tensors: The parameters and buffers that a step may read.
 
     Returns:
         The plan, with initial values for `inputs`' batch size.
     """
-    paths = {id(module): path for path, module in model.named_modules()}
     check_modules(model)
-    with LOCK, restored(model), torch.enable_grad():
+    with LOCK, restored(model), torch.enable_grad(), as_written():
+        for module in model.modules():  # a run before `wrap` must not show
+            if (adapter := find_adapter(module)) is not None:
+                adapter.reset(module)
         layout = find_layout(model, inputs, sequence, batch_first)
-        plan = StepPlan(layout=layout if batched or layout is None else "time_major")
-        with restored(model, values=False):
-            plan.root, given = find_root_adapter(model, add_time_axis(inputs, plan.layout), state)
-        plan.output_time_axes = find_time_axes(model, inputs, plan, given)
-        _find_argument_slots(model, inputs, plan, paths, given)
-        plan.attributes, plan.python = _find_attribute_slots(model, inputs, plan, paths)
-        if plan.layout is not None:
-            _check_chaining(model, inputs, plan, given)
+        layout = layout if batched or layout is None else "time_major"
+        try:
+            plan = _plan_in_layout(model, inputs, layout, state, batched)
+        except Exception as error:
+            if sequence is False or not _may_take_sequences(model, error):
+                raise
+            if not isinstance(error, BridgeError) and _runs_alone(model, inputs):  # so it takes steps, and a later one fails
+                raise
+            failure: Exception | None = error
+        else:
+            if layout is not None or plan.leaves or sequence is False or not _may_take_sequences(model, None):
+                return plan
+            failure = None
+        layouts = [layout] if layout is not None else [*(["batch_first"] if batched else []), "time_major"]
+        if layout is None and batch_first is not None:
+            layouts = ["batch_first" if batch_first else "time_major"]
+        found = _plan_loop(model, inputs, layouts, state, batched, tensors, failure)
+        return plan if found is None else found  # type: ignore[possibly-undefined]
+
+
+def _runs_alone(model: nn.Module, inputs: tuple) -> bool:
+    """Whether torch runs a single step of a model from its initial state."""
+    try:
+        with restored(model, values=False), torch.no_grad():
+            model(*fill_missing(model.forward, inputs))
+    except Exception:  # it takes no single steps, or needs a state
+        return False
+    return True
+
+
+def _may_take_sequences(model: nn.Module, error: Exception | None) -> bool:
+    """Whether it is worth trying a model on whole sequences after one step failed, or after it showed no state."""
+    known = find_adapter(model)
+    if known is not None and (known.arguments(model) or known.sequence(model) is not None):
+        return False
+    return error is None or not isinstance(error, BridgeError) or isinstance(error, _MAY_BE_A_LOOP)
+
+
+def _plan_in_layout(model: nn.Module, inputs: tuple, layout: str | None, state: Any, batched: bool) -> StepPlan:
+    """Find how a model runs whose state is in arguments, attributes and layers with an adapter."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    plan = StepPlan(layout=layout)
+    with restored(model, values=False):
+        batch_axis = None if not batched else int(plan.layout == "time_major")
+        plan.root, given = find_root_adapter(model, add_time_axis(inputs, plan.layout), state, batch_axis)
+    if plan.layout is None and batched:
+        _check_batch(model, inputs, plan, given)
+    plan.output_time_axes = find_time_axes(model, inputs, plan, given)
+    _find_argument_slots(model, inputs, plan, paths, given)
+    plan.attributes, plan.python = _find_attribute_slots(model, inputs, plan, paths)
+    if plan.layout is not None:
+        training = [(module, module.training) for module in model.modules()]
+        _check_chaining(model, inputs, plan, given)
+        for module, mode in training:
+            module.training = mode
     return plan
+
+
+def _plan_loop(
+    model: nn.Module,
+    inputs: tuple,
+    layouts: list[str],
+    state: Any,
+    batched: bool,
+    tensors: Sequence[NamedTensor],
+    failure: Exception | None,
+) -> StepPlan | None:
+    """Find the step of a model that loops over time, in the first layout in which it has a state.
+
+    Raises:
+        The reason why there is none, if the model cannot run single steps either (`failure`).
+    """
+    from etrace_bridge.frontend.time.loop import find_loop  # which imports the plan
+
+    reasons: list[Exception] = []
+    stateless = None
+    batch = next((x.shape[0] for x in inputs if isinstance(x, torch.Tensor) and x.dim()), None) if batched else None
+    for layout in layouts:
+        plan = StepPlan(layout=layout)
+        try:
+            with restored(model, values=False):
+                batch_axis = None if not batched else int(layout == "time_major")
+                plan.root, given = find_root_adapter(model, repeat_in_time(inputs, layout, 5), state, batch_axis)
+            _call_root(model, plan, given, repeat_in_time(inputs, layout, 5), Recorder())  # torch must take this layout
+            plan.loop = find_loop(model, tensors, inputs, plan, given, batch)
+        except Exception as error:  # the model does not take this layout, or looks ahead in it
+            reasons.append(error)
+            continue
+        plan.output_time_axes = plan.loop.axes
+        if plan.loop.leaves:
+            return plan
+        stateless = stateless or plan
+    known = [error for error in reasons if isinstance(error, BridgeError) and not isinstance(error, InputError)]
+    if failure is None:
+        about_time = [error for error in known if isinstance(error, (NotSupportedError, StateError))]
+        if about_time:
+            warnings.warn(messages.stateless_step(type(model).__name__, about_time[0]), stacklevel=2)
+        return None
+    if stateless is not None and not known:
+        return stateless
+    if isinstance(failure, BridgeError) and not isinstance(failure, (messages.BatchInOrder, messages.NotChained)):
+        raise failure
+    raise (known[0] if known else failure)
 
 
 def _call_root(model: nn.Module, plan: StepPlan, given: tuple | None, args: tuple, recorder: Recorder) -> Any:
@@ -115,9 +222,7 @@ def _call_root(model: nn.Module, plan: StepPlan, given: tuple | None, args: tupl
         with restored(model, values=False):
             states = root.initial(model, args)
     with restored(model, values=False), intercepted_calls(recorder):
-        if root is None or not names or states is None:
-            return model(*args)
-        return call_with_state(model, names, args, {}, root.pack(model, _copied(states)), model.forward)
+        return plan.call_from(model, args, None if states is None else _copied(states))
 
 
 def _find_attribute_slots(model: nn.Module, inputs: tuple, plan: StepPlan, paths: dict[int, str]) -> tuple[list, list]:
@@ -134,21 +239,53 @@ def _find_attribute_slots(model: nn.Module, inputs: tuple, plan: StepPlan, paths
 
 
 def _check_chaining(model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple | None) -> None:
-    """Run a short sequence at once and step by step: a state that the bridge does not carry would show."""
-    model.eval()  # dropout differs from run to run, and batch statistics from length to length
-    length = _unused_length(inputs)
-    returned = _call_root(model, plan, given, repeat_in_time(inputs, plan.layout, length), Recorder())
-    whole = flatten_state(plan.output_of(model, returned))[0]
+    """Run a random sequence at once and step by step: a state that the bridge does not carry, or a look ahead, would show."""
+    for module in model.modules():  # dropout differs from run to run; batch statistics are part of what the model computes
+        if not isinstance(module, nn.modules.batchnorm._NormBase):
+            module.training = False
+    for scale in (1.0, 5.0, 30.0):  # a spiking model that is silent agrees with everything
+        if not _check_sequence(model, inputs, plan, given, scale):
+            return
+
+
+def _check_sequence(model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple | None, scale: float) -> bool:
+    """Compare one sequence with its steps; give whether an output was all zeros."""
+    length, axis = _unused_length(inputs), 1 if plan.layout == "batch_first" else 0
+    steps = [scaled(tuple(random_like(x, step) for x in inputs), scale) for step in range(length)]
+    whole = [torch.stack(x, min(axis, x[0].dim())) if isinstance(x[0], torch.Tensor) else x[0] for x in zip(*steps, strict=True)]
+    returned = _call_root(model, plan, given, tuple(whole), Recorder())
+    expected = flatten_state(plan.output_of(model, returned))[0]
     with restored(model, values=False):
         states = [leaf.initial.clone() for leaf in plan.leaves]
-        for step in range(length):
-            output, states = plan.run(model, inputs, states, native_call(model))
-            for (_, found), (_, wanted), axis in zip(flatten_state(output)[0], whole, plan.output_time_axes, strict=True):
+        for step, x in enumerate(steps):
+            output, states = plan.run(model, x, states, native_call(model))
+            for (_, found), (_, wanted), axis in zip(flatten_state(output)[0], expected, plan.output_time_axes, strict=True):
                 if axis is None and step < length - 1:
                     continue
-                wanted = wanted if axis is None else wanted.select(axis, step)
+                wanted = wanted if axis is None else axis.select(wanted, step)
                 if not torch.allclose(found, wanted, rtol=1e-3, atol=1e-5, equal_nan=True):
                     raise messages.not_chained(type(model).__name__, [".".join(leaf.path) for leaf in plan.leaves])
+    return any(not bool(tensor.any()) for _, tensor in expected)
+
+
+def _check_batch(model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple | None) -> None:
+    """Raise if a step reads the samples of a batch one after the other: then the first axis is time."""
+    size = next((x.shape[0] for x in inputs if isinstance(x, torch.Tensor) and x.dim()), 1)
+    if size < 3:  # with two samples, "reads the first one" and "in order" look the same
+        return
+    base = tuple(random_like(x, 0) for x in inputs)
+    runs = []
+    for sample in (None, 0, 1, size - 1):
+        changed = tuple(with_sample_changed(x, 0, size, sample) for x in base)
+        try:
+            runs.append([t for _, t in flatten_state(_call_root(model, plan, given, changed, Recorder()))[0]])
+        except Exception:  # the call itself will be judged where the states are looked for
+            return
+    for plain, *others in zip(*runs, strict=False):
+        if plain.dim() and plain.shape[0] == size and all(plain.shape == other.shape for other in others):
+            rows = [(plain != other).reshape(size, -1).any(1).tolist() for other in others]
+            if rows == [[row >= sample for row in range(size)] for sample in (0, 1, size - 1)]:
+                raise messages.reads_batch_in_order(type(model).__name__)
 
 
 def check_modules(model: nn.Module) -> None:
@@ -192,7 +329,7 @@ def _layers_see_time(model: nn.Module, inputs: tuple, layout: str) -> bool:
     recorder = Recorder()
     try:
         with restored(model, values=False), intercepted_calls(recorder):
-            model(*repeat_in_time(inputs, layout, length))
+            model(*fill_missing(model.forward, repeat_in_time(inputs, layout, length)))
     except BridgeError:
         raise
     except Exception:  # the model does not take this layout; what it raises is its own affair
@@ -215,7 +352,8 @@ def _loops_over_first_axis(model: nn.Module, inputs: tuple) -> bool:
         recorder = Recorder()
         try:
             with restored(model, values=False), intercepted_calls(recorder):
-                model(*[x[:1].expand(size, *x.shape[1:]).contiguous() if isinstance(x, torch.Tensor) and x.dim() else x for x in inputs])
+                first = [x[:1].expand(size, *x.shape[1:]).contiguous() if isinstance(x, torch.Tensor) and x.dim() else x for x in inputs]
+                model(*fill_missing(model.forward, tuple(first)))
         except Exception:  # another call convention; the step itself will tell
             return False
         counts.append(recorder.total)
@@ -233,19 +371,27 @@ def _unused_length(inputs: tuple, skip: int = 0) -> int:
     return [length for length in _LENGTHS if length not in sizes][skip]
 
 
-def find_time_axes(model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple | None) -> tuple[int | None, ...]:
-    """Find the time axis of each output tensor: the axis whose size follows the length of the sequence."""
+def find_time_axes(model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple | None) -> tuple[TimeAxis | None, ...]:
+    """Find the time axis of each output tensor: the axis whose size follows the length of the sequence.
+
+    An axis of several times that size has time and batch in it, in the order of the layout.
+    """
     if plan.layout is None:
         return ()
     shapes = []
     for skip in (0, 1):
-        args = repeat_in_time(inputs, plan.layout, _unused_length(inputs, skip))
+        length = _unused_length(inputs, skip)
+        args = repeat_in_time(inputs, plan.layout, length)
         returned = _call_root(model, plan, given, args, Recorder())
         shapes.append([tuple(t.shape) for _, t in flatten_state(plan.output_of(model, returned))[0]])
-    axes = []
+    axes: list[TimeAxis | None] = []
     for short, long in zip(*shapes, strict=True):
         changed = [i for i, (a, b) in enumerate(zip(short, long, strict=True)) if a != b]
-        axes.append(changed[0] if changed else None)
+        if not changed:
+            axes.append(None)
+            continue
+        together = max(1, long[changed[0]] // length)
+        axes.append(TimeAxis(changed[0], together, 1) if plan.layout == "batch_first" else TimeAxis(changed[0], 1, together))
     return tuple(axes)
 
 
@@ -260,11 +406,25 @@ def _find_argument_slots(model: nn.Module, inputs: tuple, plan: StepPlan, paths:
         carried = call.module is model or plan.layout is not None
         if carried and call.adapter.arguments(call.module):
             with restored(model, values=False):
-                plan.arguments.append(_argument_slot(call, paths[id(call.module)]))
+                plan.arguments.append(_argument_slot(call, paths[id(call.module)], _inner_starts(recorder.calls, call)))
     plan.arguments.sort(key=lambda slot: slot.module is not model)
 
 
-def _argument_slot(call: Call, path: str) -> ArgumentSlot:
+def _inner_starts(calls: Sequence[Call], outer: Call) -> dict[int, torch.Tensor]:
+    """Give the initial values of states that inner layers made for themselves, by `id` of the new states that came out."""
+    found = {}
+    for call in calls:
+        if call is outer or not call.adapter.arguments(call.module) or any(value is not None for value in call.given):
+            continue
+        values = call.adapter.initial(call.module, call.inputs)
+        new = flatten_state(call.adapter.split(call.module, call.returned)[1])[0]
+        old = [] if values is None else flatten_state(values)[0]
+        if [t.shape for _, t in new] == [t.shape for _, t in old]:
+            found.update({id(a): b for (_, a), (_, b) in zip(new, old, strict=True)})
+    return found
+
+
+def _argument_slot(call: Call, path: str, inner: dict[int, torch.Tensor]) -> ArgumentSlot:
     adapter = call.adapter
     names = adapter.arguments(call.module)
     values = None if all(value is None for value in call.given) else adapter.adopt(call.module, call.given)
@@ -272,7 +432,7 @@ def _argument_slot(call: Call, path: str) -> ArgumentSlot:
         # no state was passed, or a placeholder that the module itself replaces in its first step
         values = adapter.initial(call.module, call.inputs)
         if values is None:
-            values = zero_state(call.module, adapter, call.inputs, call.returned, path)
+            values = zero_state(call.module, adapter, call.inputs, call.returned, path, inner)
     prefix = (*(path.split(".") if path else ()), *((f"call{call.index + 1}",) if call.index else ()))
     skeletons, leaves = [], []
     for name, value in zip(names, values, strict=True):
@@ -288,14 +448,18 @@ def _keeps_shape(before: tuple, after: tuple) -> bool:
     return [t.shape for _, t in flatten_state(before)[0]] == [t.shape for _, t in flatten_state(after)[0]]
 
 
-def zero_state(module: nn.Module, adapter: Adapter, inputs: tuple, returned: Any, path: str) -> tuple:
-    """Make a state of zeros like the one a module returned, and check that the module starts from zeros itself."""
+def zero_state(
+    module: nn.Module, adapter: Adapter, inputs: tuple, returned: Any, path: str, known: dict[int, torch.Tensor] | None = None
+) -> tuple:
+    """Make a state of zeros like the one a module returned, and check that the module starts from it: output and new state agree.
+
+    `known` has the initial values that are known, by `id` of the new states.
+    """
     names = adapter.arguments(module)
-    output, states = adapter.split(module, returned)
-    leaves, skeleton = flatten_state(states)
-    zeros = unflatten_state(skeleton, [torch.zeros_like(t) for _, t in leaves])
-    again, _ = adapter.split(module, call_with_state(module, names, inputs, {}, zeros, module.forward))
-    if not same_tensors(output, again):
+    leaves, skeleton = flatten_state(adapter.split(module, returned)[1])
+    starts = [(known or {}).get(id(t)) for _, t in leaves]
+    zeros = unflatten_state(skeleton, [torch.zeros_like(t) if s is None else s.clone() for (_, t), s in zip(leaves, starts, strict=True)])
+    if not same_tensors(returned, call_with_state(module, names, inputs, {}, zeros, module.forward)):
         raise StateError(
             f"Module `{path or '(root)'}` ({type(module).__name__}) starts from a state that is not zero when "
             f"`{names[0]}` is None, and the bridge cannot see which. Pass `wrap(model, state=lambda batch_size: ...)`, "
@@ -304,54 +468,9 @@ def zero_state(module: nn.Module, adapter: Adapter, inputs: tuple, returned: Any
     return zeros
 
 
-# ---- inputs
-
-
-def guess_inputs(model: nn.Module, batch_size: int | None) -> tuple[torch.Tensor, ...] | None:
-    """Make an input from the size of the first layer that states one; None if no layer does."""
-    batch = () if batch_size is None else (batch_size,)
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
-    for module in model.modules():
-        if isinstance(module, nn.modules.conv._ConvNd):
-            return None
-        if isinstance(module, nn.Embedding):
-            return (torch.zeros(batch, dtype=torch.int64),)
-        size = next((s for name in ("in_features", "input_size") if isinstance(s := getattr(module, name, None), int)), None)
-        if size is not None:
-            return (example_tensor((*batch, size), dtype),)
-    return None
-
-
-def example_tensor(shape: tuple[int, ...], dtype: Any) -> torch.Tensor:
-    """Make an example of an input: ordinary numbers that do not repeat, or zeros for integers."""
-    kind = dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype))
-    if not (kind.is_floating_point or kind.is_complex):
-        return torch.zeros(shape, dtype=kind)
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(shape, generator=generator).to(kind)
-
-
-def with_batch(x: torch.Tensor, batch_size: int | None) -> torch.Tensor:
-    """Repeat or cut an example to a batch size."""
-    if batch_size is None or x.dim() == 0 or x.shape[0] == batch_size:
-        return x
-    return x[torch.arange(batch_size) % x.shape[0]]
-
-
-def given_state(state: Any, batch_size: int | None, dtype: torch.dtype, detach: bool = True) -> Any:
-    """Give the user's initial state for a batch size, floating tensors in the model's dtype, constant or as it was made."""
-    made = state(batch_size) if callable(state) and not isinstance(state, (torch.Tensor, nn.Module)) else state
-    leaves, skeleton = flatten_state(made)
-    tensors = [t.detach() if detach else t for _, t in leaves]
-    tensors = [t.to(dtype) if t.is_floating_point() else t for t in tensors]
-    if state is made and batch_size is not None:
-        tensors = [with_batch(t, batch_size) for t in tensors]
-    return unflatten_state(skeleton, tensors)
-
-
-def static_batch_first(model: nn.Module, batch_first: bool | None) -> bool:
-    """Tell from the layers alone whether sequences are batch-first."""
+def static_batch_first(model: nn.Module, batch_first: bool | None) -> bool | None:
+    """Tell from the layers alone whether sequences are batch-first; None if no layer tells."""
     if batch_first is not None:
         return batch_first
     found = [a.sequence(m) for m in model.modules() if (a := find_adapter(m)) is not None]
-    return next((layout == "batch_first" for layout in found if layout is not None), False)
+    return next((layout == "batch_first" for layout in found if layout is not None), None)

@@ -122,6 +122,8 @@ _CONCRETE = frozenset(
     ]
 )
 _COMPARISONS = frozenset(("gt", "ge", "lt", "le", "eq", "ne"))
+# They change a tensor's shape, not its memory: a traced tensor keeps its shape.
+_RESHAPING = frozenset(("squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_"))
 _GRAD_FLAGS = frozenset(("requires_grad", "requires_grad_", "retain_grad", "detach_", "register_hook"))
 _SHAPE_ONLY = frozenset(
     [
@@ -200,6 +202,8 @@ def dispatch(func: Callable, args: tuple, kwargs: dict) -> Any:
         return name == "__ne__"
     if not live and not (rule is not None and rule.name in _RANDOM):
         return func(*args, **kwargs)
+    if torch.is_autocast_enabled("cpu"):
+        raise messages.autocast(tracer.place())
     if name in _GRAD_FLAGS:
         return _grad_flag(tracer, func, name, args)
     if name in _CONCRETE and (rule is None or name not in ("item", "equal")):
@@ -234,14 +238,24 @@ def dispatch_aten(func: Callable, args: tuple, kwargs: dict) -> Any:
         return _apply(tracer, rule, args, kwargs)
     if name in _CONCRETE:
         raise messages.needs_value(name, tracer.place())
+    decomposed = _decompose(func, args, kwargs)
+    if decomposed is NotImplemented:
+        raise messages.unsupported_op(str(func), tracer.place())
+    return decomposed
+
+
+def _decompose(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """Compute an op without a rule by the ops that torch itself makes of it; `NotImplemented` if torch knows none.
+
+    First by the C++ code of a composite op, then by torch's registered decompositions, where a `prims` op stands for the aten op
+    of the same name.
+    """
     decomposed = func.decompose(*args, **kwargs)
     if decomposed is not NotImplemented:
         return decomposed
     from torch._decomp import decomposition_table  # slow to import, and rarely needed
 
-    if func in decomposition_table:
-        return decomposition_table[func](*args, **kwargs)
-    raise messages.unsupported_op(str(func), tracer.place())
+    return decomposition_table[func](*args, **kwargs) if func in decomposition_table else NotImplemented
 
 
 def _apply_masked(tracer: Tracer, func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
@@ -291,6 +305,8 @@ def _apply(tracer: Tracer, rule: registry.OpRule, args: tuple, kwargs: dict) -> 
                 _write(tracer, target, lax.stop_gradient(value), origin)
     if out is not None:
         return _write_out(tracer, out, result, origin)
+    if rule.name in _RESHAPING and np.shape(result) != tuple(args[0].shape):
+        raise messages.inplace_shape(tuple(args[0].shape), np.shape(result), tracer.place())
     if rule.writes_input(args, kwargs):
         target = args[0] if args else kwargs["input" if "input" in kwargs else "self"]
         _write(tracer, target, result, origin)
@@ -424,16 +440,33 @@ def _to_traced(tracer: Tracer, value: Any) -> Any:
 def _get_data(tracer: Tracer, tensor: torch.Tensor) -> TracedTensor:
     """`x.data`: the same memory without gradient."""
     source = tracer.traced(tensor)
-    return TracedTensor(lax.stop_gradient(source.value), base=source, view=lax.stop_gradient, origin=source.origin, differentiable=False)
+    if id(source.value) not in tracer.data_values:
+        tracer.data_values[id(source.value)] = source.value, lax.stop_gradient(source.value)
+    value = tracer.data_values[id(source.value)][1]
+    return TracedTensor(value, base=source, view=lax.stop_gradient, origin=source.origin, differentiable=False)
 
 
 def _set_data(tracer: Tracer, tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """`x.data = y`: a new value, the old gradient."""
+    """`x.data = y`: a new value, the old gradient; nothing if `y` is what `x.data` gave (a bound that is not set, say)."""
+    known = tracer.data_values.get(id(tracer.traced(tensor).value))
+    if known is not None and tracer.read(value) is known[1]:
+        return
     with torch.no_grad():
         _write(tracer, tensor, tracer.read(value), _origin(tracer, value))
 
 
+def _set_part(part: Any) -> Callable:
+    """`z.real = x`, `z.imag = x`: a write through the view."""
+
+    def write(tracer: Tracer, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        _write(tracer, dispatch(part.__get__, (tracer.traced(tensor),), {}), tracer.read(value), _origin(tracer, value))
+
+    return write
+
+
 _SPECIAL: dict[Callable, Callable] = {
+    torch.Tensor.real.__set__: _set_part(torch.Tensor.real),
+    torch.Tensor.imag.__set__: _set_part(torch.Tensor.imag),
     torch.Tensor.data.__get__: _get_data,
     torch.Tensor.data.__set__: _set_data,
 }

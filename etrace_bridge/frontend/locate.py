@@ -5,14 +5,20 @@ from __future__ import annotations
 import linecache
 import os
 import sys
+import traceback
 from types import FrameType
 
 import jax
 import torch
 import torch2jax
 
-_FOREIGN = tuple(os.path.join(os.path.dirname(os.path.abspath(str(package.__file__))), "") for package in (torch, jax, torch2jax)) + (
-    os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""),
+from etrace_bridge._jax_compat import JaxprEqn, module_scope
+from etrace_bridge._jax_compat import user_line as traced_line
+
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_FOREIGN = (
+    *(os.path.join(os.path.dirname(os.path.abspath(str(package.__file__))), "") for package in (torch, jax, torch2jax)),
+    _PACKAGE,
 )
 _ADAPTERS = f"{os.sep}adapters{os.sep}"
 
@@ -22,6 +28,13 @@ def is_user_file(filename: str) -> bool:
     if filename.startswith(("<", *_FOREIGN)):
         return False
     return not (_ADAPTERS in filename and "etrace" in filename.lower())
+
+
+def equation_line(eqn: JaxprEqn) -> str:
+    """Describe the line of user code that an equation was traced from, and its module."""
+    scope = module_scope(eqn).replace("/", ".")
+    line = traced_line(eqn, skip=_FOREIGN) or "an unknown line"
+    return f"module `{scope}`, {line}" if scope else line
 
 
 def user_line() -> str:
@@ -35,3 +48,9 @@ def user_line() -> str:
             return f"{place}: `{code}`" if code else place
         frame = frame.f_back
     return "an unknown line"
+
+
+def raised_inside(model: object, error: BaseException) -> bool:
+    """Tell whether an error left a call of the model: a method of it, its own or one of torch's, is in the traceback."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(frame.f_locals.get("self") is model and not frame.f_code.co_filename.startswith(_PACKAGE) for frame in frames)

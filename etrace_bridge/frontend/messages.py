@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from etrace_bridge._errors import InputError, NotSupportedError, StateError, TracingError, UnsupportedOpError
+from etrace_bridge._errors import BridgeError, InputError, NotSupportedError, StateError, TracingError, UnsupportedOpError
 
 
 def unsupported_op(op: str, place: str) -> UnsupportedOpError:
@@ -22,6 +22,15 @@ def unsupported_op(op: str, place: str) -> UnsupportedOpError:
         f'    @eb.register_op("{key}")\n'
         f"    def rule(input, *args, **kwargs):\n"
         f"        return jnp.tanh(input)  # what the op computes\n"
+    )
+
+
+def complex_op(primitive: str, place: str) -> UnsupportedOpError:
+    """An operation on complex values that has no form in real ones."""
+    return UnsupportedOpError(
+        f"The operation `{primitive}` is applied to a complex value, in {place}. The bridge computes with real and imaginary parts, "
+        f"and has no rule for this operation in those terms. Write it with real tensors there (`z.real`, `z.imag`, "
+        f"`torch.view_as_real(z)`), and join them with `torch.complex`."
     )
 
 
@@ -132,15 +141,85 @@ def not_online(layer: str, path: str, why: str, todo: str) -> NotSupportedError:
     return NotSupportedError(f"`{path or '(root)'}` ({layer}) cannot run online: {why} {todo}")
 
 
-def not_chained(model: str, states: list[str]) -> StateError:
+class NotChained(StateError):
+    """A sequence model gives something else step by step."""
+
+
+class BatchInOrder(StateError):
+    """A step loops over the samples of a batch."""
+
+
+class MissingArgument(InputError):
+    """`forward` fails without an argument that may be a state or an input."""
+
+
+class UnseenState(StateError):
+    """Something that the bridge cannot see changes from step to step."""
+
+
+def not_chained(model: str, states: list[str]) -> NotChained:
     """A sequence model whose state the bridge cannot see."""
     known = ", ".join(f"`{name}`" for name in states) or "none"
-    return StateError(
+    return NotChained(
         f"`{model}.forward` takes sequences, and running it step by step does not give what it gives for a whole "
         f"sequence. Its output depends on earlier (or later) steps through something other than the states that were "
         f"found ({known}): most often a loop over time in `forward` whose state is a local variable. Write one time "
         f"step as `forward(x, state) -> (output, state)`, keep the state in `self.h`, or put the recurrence in a cell "
         f"module with an adapter. If `forward` takes one time step, pass `wrap(model, sequence=False)`."
+    )
+
+
+def needs_state(model: str, names: Sequence[str], error: Exception, known: bool) -> BridgeError:
+    """A required argument: a state, or one that may be a state or an input."""
+    listed, cause = ", ".join(names), f"{type(error).__name__}: {error}"
+    if known:
+        return StateError(
+            f"`{model}.forward` needs a state in `{listed}` and fails without one ({cause}). The bridge cannot know its shape. Pass "
+            f"`wrap(model, state=lambda batch_size: torch.zeros(batch_size, hidden))`, with the structure that `forward` expects."
+        )
+    return MissingArgument(
+        f"`{model}.forward` fails without `{listed}` ({cause}). If that is an input, call the model with all its inputs, or show them "
+        "first: `wrap(model, example_input=(x, ...))`. If it is a state, pass `wrap(model, state=lambda batch_size: "
+        "torch.zeros(batch_size, hidden))`."
+    )
+
+
+def unclear_state(model: str, readings: Sequence[str]) -> StateError:
+    """A `forward` whose state arguments can be understood in several ways, with different results."""
+    listed = "; ".join(dict.fromkeys(readings))
+    name = readings[0].split("`")[1]
+    return StateError(
+        f"`{model}.forward` can be called from step to step in more than one way, with different results: {listed}; or with no "
+        f"state at all. Say which argument is the state: `wrap(model, state={{'{name}': lambda batch_size: torch.zeros(batch_size, "
+        f"hidden)}})`, and `state={{}}` if none is. Inside `forward`, assign the new state to the argument itself "
+        f"(`{name} = ...; return output, {name}`): then nothing needs to be said."
+    )
+
+
+def reads_batch_in_order(model: str) -> BatchInOrder:
+    """A step that loops over the batch."""
+    return BatchInOrder(
+        f"`{model}.forward`, called with one time step `(batch, ...)`, reads the samples of the batch one after the other: it takes "
+        f"the first axis for time (a loop over `x`; `nn.GRU` and its relatives read a 2-D input as one sequence without batch). "
+        f"For one step of a batch give the layer a time axis (`self.gru(x.unsqueeze(0), h)`), or wrap a model that takes "
+        f"whole sequences `(time, batch, ...)`."
+    )
+
+
+def other_layout(model: str, batch_first: bool) -> InputError:
+    """A model whose layout was not known when its sequence was cut into steps."""
+    layout = "(batch, time, ...)" if batch_first else "(time, batch, ...)"
+    return InputError(
+        f"`{model}.forward` takes sequences as {layout}, which could not be seen before the first input. Say so: "
+        f"`wrap(model, batch_first={batch_first})`, or show one time step: `wrap(model, example_input=x)`."
+    )
+
+
+def autocast(place: str) -> NotSupportedError:
+    """Autocast inside a traced model."""
+    return NotSupportedError(
+        f"`torch.autocast` is on, in {place}. The bridge computes in the dtypes of the model's own tensors and would silently "
+        f"give other numbers than torch. Leave autocast out, or convert the model (`model.bfloat16()`)."
     )
 
 
@@ -153,14 +232,23 @@ def python_state(names: list[str]) -> TracingError:
     )
 
 
-def unseen_state(states: list[str]) -> StateError:
+def unseen_state(states: list[str]) -> UnseenState:
     """A step whose result depends on something that is in no tensor or attribute."""
     known = ", ".join(f"`{name}`" for name in states) or "none"
-    return StateError(
+    return UnseenState(
         f"A second step from the same input and the same states ({known}) gives something else than the model itself "
         f"gave. Something that the bridge cannot see changes from step to step: a closure, a global, an object kept in "
         f"an attribute, an iterator, Python's or NumPy's random numbers. One step is compiled once, so it would be "
         f"frozen. Keep it in a tensor attribute or buffer of the module, or pass it as an input."
+    )
+
+
+def stateless_step(model: str, reason: Exception) -> str:
+    """A model without a state that mixes the steps of a whole sequence, as a warning."""
+    return (
+        f"`{model}.forward` runs on one time step `(batch, ...)` and keeps no state, so each step stands alone. It also takes whole "
+        f"sequences, and mixes their steps in a way that cannot be run step by step: {reason} If it is meant to take sequences, that "
+        f"is the reason why it cannot be wrapped; if single steps, say so with `wrap(model, sequence=False)`."
     )
 
 
@@ -189,6 +277,23 @@ def scripted(layer: str, path: str) -> NotSupportedError:
         f"Module `{path or '(root)'}` is a `{layer}` compiled by TorchScript. The bridge traces Python code; a scripted "
         f"module shows neither its state nor, once it is optimised, its gradient. Wrap the model with the module that "
         f"was given to `torch.jit.script` or `torch.jit.trace`; the weights are the same."
+    )
+
+
+def no_backward(function: str, place: str) -> NotSupportedError:
+    """An `autograd.Function` that declares no gradient."""
+    return NotSupportedError(
+        f"`{function}` defines neither `backward` nor `vjp`, and is applied to a tensor that needs a gradient, in {place}. "
+        f"Define one of them, or apply it under `torch.no_grad()` if no gradient should pass."
+    )
+
+
+def context_attribute(name: str, place: str) -> NotSupportedError:
+    """Something that torch's `ctx` has and the bridge's has not."""
+    return NotSupportedError(
+        f"An `autograd.Function` uses `ctx.{name}`, in {place}, which the bridge does not have: JAX differentiates the traced "
+        f"step, and there is no torch graph to ask about. Save what `backward` needs with `ctx.save_for_backward` or as an "
+        f"attribute of `ctx`."
     )
 
 
@@ -234,6 +339,15 @@ def model_fails(model: str, shapes: list[tuple], error: Exception) -> InputError
     )
 
 
+def bridge_failed(model: str, error: Exception) -> TracingError:
+    """Something other than the torch model raised."""
+    return TracingError(
+        f"The bridge failed on `{model}` with {type(error).__name__}: {error}\nThis is not an error of the torch model but one "
+        f"of the bridge, or of a version that it was not tested with (see Install in the README). Please report it with the "
+        f"traceback."
+    )
+
+
 def wrong_names(missing: list[str], unexpected: list[str]) -> InputError:
     """A state dict that does not fit the model."""
     parts = ["The state dict does not fit the model."]
@@ -242,6 +356,11 @@ def wrong_names(missing: list[str], unexpected: list[str]) -> InputError:
     if unexpected:
         parts.append(f"Unexpected names: {', '.join(unexpected)}.")
     return InputError(" ".join([*parts, "Pass `strict=False` to take what fits."]))
+
+
+def wrong_kind(name: str, found: torch.dtype, expected: torch.dtype) -> InputError:
+    """A real tensor for a complex one, or the other way round."""
+    return InputError(f"The state dict has `{name}` as `{found}`; the model's is `{expected}`. Convert it first: `tensor.to({expected})`.")
 
 
 def wrong_shape(name: str, found: tuple, expected: tuple) -> InputError:

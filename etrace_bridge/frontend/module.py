@@ -14,10 +14,13 @@ from torch import nn
 
 from etrace_bridge._errors import BridgeError, InputError, StateError
 from etrace_bridge._jax_compat import is_concrete
-from etrace_bridge.frontend import discover, messages
-from etrace_bridge.frontend.borders import to_jax, to_torch
+from etrace_bridge.frontend import discover, locate, messages
+from etrace_bridge.frontend.borders import held_shape, to_jax, to_real_jax, to_torch
+from etrace_bridge.frontend.canary import check_hooks
 from etrace_bridge.frontend.core import Core, Session, WrapOptions
-from etrace_bridge.frontend.names import Path, check_dtypes, to_path
+from etrace_bridge.frontend.names import Path, check_dtypes, to_name, to_path
+from etrace_bridge.frontend.outer import check_arguments, unwrapped
+from etrace_bridge.frontend.plan import StateLeaf
 from etrace_bridge.frontend.steady import SteadyStep
 from etrace_bridge.frontend.step import TracedStep, pack_output
 from etrace_bridge.frontend.tree import insert, lookup, outside_traces, remove
@@ -74,17 +77,48 @@ class BridgedModule(brainstate.nn.Module):
         """Whether sequences for this model are `(batch, time, ...)` rather than `(time, batch, ...)`."""
         if self._session is not None:
             return self._session.plan.layout == "batch_first"
-        return bool(discover.static_batch_first(self.model, self._core.options.batch_first))
+        self._core.assumed_batch_first = self._core.guess_batch_first()
+        return self._core.assumed_batch_first
+
+    @property
+    def reduction(self) -> str | None:
+        """How the model's `forward` reduces its output over time: `"last"`, `"sum"`, `"mean"`, or None if it gives every step.
+
+        `net(x)` gives each step's own output: what `forward` would return if the sequence ended here (`"last"`), or what it
+        adds up (`"sum"`, `"mean"`). The loss of such a model belongs to the last step, or to the sum or mean of all outputs.
+        """
+        plan = self._ready().plan
+        if plan.layout is None or all(axis is not None for axis in plan.output_time_axes):
+            return None
+        kinds = {"last"} if plan.loop is None else {kind for kind in plan.loop.reductions if kind is not None}
+        return kinds.pop() if len(kinds) == 1 else "last"
+
+    @property
+    def takes_sequences(self) -> bool:
+        """Whether the model's own `forward` consumes sequences rather than one time step."""
+        return self._ready().plan.layout is not None
 
     @property
     def hidden_paths(self) -> tuple[Path, ...]:
         """Paths of the hidden states, in the order of the step."""
         return tuple(leaf.path for leaf in self._ready().plan.leaves if leaf.hidden)
 
+    def hidden_tensors(self, values: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """Give the states of a step by name as torch tensors, complex where the model's are, from values in the step's order."""
+        leaves = self._ready().plan.leaves
+        return {to_name(leaf.path): to_torch(v, leaf.initial) for leaf, v in zip(leaves, values, strict=True)}
+
     @property
     def start_parameters(self) -> tuple[str, ...]:
         """Parameters that do nothing but make the initial state: they get no gradient, since that state is a constant here."""
         return self._ready().plan.start_parameters
+
+    def __repr__(self) -> str:
+        kind, trained = type(self.model).__name__, len(self.parameter_names)
+        if self._session is None:
+            return f"BridgedModule({kind}: {trained} trained parameters; no states yet)"
+        shapes = (f"{to_name(leaf.path)} {tuple(leaf.initial.shape)}" for leaf in self._session.plan.leaves if leaf.hidden)
+        return f"BridgedModule({kind}: {trained} trained parameters; states: {', '.join(shapes) or 'none'})"
 
     # ---- states
 
@@ -98,8 +132,8 @@ class BridgedModule(brainstate.nn.Module):
         first call.
         """
         inputs, guessed = self._core.inputs_for(batch_size)
-        if self._session is not None and self._session.batch_size == batch_size and not guessed:
-            inputs = self._session.inputs
+        if self._session is not None and self._session.batch_size == batch_size:
+            inputs = self._session.inputs  # what the states were made for; if `guessed`, another shape may follow
         if inputs is None:
             self._session, self._pending = None, batch_size
             return
@@ -119,9 +153,10 @@ class BridgedModule(brainstate.nn.Module):
         old = self._session
         same = old is not None and old.batch_size == batch_size and _same_shapes(old.inputs, inputs) and old.mode == self._core.mode
         session = old if same and old is not None else self._plan_states(inputs, batch_size, guessed)
+        session.guessed = guessed
         for leaf in session.plan.leaves:
             if leaf.hidden or leaf.path not in self._core.tensor_paths:  # statistics in buffers outlive a sequence
-                lookup(self._tree, leaf.path).value = to_jax(leaf.initial)
+                lookup(self._tree, leaf.path).value = to_real_jax(leaf.initial)
 
     def _start_from(self, values: tuple, batch_size: int | None) -> Session:
         """Make the states for an input that the user gave; if the torch model does not take it, say so."""
@@ -131,6 +166,8 @@ class BridgedModule(brainstate.nn.Module):
         except BridgeError:
             raise
         except Exception as error:
+            if not locate.raised_inside(self.model, error):
+                raise messages.bridge_failed(type(self.model).__name__, error) from error
             raise messages.model_fails(type(self.model).__name__, [tuple(x.shape) for x in examples], error) from error
         return self._ready()
 
@@ -139,6 +176,9 @@ class BridgedModule(brainstate.nn.Module):
         core = self._core
         with jax.ensure_compile_time_eval():  # the states belong to the module, also if they are made during a trace
             session = Session(batch_size, core.find_plan(inputs, batch_size), inputs, guessed, core.mode)
+            assumed, layout = core.assumed_batch_first, session.plan.layout
+            if assumed is not None and layout is not None and assumed != (layout == "batch_first") and not guessed:
+                raise messages.other_layout(type(self.model).__name__, layout == "batch_first")
             core.drop_unread_states(session)
             old = {path: lookup(self._tree, path) for path in self._made}
             for path, state in old.items():
@@ -146,10 +186,10 @@ class BridgedModule(brainstate.nn.Module):
                     remove(self._tree, path)
             self._insert_tensors()
             for leaf in session.plan.leaves:
-                kind = brainstate.HiddenState if leaf.hidden else BufferState
+                kind = _state_kind(leaf)
                 state = old.get(leaf.path)
-                if type(state) is not kind or tuple(state.value.shape) != tuple(leaf.initial.shape):
-                    state = outside_traces(kind(to_jax(leaf.initial)))
+                if type(state) is not kind or state.value.shape != held_shape(leaf.initial):
+                    state = outside_traces(kind(to_real_jax(leaf.initial)))
                 insert(self._tree, leaf.path, state, replace=BufferState)
             if session.plan.uses_random and lookup(self._tree, _KEY_PATH) is None:
                 insert(self._tree, _KEY_PATH, outside_traces(KeyState(jax.random.PRNGKey(core.options.seed))))
@@ -164,7 +204,7 @@ class BridgedModule(brainstate.nn.Module):
         for named in self._core.step_tensors:
             if lookup(self._tree, to_path(named.name)) is None:
                 kind = brainstate.ParamState if named.trained else BufferState
-                insert(self._tree, to_path(named.name), outside_traces(kind(to_jax(named.tensor))))
+                insert(self._tree, to_path(named.name), outside_traces(kind(to_real_jax(named.tensor))))
 
     def _ready(self) -> Session:
         if self._session is None:
@@ -184,7 +224,8 @@ class BridgedModule(brainstate.nn.Module):
             *inputs: One time step of each input, `(batch, ...)`, as torch tensors, NumPy or JAX arrays.
 
         Returns:
-            The model's output for this step, as JAX arrays in the structure torch returns, state and time axis taken away.
+            The model's output for this step, as JAX arrays in the structure torch returns, state and time axis taken away. What
+            is no tensor in it is None: a step is traced once, so a number would be that of the first step.
         """
         values = tuple(self._core.as_input(x) for x in inputs)
         session = self._session_for(values)
@@ -220,7 +261,8 @@ class BridgedModule(brainstate.nn.Module):
 
         Returns:
             The state names, and `step(parameters, states, *inputs) -> (output arrays, new states)`, where `parameters` is
-            `{torch name: array}` (missing ones are taken from this module) and `states` a list in the order of the names.
+            `{torch name: array}` (missing ones are taken from this module) and `states` a list in the order of the names. Complex
+            parameters and states are real arrays with a last axis of real and imaginary part.
         """
         step, session = self.traced_step(*inputs), self._ready()
 
@@ -290,8 +332,8 @@ class BridgedModule(brainstate.nn.Module):
         current: dict[str, torch.Tensor] = {}
         for named in self._core.tensors:
             state = lookup(self._tree, to_path(named.name))
-            same = isinstance(state, brainstate.State) and tuple(state.value.shape) == tuple(named.tensor.shape)
-            value = to_torch(state.value).to(named.tensor.dtype) if same else named.tensor.detach().clone()
+            same = isinstance(state, brainstate.State) and state.value.shape == held_shape(named.tensor)
+            value = to_torch(state.value, named.tensor).to(named.tensor.dtype) if same else named.tensor.detach().clone()
             current.update(dict.fromkeys(named.names, value))
         return {name: current[name] for name in self.model.state_dict() if name in current}
 
@@ -313,8 +355,10 @@ class BridgedModule(brainstate.nn.Module):
                 continue
             if tuple(given[0].shape) != tuple(named.tensor.shape):
                 raise messages.wrong_shape(named.name, tuple(given[0].shape), tuple(named.tensor.shape))
-            if tuple(state.value.shape) == tuple(named.tensor.shape):
-                state.value = to_jax(given[0]).astype(state.value.dtype)
+            if given[0].is_complex() != named.tensor.is_complex():
+                raise messages.wrong_kind(named.name, given[0].dtype, named.tensor.dtype)
+            if state.value.shape == held_shape(named.tensor):
+                state.value = to_real_jax(given[0]).astype(state.value.dtype)
 
 
 class _NotInitialised:
@@ -355,8 +399,11 @@ def wrap(
         raise InputError(
             f"`wrap` takes a `torch.nn.Module`, not `{type(module).__name__}`. For a stateless torch function use `eb.trace_function`."
         )
+    module = unwrapped(module)
+    check_hooks()
     discover.check_modules(module)
     check_dtypes(module)
+    check_arguments(module)
     examples = None
     if example_input is not None:
         items = example_input if isinstance(example_input, tuple) else (example_input,)
@@ -365,6 +412,13 @@ def wrap(
 
 
 # ---- the tree of states
+
+
+def _state_kind(leaf: StateLeaf) -> type[brainstate.State]:
+    """Choose the kind of a state; a complex one is a group of two hidden states, its real and its imaginary part."""
+    if not leaf.hidden:
+        return BufferState
+    return brainstate.HiddenGroupState if leaf.initial.is_complex() else brainstate.HiddenState
 
 
 def _same_shapes(a: tuple, b: tuple) -> bool:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from etrace_bridge._errors import NotSupportedError
 from etrace_bridge.frontend.ops.dtypes import to_jax_dtype
@@ -67,9 +68,19 @@ def named_tensors(model: nn.Module) -> list[NamedTensor]:
     ]
 
 
+def step_tensors(model: nn.Module) -> list[NamedTensor]:
+    """List the parameters and buffers that are inputs of a step; integer buffers are constants of its program."""
+    return [n for n in named_tensors(model) if n.trained or n.tensor.is_floating_point() or n.tensor.is_complex()]
+
+
 def check_dtypes(model: nn.Module) -> None:
-    """Raise if a parameter or buffer has a dtype that JAX would not keep."""
+    """Raise if a parameter or buffer has no values yet, or a dtype that JAX would not keep."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            raise NotSupportedError(
+                f"`{name}` has no shape yet: a lazy layer takes its sizes from its first input. Run the model once (`model(x)`, with an "
+                "input as `forward` takes it) before it is wrapped."
+            )
         try:
             to_jax_dtype(tensor.dtype)
         except NotSupportedError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,6 +23,31 @@ from etrace_bridge.frontend.state import (
     unflatten_state,
 )
 from etrace_bridge.frontend.tensor import INPUT, STATE
+
+if TYPE_CHECKING:
+    from etrace_bridge.frontend.time.loop import LoopStep
+
+
+@dataclass(frozen=True)
+class TimeAxis:
+    """Where an output has its steps: along one axis, which is read as `(outer, steps, inner)`.
+
+    Models that flatten time and batch to one axis (`y.view(-1, classes)`) have an `outer` or `inner` of the batch size.
+    """
+
+    axis: int
+    outer: int = 1
+    inner: int = 1
+
+    def select(self, value: Any, step: int) -> Any:
+        """Give one step of a tensor or array."""
+        before, after, width = value.shape[: self.axis], value.shape[self.axis + 1 :], self.outer * self.inner
+        if value.shape[self.axis] == width:  # the only step
+            return value.squeeze(self.axis) if width == 1 else value
+        if width == 1:
+            return value[(slice(None),) * self.axis + (step,)]
+        split = value.reshape(*before, self.outer, value.shape[self.axis] // width, self.inner, *after)
+        return split[(slice(None),) * (self.axis + 1) + (step,)].reshape(*before, width, *after)
 
 
 @dataclass
@@ -147,30 +172,36 @@ class StepPlan:
         attributes: State in attributes.
         python: Python values in attributes that change from step to step.
         layout: None if the model takes one time step, else `"time_major"` or `"batch_first"`.
-        output_time_axes: For each tensor of a sequence model's output, its time axis, or None.
+        output_time_axes: For each tensor of a sequence model's output, where its steps are, or None.
         root: The adapter of the root module, given or found, or None.
         uses_random: The step draws random numbers.
         later: Which of their three values Python attributes get, to see whether that matters.
         start_parameters: Names of the parameters that do nothing but make the initial state.
+        loop: The step of a model that loops over time with its state in local variables; None for other models.
     """
 
     arguments: list[ArgumentSlot] = field(default_factory=list)
     attributes: list[AttributeSlot] = field(default_factory=list)
     python: list[PythonAttribute] = field(default_factory=list)
     layout: str | None = None
-    output_time_axes: tuple[int | None, ...] = ()
+    output_time_axes: tuple[TimeAxis | None, ...] = ()
     root: Adapter | None = None
     uses_random: bool = False
     later: int = 0
     start_parameters: tuple[str, ...] = ()
+    loop: LoopStep | None = None
 
     @property
     def leaves(self) -> list[StateLeaf]:
         """All state tensors, in the order in which `run` takes and gives them."""
+        if self.loop is not None:
+            return self.loop.leaves
         return [leaf for slot in (*self.arguments, *self.attributes) for leaf in slot.leaves]
 
     def drop_unread(self, used: Sequence[bool], model: nn.Module) -> None:
         """Drop slots none of whose tensors is read by the step: written only, or overruled by a state that the model passes."""
+        if self.loop is not None:
+            return
         flags = iter(used)
         read = [(slot, any(list(itertools.islice(flags, len(slot.leaves))))) for slot in (*self.arguments, *self.attributes)]
         self.arguments = [s for s, r in read if isinstance(s, ArgumentSlot) and (r or s.module is model)]
@@ -205,6 +236,14 @@ class StepPlan:
         for slot in self.attributes:
             new_states.extend(slot.get())
         return remove_time_axis(self.output_of(model, returned), self.layout, self.output_time_axes), new_states
+
+    def call_from(self, model: nn.Module, inputs: tuple, given: tuple | None) -> Any:
+        """Call the model from the state that the user gave, or from none where `forward` makes its own."""
+        names = () if self.root is None else self.root.arguments(model)
+        if self.root is None or not names:
+            return model(*inputs)
+        states = (None,) * len(names) if given is None else self.root.pack(model, given)
+        return call_with_state(model, names, inputs, {}, states, model.forward)
 
     def call_root(self, model: nn.Module, inputs: tuple) -> Any:
         """Call the model on plain tensors from its initial state, as a torch user would."""
@@ -306,10 +345,10 @@ def _time_axis(x: torch.Tensor, layout: str) -> int:
     return 1 if layout == "batch_first" and x.dim() >= 1 else 0
 
 
-def remove_time_axis(output: Any, layout: str | None, axes: tuple[int | None, ...]) -> Any:
-    """Take the time axis of length one out of each output tensor that has one."""
+def remove_time_axis(output: Any, layout: str | None, axes: tuple[TimeAxis | None, ...]) -> Any:
+    """Take the only step out of each output tensor that has a time axis."""
     if layout is None:
         return output
     leaves, skeleton = flatten_state(output)
-    tensors = [t if axis is None else t.squeeze(axis) for (_, t), axis in zip(leaves, axes, strict=True)]
+    tensors = [t if axis is None else axis.select(t, 0) for (_, t), axis in zip(leaves, axes, strict=True)]
     return unflatten_state(skeleton, tensors)

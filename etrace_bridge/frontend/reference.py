@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from etrace_bridge._errors import InputError
-from etrace_bridge.frontend import discover
+from etrace_bridge.frontend import discover, examples
 from etrace_bridge.frontend.calls import LOCK
-from etrace_bridge.frontend.plan import StepPlan, native_call
+from etrace_bridge.frontend.names import step_tensors
+from etrace_bridge.frontend.plan import StepPlan, TimeAxis, native_call
 from etrace_bridge.frontend.snapshot import restored
 from etrace_bridge.frontend.state import flatten_state, unflatten_state
 
@@ -63,21 +64,28 @@ def run_torch(
     sequences = xs if isinstance(xs, tuple) else (xs,)
     if not all(isinstance(x, torch.Tensor) and x.dim() >= 1 for x in sequences):
         raise InputError("`run_torch` takes torch tensors with a time axis.")
-    first = discover.static_batch_first(model, batch_first)
-    by_time = [x.transpose(0, 1) if first and x.dim() > 1 else x for x in sequences]
-    batched = by_time[0].dim() > 1
-    batch_size = by_time[0].shape[1] if batched else None
-    example = tuple(x[0].detach() for x in by_time)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
-    with LOCK, restored(model):
+
+    def find(first: bool) -> tuple[StepPlan, list[torch.Tensor]]:
+        by_time = [x.transpose(0, 1) if first and x.dim() > 1 else x for x in sequences]
+        batched = by_time[0].dim() > 1
+        batch_size = by_time[0].shape[1] if batched else None
         plan = discover.find_plan(
             model,
-            example,
-            state=discover.given_state(state, batch_size, dtype),
+            tuple(x[0].detach() for x in by_time),
+            state=examples.given_state(state, batch_size, dtype),
             sequence=sequence,
             batch_first=batch_first,
             batched=batched,
+            tensors=step_tensors(model),
         )
+        return plan, by_time
+
+    with LOCK, restored(model):
+        known = discover.static_batch_first(model, batch_first)
+        plan, by_time = find(bool(known))
+        if known is None and plan.layout == "batch_first":
+            plan, by_time = find(True)
         whole = plan.layout is not None and not stepwise
         for slot in plan.attributes:  # copies, so that putting the model back does not write to tensors that autograd needs
             slot.put([leaf.initial.clone() for leaf in slot.leaves])
@@ -107,14 +115,33 @@ def _run_whole(model: nn.Module, plan: StepPlan, sequences: tuple) -> TorchRun:
         leaves, skeleton = flatten_state(plan.output_of(model, returned))
         return [t for _, t in leaves], skeleton
 
+    if plan.loop is not None and {"sum", "mean"} & set(plan.loop.reductions):
+        return TorchRun(_addends(plan.loop.reductions, [call(steps) for steps in range(1, length + 1)], plan.output_time_axes), [])
     axes = [axis for axis in plan.output_time_axes if axis is not None]
     if len(axes) < len(plan.output_time_axes):  # the model gives its last step only: run every prefix
         outputs = []
         for steps in range(1, length + 1):
             tensors, skeleton = call(steps)
-            last = [t if a is None else t.select(a, -1) for t, a in zip(tensors, plan.output_time_axes, strict=True)]
+            last = [t if a is None else a.select(t, -1) for t, a in zip(tensors, plan.output_time_axes, strict=True)]
             outputs.append(unflatten_state(skeleton, last))
         return TorchRun(outputs, [])
     tensors, skeleton = call(length)
-    outputs = [unflatten_state(skeleton, [t.select(a, step) for t, a in zip(tensors, axes, strict=True)]) for step in range(length)]
+    outputs = [unflatten_state(skeleton, [a.select(t, step) for t, a in zip(tensors, axes, strict=True)]) for step in range(length)]
     return TorchRun(outputs, [])
+
+
+def _addends(reductions: tuple[str | None, ...], prefixes: list[tuple[list[torch.Tensor], Any]], axes: tuple[TimeAxis | None, ...]) -> list[Any]:
+    """Give what sums and means over time add up at each step, from the results of all prefixes of a sequence."""
+    outputs = []
+    for step, (tensors, skeleton) in enumerate(prefixes, 1):
+        now = []
+        for i, (tensor, kind, axis) in enumerate(zip(tensors, reductions, axes, strict=True)):
+            if axis is not None:
+                now.append(axis.select(tensor, -1))
+            elif kind in ("sum", "mean") and step > 1:
+                before = prefixes[step - 2][0][i]
+                now.append(tensor - before if kind == "sum" else step * tensor - (step - 1) * before)
+            else:
+                now.append(tensor)
+        outputs.append(unflatten_state(skeleton, now))
+    return outputs

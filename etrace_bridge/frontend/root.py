@@ -1,46 +1,90 @@
-"""Understanding the `forward` of a user's own module: which arguments carry state, and where the new state comes back."""
+"""Which arguments of a module's `forward` carry state, and where the new state comes back: found by what flows.
+
+A *reading* says which arguments are states and which part of the returned value becomes each of them at the next call. Every
+reading that the shapes allow is run for a few steps on random inputs. A reading is dropped if the call fails, if structure or
+shapes change, if the state has no effect, or if it mixes samples of the batch that one call keeps apart. If readings with
+different results are left, the code itself decides (an argument that `forward` assigns again and returns), else `wrap` refuses.
+"""
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from etrace_bridge._errors import InputError, StateError
-from etrace_bridge.frontend.state import Adapter, call_with_state, find_adapter, flatten_state, unflatten_state
+from etrace_bridge.frontend import messages
+from etrace_bridge.frontend.examples import random_like, share_changed, with_sample_changed
+from etrace_bridge.frontend.snapshot import restored
+from etrace_bridge.frontend.state import Adapter, call_with_state, children, find_adapter, flatten_state, unflatten_state
 
+Place = tuple[str, ...]  # keys from the returned value to a new state; see `_pick` for the two slices
+_REST, _MOST = "1:", ":-1"
 _STATE_NAME = re.compile(
-    r"(.*_)?(h|hx|hs|h0|c|cx|cs|v|u|z|s|mem|syn|hidden|states?|memory|memories|carry|cell|context|membrane)(_.*|\d+|s)?|prev.*|.*prev|last.*"
+    r"(.*_)?(h|hx|hs|h0|c|cx|cs|v|u|z|s|mem|syn|hidden|states?|memory|memories|carry|cell|membrane)(_.*|\d+|s)?|prev.*|.*prev|last.*"
 )
-Split = Callable[[Any], tuple[Any, tuple]]
+_NO_STATE_NAME = re.compile(r"(.*_)?(mask|masks|length|lengths|label|labels|target|targets|weight|bias|generator|dtype|device)")
+_MOST_ARGUMENTS, _STEPS = 4, 3
+# What the code says about an argument and its new value: `forward` assigns the argument again and returns it; the returned
+# variable or field is named after the argument. Below: 1 if the argument's name is one that states often have, else 0.
+_ASSIGNED, _NAMED = 3, 2
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One way to understand a `forward`: the state arguments, and the place of each in what is returned."""
+
+    names: tuple[str, ...]
+    places: tuple[Place, ...]
+
+    def split(self, returned: Any) -> tuple[Any, tuple]:
+        """Take the returned value apart into output and new states."""
+        states = tuple(_pick(returned, place) for place in self.places)
+        items = children(returned)
+        if items is None or () in self.places:
+            return first_tensor(returned), states
+        rest = [(key, value) for key, value in items if not any(_covers(place, key, items) for place in self.places)]
+        if not rest:
+            return first_tensor(returned), states
+        if isinstance(returned, dict):
+            return {key: returned[key] for key in returned if str(key) in dict(rest)}, states
+        return (rest[0][1] if len(rest) == 1 else tuple(value for _, value in rest)), states
+
+    def __str__(self) -> str:
+        where = ["the returned value" if not p else "returned" + "".join(f"[{k}]" for k in p) for p in self.places]
+        return " and ".join(f"`{name}` <- {place}" for name, place in zip(self.names, where, strict=True))
 
 
 class FoundAdapter(Adapter):
     """The adapter that the bridge makes for a root module without one."""
 
-    def __init__(self, names: tuple[str, ...], split: Split) -> None:
-        self._names, self._split = names, split
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
 
     def arguments(self, module: nn.Module) -> tuple[str, ...]:
         """The state arguments that were found."""
-        return self._names
+        return self._reading.names
 
     def split(self, module: nn.Module, returned: Any) -> tuple[Any, tuple]:
         """The convention that was found."""
-        return self._split(returned)
+        return self._reading.split(returned)
 
 
-def find_root_adapter(model: nn.Module, inputs: tuple, state: Any) -> tuple[Adapter | None, tuple | None]:
+def find_root_adapter(model: nn.Module, inputs: tuple, state: Any, batch_axis: int | None = None) -> tuple[Adapter | None, tuple | None]:
     """Give the root module's adapter, registered or made for its `forward(x, state)`, and the state that the user gave.
 
     Args:
         model: The root module, which the caller restores.
         inputs: The arguments of a call, without state.
-        state: The user's initial state, or None.
+        state: The user's initial state, or None. A dict whose keys are arguments of `forward` gives one value for each.
+        batch_axis: The batch axis of the inputs; None if there is none.
 
     Returns:
         The adapter (None if the root has no state arguments), and one value per state argument if the user gave a state.
@@ -49,37 +93,24 @@ def find_root_adapter(model: nn.Module, inputs: tuple, state: Any) -> tuple[Adap
     if known is not None and known.arguments(model):
         names = known.arguments(model)
         return known, None if state is None else _per_argument(state, names)
-    names = _state_arguments(model, len(inputs), state is not None)
-    if not names:
-        if state is not None:
+    found = [c for c in _candidates(model, len(inputs), state) if c]
+    if not found:
+        if state is not None and not is_by_name(state, ()):
             raise InputError(
                 f"`wrap` got a `state`, but `{type(model).__name__}.forward` has no argument for it besides its "
                 f"{len(inputs)} input(s). Leave `state` out; state in attributes and inside layers is found without it."
             )
         return known, None
-    given = None if state is None else _per_argument(state, names)
-    try:
-        returned = call_with_state(model, names, inputs, {}, given or (None,) * len(names), model.forward)
-    except Exception as error:
-        if given is not None or not _required(model, names):
-            raise
-        unclear = [name for name in names if not _STATE_NAME.fullmatch(name)]
-        if unclear:
-            raise InputError(
-                f"`{type(model).__name__}.forward` fails without `{', '.join(unclear)}` ({type(error).__name__}: {error}). If that is an input, "
-                "call the model with all its inputs, or show them first: `wrap(model, example_input=(x, ...))`. If it is a state, pass "
-                "`wrap(model, state=lambda batch_size: torch.zeros(batch_size, hidden))`."
-            ) from error
-        raise StateError(
-            f"`{type(model).__name__}.forward` needs a state in `{', '.join(names)}` and fails without one "
-            f"({type(error).__name__}: {error}). The bridge cannot know its shape. Pass `wrap(model, state=lambda "
-            f"batch_size: torch.zeros(batch_size, hidden))`, with the structure that `forward` expects."
-        ) from error
-    split = _find_split(model, inputs, names, given, returned)
-    return (known, None) if split is None else (FoundAdapter(names, split), given)
+    trials = Trials(model, inputs, state, batch_axis)
+    reading = _choose(trials, found)
+    if reading is None:
+        return known, None
+    return FoundAdapter(reading), trials.given(reading.names)
 
 
 def _per_argument(state: Any, names: tuple[str, ...]) -> tuple:
+    if is_by_name(state, names):
+        return tuple(state[name] for name in names)
     if len(names) == 1:
         return (state,)
     if not isinstance(state, (tuple, list)) or len(state) != len(names):
@@ -87,57 +118,280 @@ def _per_argument(state: Any, names: tuple[str, ...]) -> tuple:
     return tuple(state)
 
 
-def _state_arguments(model: nn.Module, num_inputs: int, told: bool) -> tuple[str, ...]:
-    """Name the positional arguments after the inputs that are required, or default to None and sound like a state."""
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = [p for p in inspect.signature(model.forward).parameters.values() if p.kind in positional][num_inputs:]
-    names = []
-    for parameter in parameters:
-        required = parameter.default is inspect.Parameter.empty
-        if required or (parameter.default is None and (_STATE_NAME.fullmatch(parameter.name) or (told and not names))):
-            names.append(parameter.name)
-        else:
-            break
-    return tuple(names)
+def is_by_name(state: Any, arguments: Sequence[str]) -> bool:
+    """Tell whether a `state` names arguments of `forward`."""
+    return type(state) is dict and all(key in arguments for key in state)
 
 
-def _required(model: nn.Module, names: tuple[str, ...]) -> bool:
+# ---- which arguments could be states
+
+
+def _candidates(model: nn.Module, num_inputs: int, state: Any) -> list[tuple[str, ...]]:
+    """List the sets of arguments that may be states, so that the inputs fill the other required ones."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = {name: p for name, p in inspect.signature(model.forward).parameters.items() if p.kind in kinds}
+    if is_by_name(state, tuple(parameters)):
+        return [tuple(state)]
+    possible = [n for n, p in parameters.items() if p.default in (inspect.Parameter.empty, None) and not _NO_STATE_NAME.fullmatch(n)]
+    first = next(iter(parameters), None)
+    sizes = range(min(len(possible), _MOST_ARGUMENTS), 0, -1)
+    found = []
+    for names in itertools.chain.from_iterable(itertools.combinations(possible, size) for size in sizes):
+        rest = [p for name, p in parameters.items() if name not in names and p.kind is not inspect.Parameter.KEYWORD_ONLY]
+        required = sum(p.default is inspect.Parameter.empty for p in rest)
+        fits = state is None or len(names) == 1 or (isinstance(state, (tuple, list)) and len(state) == len(names))
+        if fits and first not in names and required <= num_inputs <= len(rest):
+            found.append(names)
+    return found
+
+
+def _required(model: nn.Module, names: Sequence[str]) -> list[str]:
     parameters = inspect.signature(model.forward).parameters
-    return any(parameters[name].default is inspect.Parameter.empty for name in names)
+    return [name for name in names if parameters[name].default is inspect.Parameter.empty]
 
 
-def _find_split(model: nn.Module, inputs: tuple, names: tuple[str, ...], given: tuple | None, returned: Any) -> Split | None:
-    """Find where the new state stands in what `forward` returned: try each convention by a second call."""
-    count = len(names)
-    candidates: list[Split] = []
-    if isinstance(returned, (tuple, list)) and not hasattr(returned, "_fields"):
-        if len(returned) == 1 + count:
-            candidates.append(lambda r: (r[0], tuple(r[1:])))
-        if count == 1 and len(returned) > 2:
-            candidates.append(lambda r: (r[0] if len(r) == 2 else tuple(r[:-1]), (r[-1],)))
-        if count > 1 and len(returned) == 2:
-            candidates.append(lambda r: (r[0], tuple(r[1])))
-        if count > 1 and len(returned) == count:
-            candidates.append(lambda r: (r[0], tuple(r)))
-    if count == 1:
-        candidates.append(lambda r: (first_tensor(r), (r,)))
-    for split in candidates:
+# ---- trying readings
+
+
+class Trials:
+    """Runs readings of one model on random inputs; the model is put back after each run."""
+
+    def __init__(self, model: nn.Module, inputs: tuple, state: Any, batch_axis: int | None) -> None:
+        self.model, self.state, self.batch_axis = model, state, batch_axis
+        self.steps = [tuple(random_like(x, step) for x in inputs) for step in range(_STEPS)]
+        self.locals: dict[str, Any] = {}
+
+    def given(self, names: tuple[str, ...]) -> tuple | None:
+        """The user's initial state, one value per argument."""
+        return None if self.state is None else _per_argument(self.state, names)
+
+    def start(self, names: tuple[str, ...]) -> tuple:
+        """What the state arguments get at the first call."""
+        given = self.given(names)
+        return (None,) * len(names) if given is None else tuple(_copied(value) for value in given)
+
+    def first_call(self, names: tuple[str, ...]) -> Any:
+        """Call the model once from its initial state, and note the local variables of `forward` at its end."""
+        self.locals = {}
+        code = getattr(inspect.unwrap(self.model.forward), "__code__", None)
+
+        def note(frame: Any, event: str, _: Any) -> None:
+            if event == "return" and frame.f_code is code:
+                self.locals = dict(frame.f_locals)
+
+        outer = sys.getprofile()
+        with restored(self.model, values=False):
+            sys.setprofile(note)
+            try:
+                return call_with_state(self.model, names, self.steps[0], {}, self.start(names), self.model.forward)
+            finally:
+                sys.setprofile(outer)
+
+    def runs_without_state(self) -> bool:
+        """Tell whether the inputs alone fill the arguments of `forward`."""
         try:
-            states = split(returned)[1]
-            if given is not None and not _same_structure(states, given):
-                continue
-            again = call_with_state(model, names, inputs, {}, states, model.forward)
-        except Exception:  # this convention does not fit; the next one may
+            with restored(self.model, values=False), torch.no_grad():
+                self.model(*self.steps[0])
+        except Exception:  # an argument is missing, or None is no value for it
+            return False
+        return True
+
+    def run(self, reading: Reading, steps: Sequence[tuple]) -> list[Any]:
+        """Run a reading over some steps."""
+        states, results = self.start(reading.names), []
+        with restored(self.model, values=False):
+            for inputs in steps:
+                results.append(_copied(call_with_state(self.model, reading.names, inputs, {}, states, self.model.forward)))
+                states = reading.split(_copied(results[-1]))[1]
+        return results
+
+    def _has_effect(self, reading: Reading, name: str, returned: Any) -> bool:
+        """Tell whether a second step changes with an argument; attributes are put back, which may hold the state too."""
+        new, start = reading.split(_copied(returned))[1], self.start(reading.names)
+        results = []
+        for forget in (False, True):
+            states = [b if forget and n == name else a for n, a, b in zip(reading.names, new, start, strict=True)]
+            with restored(self.model, values=False):
+                result = call_with_state(self.model, reading.names, self.steps[1], {}, _copied(states), self.model.forward)
+                results.append([t for _, t in flatten_state(_copied(result))[0]])
+        return not _same(*results)
+
+    def result(self, reading: Reading) -> list[torch.Tensor] | None:
+        """Give everything that a reading returns over the steps, or None if the reading cannot be right."""
+        try:
+            returned = self.run(reading, self.steps)
+            if not all(_same_structure(a, returned[0]) for a in returned[1:]):
+                return None
+            given = self.given(reading.names)
+            if given is not None and not _same_structure(reading.split(returned[0])[1], given):
+                return None
+            tensors = [t for r in returned for _, t in flatten_state(r)[0]]
+            for name in reading.names:
+                if name not in _required(self.model, reading.names) and not self._has_effect(reading, name, returned[0]):
+                    return None
+            return tensors
+        except Exception:  # the model does not take this value for this argument
+            return None
+
+    def mixes_batch(self, reading: Reading) -> bool:
+        """Tell whether a second step mixes samples that the first step keeps apart."""
+        axis = self.batch_axis
+        x = next((x for x in self.steps[0] if isinstance(x, torch.Tensor) and axis is not None and x.dim() > axis), None)
+        if x is None or axis is None or x.shape[axis] < 2:
+            return False
+        changed = tuple(with_sample_changed(v, axis, x.shape[axis]) for v in self.steps[0])
+        runs = [self.run(reading, [first, self.steps[1]]) for first in (self.steps[0], changed)]
+        tensors = [[[t for _, t in flatten_state(returned)[0]] for returned in run] for run in runs]
+        share = [share_changed(a, b) for a, b in zip(*tensors, strict=True)]
+        bound = 1 / x.shape[axis] + 1e-9
+        return share[0] <= bound < share[1]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A reading that could be right: what it returns over the steps, and what the code says for each of its arguments.
+
+    `fits` tells whether the new states are built like what `forward` itself puts into the arguments where they are None.
+    """
+
+    reading: Reading
+    result: list[torch.Tensor]
+    grades: tuple[int, ...]
+    fits: bool
+
+
+def _choose(trials: Trials, candidates: list[tuple[str, ...]]) -> Reading | None:
+    """Choose the one reading that results and code allow; None if no argument is a state."""
+    model = trials.model
+    found: list[Trial] = []
+    for names in candidates:
+        try:
+            returned = trials.first_call(names)
+        except Exception as error:
+            if names == candidates[-1] and not found:
+                if trials.state is None and trials.runs_without_state():
+                    return None
+                if trials.state is None and _required(model, names):
+                    known = all(_STATE_NAME.fullmatch(name) for name in names)
+                    raise messages.needs_state(type(model).__name__, names, error, known) from error
+                raise
             continue
-        if _same_structure(again, returned):
-            return split
-    if given is None and not _required(model, names):
-        return None
+        for reading in _readings(names, returned):
+            result = trials.result(reading)
+            if result is not None:
+                found.append(Trial(reading, result, _grades(reading, returned, trials), _fits(reading, returned, trials)))
+    if not found:
+        return _no_reading(trials, candidates)
+    told = trials.state is not None or all(_required(model, names) for names in candidates)
+    found = found if told else [trial for trial in found if min(trial.grades) > 0] or _unclear(model, found)
+    found = _agreeing(found, _ASSIGNED)
+    found = [trial for trial in found if not trials.mixes_batch(trial.reading)] or found
+    found = _agreeing(found, _NAMED)
+    most = max(len(trial.grades) for trial in found)
+    left = [trial for trial in found if len(trial.grades) == most]
+    left = [trial for trial in left if trial.fits] or left
+    sure = min(left[0].grades) == _ASSIGNED  # of two places with one and the same object, either is right
+    if any(t.reading.names != left[0].reading.names or not (sure or _same(t.result, left[0].result)) for t in left[1:]):
+        _unclear(model, left)
+    return left[0].reading
+
+
+def _unclear(model: nn.Module, trials: list[Trial]) -> list[Trial]:
+    raise messages.unclear_state(type(model).__name__, [str(trial.reading) for trial in trials])
+
+
+def _agreeing(trials: list[Trial], grade: int) -> list[Trial]:
+    """Keep the readings that agree with everything that is known with a grade about an argument and its place."""
+    known = {
+        (name, place)
+        for trial in trials
+        for name, place, own in zip(trial.reading.names, trial.reading.places, trial.grades, strict=True)
+        if own >= grade
+    }
+
+    def agrees(reading: Reading) -> bool:
+        pairs = set(zip(reading.names, reading.places, strict=True))
+        for name in {name for name, _ in known}:
+            if not any((name, place) in pairs for other, place in known if other == name):
+                return False
+        return not any(place in {p for _, p in known} and (name, place) not in known for name, place in pairs)
+
+    return [trial for trial in trials if agrees(trial.reading)] or trials
+
+
+def _no_reading(trials: Trials, candidates: list[tuple[str, ...]]) -> None:
+    if trials.state is None and not all(_required(trials.model, names) for names in candidates):
+        return
     raise StateError(
-        f"`{type(model).__name__}.forward` takes a state in `{', '.join(names)}`, but what it returns holds no state "
+        f"`{type(trials.model).__name__}.forward` takes a state in `{', '.join(candidates[0])}`, but what it returns holds no state "
         f"of the same structure. The bridge understands `-> (output, state)`, `-> (output, *states)` and `-> state`. "
         f"Return the new state, or register an adapter (`eb.register_adapter`) whose `split` finds it."
     )
+
+
+def _readings(names: tuple[str, ...], returned: Any) -> Iterator[Reading]:
+    """List the readings of a returned value for some arguments, the usual conventions first."""
+    keys = [key for key, _ in children(returned) or ()]
+    if len(names) == 1:
+        places: list[Place] = [(key,) for key in reversed(keys)]
+        if len(keys) > 2 and isinstance(returned, tuple):
+            places += [(_REST,), (_MOST,)]
+        yield from (Reading(names, (place,)) for place in [*places, ()])
+        return
+    groups = itertools.combinations(keys, len(names))
+    yield from (Reading(names, tuple((key,) for key in group)) for group in reversed(list(groups)))
+    for key, child in children(returned) or ():
+        inner = [k for k, _ in children(child) or ()]
+        if len(inner) == len(names):
+            yield Reading(names, tuple((key, k) for k in inner))
+
+
+def _fits(reading: Reading, returned: Any, trials: Trials) -> bool:
+    """Tell whether each new state has the structure and shapes of its argument's variable at the end of `forward`."""
+    pairs = [(trials.locals.get(name), _pick(returned, place)) for name, place in zip(reading.names, reading.places, strict=True)]
+    return all(bool(flatten_state(variable)[0]) and _same_structure(value, variable) for variable, value in pairs)
+
+
+def _grades(reading: Reading, returned: Any, trials: Trials) -> tuple[int, ...]:
+    """Grade what the code says for each argument of a reading."""
+    grades = []
+    for name, place, start in zip(reading.names, reading.places, trials.start(reading.names), strict=True):
+        value = _pick(returned, place)
+        if _is_same_object(trials.locals.get(name), value) and not _is_same_object(start, value):
+            grades.append(_ASSIGNED)
+            continue
+        variables = [n for n, v in trials.locals.items() if n != name and _is_same_object(v, value)]
+        named = any(name in re.split(r"_|\d+", n) or (len(name) > 2 and name in n) for n in (*variables, *place))
+        grades.append(_NAMED if named else int(_STATE_NAME.fullmatch(name) is not None))
+    return tuple(grades)
+
+
+# ---- values
+
+
+def _pick(returned: Any, place: Place) -> Any:
+    for key in place:
+        if key in (_REST, _MOST):
+            returned = returned[1:] if key == _REST else returned[:-1]
+        else:
+            returned = dict(children(returned) or ())[key]
+    return returned
+
+
+def _covers(place: Place, key: str, items: list) -> bool:
+    if place[0] == _REST:
+        return key != items[0][0]
+    return key != items[-1][0] if place[0] == _MOST else key == place[0]
+
+
+def _copied(value: Any) -> Any:
+    leaves, skeleton = flatten_state(value)
+    return unflatten_state(skeleton, [tensor.detach().clone() for _, tensor in leaves])
+
+
+def _is_same_object(a: Any, b: Any) -> bool:
+    x, y = flatten_state(a)[0], flatten_state(b)[0]
+    return bool(x) and len(x) == len(y) and all(s is t for (_, s), (_, t) in zip(x, y, strict=True))
 
 
 def first_tensor(value: Any) -> torch.Tensor:
@@ -151,9 +405,12 @@ def _same_structure(a: Any, b: Any) -> bool:
     return shapes and type(unflatten_state(left, [0] * len(x))) is type(unflatten_state(right, [0] * len(y)))
 
 
+def _same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(
+        s.shape == t.shape and torch.allclose(s, t, rtol=1e-4, atol=1e-6, equal_nan=True) for s, t in zip(a, b, strict=True)
+    )
+
+
 def same_tensors(a: Any, b: Any) -> bool:
     """Tell whether two outputs hold the same numbers."""
-    x, y = flatten_state(a)[0], flatten_state(b)[0]
-    return len(x) == len(y) and all(
-        s.shape == t.shape and torch.allclose(s, t, rtol=1e-4, atol=1e-6, equal_nan=True) for (_, s), (_, t) in zip(x, y, strict=True)
-    )
+    return _same([t for _, t in flatten_state(a)[0]], [t for _, t in flatten_state(b)[0]])

@@ -27,7 +27,7 @@ def find_start_parameters(model: nn.Module, inputs: tuple, plan: StepPlan, state
         state: The user's own initial state, not detached; None if there is none.
     """
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not named or not plan.leaves:
+    if not named or not plan.leaves or plan.loop is not None:
         return ()
     start = [leaf.initial.clone() for leaf in plan.leaves]
     try:

@@ -88,6 +88,9 @@ class Adapter:
         """Bring states in the form of `initial` into what the module's own `forward` takes; the inverse of `adopt`."""
         return states
 
+    def reset(self, module: nn.Module) -> None:
+        """Put state that an earlier run left in the module's attributes back to the library's initial state."""
+
     def constants(self, module: nn.Module) -> tuple[torch.Tensor, ...]:
         """Name tensors that are constants although they require grad; any other such tensor is refused."""
         return ()
@@ -224,6 +227,11 @@ class _Hole:
     index: int
 
 
+def is_hole(node: Any) -> bool:
+    """Tell whether a node of a skeleton stands for a tensor."""
+    return isinstance(node, _Hole)
+
+
 def children(node: Any) -> list[tuple[str, Any]] | None:
     """List the named children of a container, or None for anything else."""
     if isinstance(node, _Hole):
@@ -307,9 +315,15 @@ def call_with_state(
     return function(*args, *waiting, **kept, **given)
 
 
+def fill_missing(forward: Callable, args: tuple) -> tuple:
+    """Give None for required arguments beyond those given: a model's code often takes None for "no state yet"."""
+    required = sum(p.default is p.empty and p.kind in _POSITIONAL for p in inspect.signature(forward).parameters.values())
+    return (*args, *[None] * (required - len(args)))
+
+
 _MISSING = object()
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def _parameters(forward: Callable) -> Iterator[str]:
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return (name for name, p in inspect.signature(forward).parameters.items() if p.kind in positional)
+    return (name for name, p in inspect.signature(forward).parameters.items() if p.kind in _POSITIONAL)

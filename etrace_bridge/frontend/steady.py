@@ -9,6 +9,8 @@ import jax
 import torch
 
 from etrace_bridge._errors import InputError
+from etrace_bridge.frontend.borders import to_jax
+from etrace_bridge.frontend.ops.ranges import check_ranges
 from etrace_bridge.frontend.step import TracedStep, pack_output
 
 
@@ -30,12 +32,14 @@ class SteadyStep:
     def __call__(self, *inputs: Any) -> Any:
         """Run one step on torch tensors, NumPy or JAX arrays, `(batch, ...)` each; gives what `net(x)` gives."""
         # A copy: JAX may read the memory of a NumPy array after the call has returned, when torch has changed it already.
-        values = [x.detach().numpy().copy() if isinstance(x, torch.Tensor) else x for x in inputs]
+        values = [_copied(x) if isinstance(x, torch.Tensor) else x for x in inputs]
         if [v.shape for v in values] != self._shapes or [v.dtype for v in values] != self._dtypes:
             raise InputError(
                 f"This step takes inputs of shapes {self._shapes} and dtypes {[str(d) for d in self._dtypes]}, and got "
                 f"{[tuple(v.shape) for v in values]}, {[str(v.dtype) for v in values]}. Make one for these with `net.steady_step(x)`."
             )
+        if self._step.ranges:
+            check_ranges(self._step.ranges, values, "input")
         results = self._step.compiled(*self._tensors, *self._states, *self._key, *values)
         self._states, self._key = results[self._step.num_outputs : self._end], results[self._end :]
         return pack_output(self._step, results[: self._step.num_outputs])
@@ -48,3 +52,8 @@ class SteadyStep:
     def states(self) -> list[jax.Array]:
         """The current states, in the order of the step."""
         return list(self._states)
+
+
+def _copied(x: torch.Tensor) -> Any:
+    plain = x.dtype != torch.bfloat16 and not x.is_conj() and not x.is_neg()  # what NumPy can read as it is
+    return x.detach().numpy().copy() if plain else to_jax(x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +12,14 @@ import jax.numpy as jnp
 import torch
 from torch import nn
 
-from etrace_bridge._errors import StateError
+from etrace_bridge._errors import BridgeError, StateError
 from etrace_bridge._jax_compat import ClosedJaxpr, evaluate_jaxpr, is_concrete
-from etrace_bridge._jit import jit
+from etrace_bridge.frontend import messages
+from etrace_bridge.frontend.complex import split_complex
 from etrace_bridge.frontend.names import NamedTensor
 from etrace_bridge.frontend.ops.dtypes import to_jax_dtype
+from etrace_bridge.frontend.ops.ranges import InputRange, check_ranges, trace_with_ranges
+from etrace_bridge.frontend.outputs import keep_tensors
 from etrace_bridge.frontend.plan import Injector, StepPlan
 from etrace_bridge.frontend.simplify import simplify
 from etrace_bridge.frontend.snapshot import restored
@@ -23,6 +27,7 @@ from etrace_bridge.frontend.state import find_adapter, flatten_state, unflatten_
 from etrace_bridge.frontend.tensor import INPUT, STATE, TracedTensor
 from etrace_bridge.frontend.trace import tracing
 from etrace_bridge.frontend.tracer import Tracer, constant
+from etrace_bridge.lowering import jit
 
 
 @dataclass
@@ -31,12 +36,14 @@ class TracedStep:
 
     Attributes:
         jaxpr: Takes the tensors that are read, all states, the key if it is used, all inputs; gives output tensors, new states
-            and, if it is used, the new key.
+            and, if it is used, the new key. Complex tensors and states are real arrays with a last axis of 2, and all that it
+            computes with is real; inputs and outputs have the model's own dtypes.
         used_tensors: For each tensor, whether the step reads it.
         used_states: For each state, whether the step reads it; one that is never read is no state.
         uses_key: Whether the step draws random numbers.
-        output: Skeleton of the output, with a hole for each output tensor.
+        output: Skeleton of the output, with a hole for each output tensor and None for what is no tensor.
         num_outputs: How many output tensors there are.
+        ranges: What the step demands of inputs that it uses as indices.
     """
 
     jaxpr: ClosedJaxpr
@@ -45,6 +52,7 @@ class TracedStep:
     uses_key: bool
     output: Any
     num_outputs: int
+    ranges: list[InputRange]
 
     def __post_init__(self) -> None:
         self.compiled = jit(self._evaluate, one_step=True)
@@ -61,6 +69,8 @@ class TracedStep:
         Returns:
             Output tensors, new states, the new key (None if none is used).
         """
+        if self.ranges and all(map(is_concrete, inputs)):
+            check_ranges(self.ranges, inputs, "input")
         values = [*tensors, *states, *([key] if self.uses_key else []), *inputs]
         known = all(is_concrete(value) for value in values)
         results = (self.compiled if known else self._evaluate)(*values)
@@ -87,6 +97,10 @@ def trace_step(model: nn.Module, plan: StepPlan, tensors: Sequence[NamedTensor],
     def step(*flat: Any) -> tuple:
         tensor_values, state_values, (first_key,), input_values = _split(flat, counts)
         keys = _KeyChain(first_key)
+        if plan.loop is not None:
+            outputs, new_values = plan.loop(tensor_values, state_values, keys.next, input_values)
+            found["output"], found["num_outputs"], found["uses_key"] = plan.loop.skeleton, len(outputs), keys.used
+            return (*outputs, *new_values, *([keys.key] if keys.used else []))
         tracer = Tracer({id(m): path for path, m in model.named_modules()}, make_key=keys.next)
         with restored(model, values=False), tracing(tracer):
             for named, value in zip(tensors, tensor_values, strict=True):
@@ -102,7 +116,8 @@ def trace_step(model: nn.Module, plan: StepPlan, tensors: Sequence[NamedTensor],
                 return model(*args)
 
             output, new_states = plan.run(model, tuple(TracedTensor(v, origin=INPUT) for v in input_values), traced_states, call)
-            leaves, found["output"] = flatten_state(output)
+            leaves, skeleton = flatten_state(output)
+            found["output"] = keep_tensors(skeleton)
             outputs = [tracer.read(t) for _, t in leaves]
             new_values = [tracer.read(t) for t in new_states]
         _check_states(plan, state_values, new_values)
@@ -111,11 +126,22 @@ def trace_step(model: nn.Module, plan: StepPlan, tensors: Sequence[NamedTensor],
 
     shapes = [jax.ShapeDtypeStruct(tuple(v.shape), _jax_dtype(v.dtype)) for v in (*(n.tensor for n in tensors), *states, *inputs)]
     shapes.insert(len(tensors) + len(states), jax.ShapeDtypeStruct((2,), jnp.uint32))
-    closed = jax.make_jaxpr(step)(*shapes)
-    optional = [True] * len(tensors) + [False] * len(states) + [not found["uses_key"]] + [False] * len(inputs)
-    closed, used = simplify(closed, optional, range(found["num_outputs"], found["num_outputs"] + len(states)))
+    try:
+        closed, ranges = trace_with_ranges(step, *shapes)
+        held = [True] * (len(tensors) + len(states) + 1) + [False] * len(inputs)
+        closed = split_complex(closed, held, [n >= found["num_outputs"] for n in range(len(closed.jaxpr.outvars))])
+        optional = [True] * len(tensors) + [False] * len(states) + [not found["uses_key"]] + [False] * len(inputs)
+        closed, used = simplify(closed, optional, range(found["num_outputs"], found["num_outputs"] + len(states)))
+    except BridgeError:
+        raise
+    except Exception as error:  # plain torch ran this step while the plan was made, so it is not the model that fails
+        raise messages.bridge_failed(type(model).__name__, error) from error
+    first = len(shapes) - len(inputs)
+    ranges = [dataclasses.replace(r, position=r.position - first) for r in ranges if r.position >= first]
+    if plan.loop is not None:  # its step is not traced by torch's rules, its sequence was
+        ranges = plan.loop.ranges
     used_tensors, used_states, _, _ = _split(used, counts)
-    return TracedStep(closed, list(used_tensors), list(used_states), found["uses_key"], found["output"], found["num_outputs"])
+    return TracedStep(closed, list(used_tensors), list(used_states), found["uses_key"], found["output"], found["num_outputs"], ranges)
 
 
 def _jax_dtype(dtype: Any) -> Any:

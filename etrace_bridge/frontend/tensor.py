@@ -11,10 +11,8 @@ import numpy as np
 import torch
 import torch2jax
 
-from etrace_bridge._errors import TracingError
-from etrace_bridge.frontend import locate
 from etrace_bridge.frontend.ops.dtypes import to_torch_dtype
-from etrace_bridge.frontend.views import read_positions, write_positions
+from etrace_bridge.frontend.views import distinct, read_positions, write_numbers, write_positions
 
 ViewFunction = Callable[[Any], Any]
 STATE, INPUT = 1, 2
@@ -83,6 +81,8 @@ class TracedTensor(torch.Tensor, torch2jax.Torchish):
         self.origin |= origin
         if root is self:
             self._value = value
+        elif jnp.iscomplexobj(root._value) or jnp.iscomplexobj(self._value):
+            root._value = write_numbers(root.value, self._follow, value)
         else:
             root._value = write_positions(root.value, self._positions(root), value)
         root._writes += 1
@@ -91,22 +91,19 @@ class TracedTensor(torch.Tensor, torch2jax.Torchish):
 
     def _positions(self, root: TracedTensor) -> np.ndarray:
         """Give, for each element of this view, its position in the flat root."""
+        with jax.ensure_compile_time_eval():
+            positions = np.asarray(self._follow(jnp.arange(root._value.size).reshape(root._value.shape)))
+        return distinct(positions)
+
+    def _follow(self, array: Any) -> Any:
+        """Apply to an array in the place of the root what leads from there to this view."""
         chain, tensor = [], self
         while tensor.base is not None:
             chain.append(tensor._view)
             tensor = tensor.base
-        with jax.ensure_compile_time_eval():
-            positions = jnp.arange(root._value.size).reshape(root._value.shape)
-            for view in reversed(chain):
-                positions = view(positions)
-            positions = np.asarray(positions)
-        if np.unique(positions).size != positions.size:
-            raise TracingError(
-                f"A tensor is written in place through a view in which one element of memory appears several times "
-                f"(`expand`), at {locate.user_line()}. Which write would win is undefined, and torch refuses it as "
-                f"well. Call `.clone()` before the write."
-            )
-        return positions
+        for view in reversed(chain):
+            array = view(array)
+        return array
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

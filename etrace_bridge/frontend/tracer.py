@@ -68,6 +68,7 @@ class Tracer:
         self.scope: list[str] = []
         self.functions: dict[Any, Any] = {}  # autograd Functions traced so far
         self.comparisons: dict[Any, Any] = {}  # comparisons computed so far
+        self.data_values: dict[int, tuple[Any, Any]] = {}  # by `id`: a value, and the same without gradient (`x.data`)
         self.inside_function = False  # an autograd Function gives its own gradient: no need to stop one inside
         self._tracked: dict[int, tuple[torch.Tensor, TracedTensor]] = {}
         self._storages: dict[int, tuple[torch.Tensor, TracedTensor]] = {}
@@ -119,11 +120,11 @@ class Tracer:
 
     def _make_traced(self, tensor: torch.Tensor) -> TracedTensor:
         if tensor.is_contiguous() and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes():
-            self.track(tensor, TracedTensor(constant(tensor), differentiable=tensor.is_floating_point()))
+            self.track(tensor, TracedTensor(constant(tensor), differentiable=tensor.is_floating_point() or tensor.is_complex()))
             return self._tracked[id(tensor)][1]
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
         whole = torch.as_strided(tensor.detach(), (size,), (1,), 0)
-        self.track(whole, TracedTensor(constant(whole), differentiable=tensor.is_floating_point()))
+        self.track(whole, TracedTensor(constant(whole), differentiable=tensor.is_floating_point() or tensor.is_complex()))
         view = strided_view(tensor, self._tracked[id(whole)][1])
         self._tracked[id(tensor)] = (tensor, view)
         return view

@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from etrace_bridge._jit import jit
 from etrace_bridge.frontend.borders import to_jax, to_torch
 from etrace_bridge.frontend.hooks import apply_parameter_hooks
 from etrace_bridge.frontend.module import BridgedModule, wrap
+from etrace_bridge.frontend.outer import unwrapped
 from etrace_bridge.frontend.reference import TorchRun, run_torch
 from etrace_bridge.frontend.snapshot import restored
 from etrace_bridge.frontend.state import flatten_state
+from etrace_bridge.lowering import jit
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 1e-2}
 
@@ -90,6 +91,7 @@ def verify(
     Returns:
         A report that prints as a table; `.ok` tells whether everything agrees.
     """
+    module = unwrapped(module)
     items = example_input if isinstance(example_input, tuple) else (example_input,)
     examples = tuple(x.detach() if isinstance(x, torch.Tensor) else torch.tensor(np.asarray(x)) for x in items)
     sequences = [_vary(x, steps) for x in examples]
@@ -150,7 +152,7 @@ def _torch_gradients(module: nn.Module, net: BridgedModule, run: TorchRun, weigh
 def _bridge_results(net: BridgedModule, sequences: list[torch.Tensor], weights: list) -> tuple[list, list, dict[str, Any]]:
     """Run the bridged step over the sequence with JAX's reverse mode; give outputs and states by step, gradients by name."""
     xs = [to_jax(x) for x in sequences]
-    names, step = net.functional_step(*[x[0] for x in xs])
+    _, step = net.functional_step(*[x[0] for x in xs])
     values, states = net.parameter_values(), net.hidden_values()
 
     def loss(parameters: dict, floats: dict) -> tuple[Any, Any]:
@@ -165,10 +167,11 @@ def _bridge_results(net: BridgedModule, sequences: list[torch.Tensor], weights: 
 
     floats = {i: x for i, x in enumerate(xs) if jnp.issubdtype(x.dtype, jnp.inexact)}
     (_, (outputs, trajectory)), (by_name, by_input) = jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(values, floats)
+    parameters = dict(net.model.named_parameters())
+    by_name = {name: to_torch(g, parameters[name]) for name, g in by_name.items()}
     # JAX's gradient by a complex value is the conjugate of torch's.
-    by_name, by_input = jax.tree.map(jnp.conj, (by_name, by_input))
-    gradients = {**by_name, **{f"input {i}" if i else "input": g for i, g in by_input.items()}}
-    return outputs, [dict(zip(names, s, strict=True)) for s in trajectory], gradients
+    gradients = {**by_name, **{f"input {i}" if i else "input": to_torch(jnp.conj(g)) for i, g in by_input.items()}}
+    return outputs, [net.hidden_tensors(s) for s in trajectory], gradients
 
 
 def _report(
@@ -195,7 +198,7 @@ def _report(
         for name in (run.states[0] if run.states else ())
         if name in states[0]
     }
-    hooked = apply_parameter_hooks(net.model, {name: to_torch(g) for name, g in gradients.items()})
+    hooked = apply_parameter_hooks(net.model, gradients)
     by_gradient = {name: _difference(hooked[name], value) for name, value in torch_gradients.items()}
     dead = tuple(name for name, value in torch_gradients.items() if value.numel() and value.abs().max() == 0)
     if not run.states:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from etrace_bridge._errors import TracingError
+from etrace_bridge.frontend import locate
 
 
 def read_positions(array: Any, positions: np.ndarray) -> Any:
@@ -33,6 +39,37 @@ def write_positions(array: Any, positions: np.ndarray, value: Any) -> Any:
     value = lax.transpose(value, _order(axes)) if _order(axes) != tuple(range(len(axes))) else value
     value = lax.reshape(value, tuple(b - a for a, b in zip(starts, stops, strict=True)))
     return _write_box(array, starts, stops, value, 0)
+
+
+def distinct(positions: np.ndarray) -> np.ndarray:
+    """Raise if a position appears twice among those that a view writes to."""
+    if np.unique(positions).size != positions.size:
+        raise TracingError(
+            f"A tensor is written in place through a view in which one element of memory appears several times "
+            f"(`expand`), at {locate.user_line()}. Which write would win is undefined, and torch refuses it as "
+            f"well. Call `.clone()` before the write."
+        )
+    return positions
+
+
+def write_numbers(array: Any, view: Callable[[Any], Any], value: Any) -> Any:
+    """Return `array` after a write of `value` to its view, where one of them or both are complex (`z.real`, `z.conj()`).
+
+    The view is followed on the numbers of the real values in memory: 1, 2, 3, …, so that a conjugate shows as a minus sign.
+    """
+    memory, complex_memory = _as_real(array), jnp.iscomplexobj(array)
+    with jax.ensure_compile_time_eval():
+        if memory.size >= 2 ** np.finfo(memory.dtype).nmant:
+            raise TracingError(f"A view of {memory.size} real numbers is too large to be written in place, at {locate.user_line()}.")
+        numbers = jnp.arange(1, memory.size + 1, dtype=memory.dtype).reshape(memory.shape)
+        shown = np.asarray(_as_real(view(lax.complex(numbers[..., 0], numbers[..., 1]) if complex_memory else numbers)))
+    value = lax.mul(_as_real(value), jnp.asarray(np.sign(shown), memory.dtype)) if (shown < 0).any() else _as_real(value)
+    memory = write_positions(memory, distinct(np.abs(shown).astype(np.int64) - 1), value)
+    return lax.complex(memory[..., 0], memory[..., 1]) if complex_memory else memory
+
+
+def _as_real(array: Any) -> Any:
+    return jnp.stack([lax.real(array), lax.imag(array)], -1) if jnp.iscomplexobj(array) else array
 
 
 def _order(axes: list[int]) -> tuple[int, ...]:

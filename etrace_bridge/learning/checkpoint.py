@@ -1,163 +1,138 @@
-"""Checkpoints: weights as a safetensors file that plain torch can load, everything else in a second file beside it.
+"""Checkpoints: everything that a learner holds, by name, and how it gets into a new learner.
 
-The weights file names the state file that belongs to it, and each save gives the state file a new name. So replacing the
-weights file, one atomic rename, turns the old checkpoint into the new one; whatever is killed before or after it leaves one of them
-whole.
+`checkpoint_files` writes and reads the files, `checkpoint_facts` says what besides arrays stands in them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import glob
 import json
 import os
-import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors
-import safetensors.torch
 import torch
 
-from etrace_bridge._errors import InputError, StateError
+from etrace_bridge._errors import BridgeError, CheckpointError, InputError, NonFiniteError, StateError
 from etrace_bridge.frontend import BridgedModule, to_jax, to_torch
+from etrace_bridge.learning.checkpoint_arrays import as_tensor, compare, like, raise_differences
+from etrace_bridge.learning.checkpoint_facts import check_facts
+from etrace_bridge.learning.checkpoint_files import Tensors, read_checkpoint, write_checkpoint
+from etrace_bridge.learning.checkpoint_sharded import is_sharded, read_host, read_state, write_sharded
+from etrace_bridge.learning.checkpoint_torch import pack_torch_optimizer, plain_group, restore_groups, unpack_torch_optimizer
+from etrace_bridge.learning.compiled_step import state_names
+from etrace_bridge.learning.place_in_fit import PlaceInFit
 from etrace_bridge.rules import Rule, make_rule
 
 if TYPE_CHECKING:
     from etrace_bridge.learning.learner import OnlineLearner
     from etrace_bridge.learning.runtime import Runtime
+    from etrace_bridge.learning.store import Store
 
-FORMAT = 1
-SUFFIX = ".safetensors"
-
-
-# -- files ------------------------------------------------------------------------------------------------------
-
-
-def weights_file(path: str | os.PathLike) -> Path:
-    """The file that holds the weights of a checkpoint: `path`, with `.safetensors` added if it is missing."""
-    path = Path(path)
-    if path.is_dir():
-        return path / f"model{SUFFIX}"
-    return path if path.suffix == SUFFIX else path.with_name(path.name + SUFFIX)
-
-
-def write_checkpoint(path: str | os.PathLike, weights: dict, arrays: dict, facts: dict) -> Path:
-    """Writes both files; returns that of the weights."""
-    target = weights_file(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    stem = target.name.removesuffix(SUFFIX)
-    state = target.with_name(f"{stem}.{secrets.token_hex(4)}.state{SUFFIX}")
-    _write(state, safetensors.torch.save(arrays, {"etrace_bridge": json.dumps(facts)}))
-    passing = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
-    _write(passing, safetensors.torch.save(weights, {"etrace_bridge": json.dumps({"state": state.name})}))
-    os.replace(passing, target)
-    _sync_folder(target.parent)
-    for old in target.parent.glob(f"{glob.escape(stem)}.????????.state{SUFFIX}"):
-        if old != state:
-            old.unlink(missing_ok=True)
-    for old in target.parent.glob(f".{glob.escape(target.name)}.????????.part"):
-        old.unlink(missing_ok=True)
-    return target
-
-
-def read_checkpoint(path: str | os.PathLike) -> tuple[dict, dict, dict]:
-    """Weights, other arrays and facts."""
-    target = weights_file(path)
-    if not target.is_file():
-        raise InputError(f"There is no checkpoint {str(target)!r}.")
-    weights, about = _read(target)
-    if "state" not in about:
-        raise InputError(f"{str(target)!r} holds weights only: it was not written by `save`. Load it with torch's `load_state_dict`.")
-    state = target.with_name(about["state"])
-    if not state.is_file():
-        raise InputError(f"The checkpoint {str(target)!r} needs the file {state.name!r} beside it, which is missing.")
-    arrays, facts = _read(state)
-    if facts.get("format") != FORMAT:
-        raise InputError(f"The checkpoint has format {facts.get('format')}; this version reads format {FORMAT}.")
-    return weights, arrays, facts
-
-
-def _write(path: Path, content: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _read(path: Path) -> tuple[dict, dict]:
-    try:
-        with safetensors.safe_open(path, "pt") as file:
-            about = json.loads((file.metadata() or {}).get("etrace_bridge", "{}"))
-            return {name: file.get_tensor(name) for name in file.keys()}, about  # noqa: SIM118 - not a dict
-    except (safetensors.SafetensorError, json.JSONDecodeError) as error:
-        raise InputError(f"{str(path)!r} is no checkpoint that can be read: {error}") from error
+WEIGHT = "weight "  # begins the names of the model's weights and buffers, where they lie beside other arrays
+NEVER_NAN = ("parameter ", "hidden state ", "trace ")  # what the guard keeps finite
 
 
 # -- what is saved ----------------------------------------------------------------------------------------------
 
 
 def save_learner(learner: OnlineLearner, path: str | os.PathLike) -> Path:
-    """Writes a learner."""
-    runtime = learner._runtime
-    runtime.look()
+    """Writes a learner; raises before anything is written if it holds NaN and is guarded against it."""
+    runtime, store = learner.runtime, learner.runtime.store
+    runtime.watch.look()
+    store.lend()  # which also takes back what was changed in the model
+    named = named_arrays(store)
+    if runtime.options.guard:
+        bad = _with_nan(named)
+        if bad:
+            raise NonFiniteError(f"The learner is not saved: there is NaN in {', '.join(bad)}. Reset it, or load an older checkpoint.")
+    held, facts = _facts(learner)
+    if store.placement.spans_processes:
+        weights = {f"{WEIGHT}{name}": tensor for name, tensor in _weights(runtime).items()}
+        return write_sharded(path, named, weights | held, facts)
+    return write_checkpoint(path, _weights(runtime), {name: as_tensor(x) for name, x in named.items()} | held, facts)
+
+
+def _facts(learner: OnlineLearner) -> tuple[Tensors, dict[str, Any]]:
+    """What a checkpoint holds besides weights and state: further arrays, and facts."""
+    runtime, store = learner.runtime, learner.runtime.store
+    arrays: Tensors = {}
+    is_torch = isinstance(runtime.optimizer, torch.optim.Optimizer)
     facts: dict[str, Any] = {
-        "format": FORMAT,
         "rule": {"name": learner.rule.name, "options": _rule_options(learner.rule)},
-        "steps": runtime.steps,
-        "updates": runtime.updates,
+        "steps": store.steps,
+        "updates": store.updates,
         "chunk": runtime.options.chunk,
         "reduction": runtime.options.reduction,
-        "inputs": runtime.session.signature if runtime.started else None,
-        "in_stream": runtime.stream is not None,
+        "inputs": store.compiled.signature if store.started else None,
+        "in_stream": store.stream is not None,
         "history": None if learner.history is None else dataclasses.asdict(learner.history),
+        "fit": None,
+        "optimizer": type(runtime.optimizer).__name__ if is_torch else None,
+        "groups": [plain_group(g) for g in runtime.optimizer.param_groups] if is_torch else None,
+        "torch_optimizer": None,
+        "versions": _versions(),
     }
-    arrays = {name: _as_tensor(x) for name, x in _named(runtime).items()}
-    if isinstance(runtime.optimizer, torch.optim.Optimizer):
-        facts["groups"] = [_plain(g) for g in runtime.optimizer.param_groups]
     if runtime.torch_update is not None:
-        held, facts["torch_optimizer"] = _pack_torch_optimizer(runtime)
+        held, facts["torch_optimizer"] = pack_torch_optimizer(runtime)
         arrays |= held
-    return write_checkpoint(path, _weights(runtime, learner), arrays, facts)
+    place = learner.place_in_fit
+    if place is not None and place.epoch:
+        held, facts["fit"] = place.pack()
+        arrays |= held
+    return arrays, facts
 
 
-def _weights(runtime: Runtime, learner: OnlineLearner) -> dict[str, torch.Tensor]:
+def _with_nan(arrays: Mapping[str, Any]) -> list[str]:
+    """Names of the arrays (JAX or torch) that must not hold NaN and do."""
+
+    def has_nan(x: Any) -> bool:
+        if isinstance(x, torch.Tensor):
+            return x.is_floating_point() and bool(torch.isnan(x).any())
+        return bool(jnp.issubdtype(x.dtype, jnp.floating)) and bool(jnp.isnan(x).any())
+
+    return [n for n, x in arrays.items() if n.startswith(NEVER_NAN) and has_nan(x)]
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("etrace-bridge", "torch", "jax"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _weights(runtime: Runtime) -> Tensors:
+    """What the weights file holds: a torch model's state dict, or a brainstate module's parameters."""
     if isinstance(runtime.net, BridgedModule):
-        return {name: t.clone().contiguous() for name, t in learner.net.state_dict().items()}  # pyright: ignore[reportAttributeAccessIssue]
-    if not runtime.started:
-        return {}
-    return {name: to_torch(x) for name, x in zip(runtime.session.weight_names, runtime.values.theta, strict=True)}
+        return {name: t.clone().contiguous() for name, t in runtime.net.state_dict().items()}
+    return {name: to_torch(x) for name, x in _parameters(runtime.net)}
 
 
-def _named(runtime: Runtime) -> dict[str, Any]:
-    """All arrays of a learner by a name that does not depend on their place in a list."""
-    if not runtime.started:
+def _parameters(net: brainstate.nn.Module) -> list[tuple[str, Any]]:
+    """Name and value of every array in a brainstate module's parameters."""
+    states = [(path, state.value) for path, state in net.states(brainstate.ParamState).items()]
+    return list(zip(state_names(states), jax.tree.leaves([value for _, value in states]), strict=True))
+
+
+def named_arrays(store: Store) -> dict[str, Any]:
+    """All arrays of a learner by a name that does not depend on their position in a list."""
+    if not store.started:
         return {}
-    values, session = runtime.values, runtime.session
-    named = {f"parameter {n}": x for n, x in zip(session.weight_names, values.theta, strict=True)}
-    named |= {f"hidden state {n}": x for n, x in zip(session.hidden_names, values.hidden, strict=True)}
-    named |= {f"carried {n}": x for n, x in zip(session.other_names, values.other, strict=True)}
-    for kind, tree in (("trace", values.trace), ("optimizer", values.opt), ("alarm", values.alarm)):
+    state, compiled = store.state, store.compiled
+    named = {f"parameter {n}": x for n, x in compiled.by_weight_name(state.theta).items()}
+    named |= {f"hidden state {n}": x for n, x in zip(compiled.hidden_names, state.hidden, strict=True)}
+    named |= {f"carried {n}": x for n, x in zip(compiled.other_names, state.other, strict=True)}
+    for kind, tree in (("trace", state.trace), ("optimizer", state.opt), ("alarm", state.alarm)):
         named |= {f"{kind} {jax.tree_util.keystr(keys)}": x for keys, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
     return named
-
-
-def _as_tensor(x: Any) -> torch.Tensor:
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    return to_torch(x)
 
 
 def _rule_options(rule: Rule) -> dict[str, Any] | None:
@@ -169,29 +144,28 @@ def _rule_options(rule: Rule) -> dict[str, Any] | None:
         return None
 
 
-def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
-    values = {k: float(v) if isinstance(v, torch.Tensor) else v for k, v in group.items() if k != "params"}
-    return {k: v for k, v in values.items() if v is None or isinstance(v, (bool, int, float, str, tuple, list))}
-
-
-def _pack_torch_optimizer(runtime: Runtime) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """State of an optimizer that runs in torch: its tensors, and the rest as plain values."""
-    update = runtime.torch_update
-    tensors: dict[str, torch.Tensor] = {}
-    plain: dict[str, Any] = {"waiting": update.waiting, "state": {}}  # pyright: ignore[reportOptionalMemberAccess]
-    for name in update.names:  # pyright: ignore[reportOptionalMemberAccess]
-        p = runtime.parameters[name]
-        for key, value in runtime.optimizer.state.get(p, {}).items():
-            if isinstance(value, torch.Tensor):
-                tensors[f"torch optimizer {name} {key}"] = value.detach().cpu().clone().contiguous()
-            else:
-                plain["state"].setdefault(name, {})[key] = value
-        if update.waiting and p.grad is not None:  # pyright: ignore[reportOptionalMemberAccess]
-            tensors[f"torch gradient {name}"] = p.grad.detach().cpu().clone().contiguous()
-    return tensors, plain
-
-
 # -- loading ----------------------------------------------------------------------------------------------------
+
+
+def read_learner(path: str | os.PathLike) -> tuple[Tensors, Tensors, dict[str, Any]]:
+    """Weights, other arrays and facts of a checkpoint that is whole; of several processes', arrays without the state."""
+    if is_sharded(path):
+        arrays, facts = read_host(path)
+        check_facts(facts)
+        weights = {n.removeprefix(WEIGHT): t for n, t in arrays.items() if n.startswith(WEIGHT)}
+        return weights, {n: t for n, t in arrays.items() if not n.startswith(WEIGHT)}, facts
+    weights, arrays, facts = read_checkpoint(path)
+    check_facts(facts)
+    for name, weight in weights.items():
+        array = arrays.get(f"parameter {name}")
+        weight = torch.view_as_real(weight) if weight.is_complex() else weight  # as the learner holds it
+        if array is not None and (array.shape != weight.shape or not _equal(array, weight.to(array.dtype))):
+            raise CheckpointError(f"The two files of the checkpoint {os.fspath(path)!r} disagree about the parameter `{name}`.")
+    return weights, arrays, facts
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool(torch.all((a == b) | (torch.isnan(a) & torch.isnan(b))))
 
 
 def rule_of(facts: Mapping[str, Any], rule: str | Rule | None) -> Rule:
@@ -200,7 +174,7 @@ def rule_of(facts: Mapping[str, Any], rule: str | Rule | None) -> Rule:
     if rule is None:
         if saved["options"] is None:
             raise InputError(f"The options of the rule {saved['name']!r} cannot be stored. Pass `rule=` to `load`.")
-        return dataclasses.replace(make_rule(saved["name"]), **saved["options"])  # pyright: ignore[reportArgumentType]
+        return _saved_rule(saved)
     given = make_rule(rule)
     options = _rule_options(given)
     if given.name != saved["name"] or (options is not None and saved["options"] is not None and options != saved["options"]):
@@ -211,98 +185,134 @@ def rule_of(facts: Mapping[str, Any], rule: str | Rule | None) -> Rule:
     return given
 
 
-def restore_learner(learner: OnlineLearner, weights: dict, arrays: dict, facts: dict) -> None:
-    """Puts a checkpoint into a new learner; raises with a list if it does not fit."""
-    runtime = learner._runtime
-    if isinstance(runtime.net, BridgedModule):
-        _raise_differences(_compare(runtime.net.state_dict(), weights, "parameter or buffer "))
-        runtime.net.load_state_dict(weights)
-    if isinstance(runtime.optimizer, torch.optim.Optimizer):
-        _restore_groups(runtime.optimizer, facts.get("groups"))
-    if facts["inputs"] is not None:
+def _saved_rule(saved: Mapping[str, Any]) -> Rule:
+    plain = make_rule(saved["name"])
+    wrong = CheckpointError(f"The checkpoint's facts are wrong: the rule {saved['name']!r} has no options {saved['options']}.")
+    known = _rule_options(plain) or {}
+    if set(known) != set(saved["options"]):
+        raise wrong
+    for name, value in saved["options"].items():
+        default = known[name]
+        if isinstance(value, bool) != isinstance(default, bool) and default is not None and value is not None:
+            raise wrong
+    try:
+        return dataclasses.replace(plain, **saved["options"])  # pyright: ignore[reportArgumentType]
+    except BridgeError:
+        raise
+    except Exception as error:
+        raise wrong from error
+
+
+def restore_learner(
+    learner: OnlineLearner, path: str | os.PathLike, weights: Tensors, arrays: Tensors, facts: dict[str, Any]
+) -> None:
+    """Puts a checkpoint into a new learner; raises with a list if it does not fit, and leaves model and optimizer as they were."""
+    runtime, store = learner.runtime, learner.runtime.store
+    with _undo_on_error(runtime):
+        if runtime.options.guard and _with_nan(arrays):
+            raise StateError(
+                f"The checkpoint holds NaN in {', '.join(_with_nan(arrays))}; it was saved with `guard=False`. Load it with "
+                "`guard=False` if you want it nevertheless."
+            )
+        _restore_weights(runtime, weights)
+        restore_groups(runtime.optimizer, facts)
+        own = {n: t for n, t in arrays.items() if not n.startswith(("torch ", "fit "))}
+        if facts["inputs"] is not None:
+            _prepare(store, facts)
+            saved = read_state(path, named_arrays(store), store.placement) if is_sharded(path) else own
+            _restore_state(store, saved, runtime.optimizer is not None)
+        elif own:
+            raise CheckpointError(f"The checkpoint has arrays of a learner that has seen no input: {', '.join(sorted(own))}.")
+        unpack_torch_optimizer(runtime, arrays, facts["torch_optimizer"])
+        if store.started:
+            runtime.watch.look()  # the guard counts on from the checkpoint's alarm
+        if store.updater is not None:
+            store.updater.seen = None  # learning rates come from the groups, which may have changed after the last update
+        place = None if facts["fit"] is None else PlaceInFit.unpack(arrays, facts["fit"], store)
+        store.steps, store.updates = facts["steps"], facts["updates"]
+    learner.place_in_fit = place
+
+
+@contextlib.contextmanager
+def _undo_on_error(runtime: Runtime) -> Iterator[None]:
+    """Within this, an error leaves the model's States and the torch optimizer as they were."""
+    net, optimizer = runtime.net, runtime.optimizer
+    states = [(state, state.value) for state in net.states().values()]
+    inner = {name: _copy_tree(vars(net)[name]) for name in ("_session", "_pending", "_made", "_tree") if name in vars(net)}
+    gradients = {name: p.grad for name, p in runtime.parameters.items()}
+    is_torch = isinstance(optimizer, torch.optim.Optimizer)
+    groups = [dict(g) for g in optimizer.param_groups] if is_torch else []
+    slots = {p: dict(held) for p, held in optimizer.state.items()} if is_torch else {}
+    try:
+        yield
+    except BaseException:
+        for state, value in states:
+            state.value = value
+        vars(net).update(inner)  # a `BridgedModule` makes new States for another batch size
+        for name, grad in gradients.items():
+            runtime.parameters[name].grad = grad
+        if is_torch:
+            for group, before in zip(optimizer.param_groups, groups, strict=True):
+                group.clear()
+                group.update(before)
+            optimizer.state.clear()
+            optimizer.state.update(slots)
+        raise
+
+
+def _copy_tree(value: Any) -> Any:
+    return {key: _copy_tree(inner) for key, inner in value.items()} if isinstance(value, dict) else value
+
+
+def _restore_weights(runtime: Runtime, weights: Tensors) -> None:
+    net = runtime.net
+    if isinstance(net, BridgedModule):
+        raise_differences(compare(net.state_dict(), weights, "parameter or buffer "))
+        net.load_state_dict(weights)
+        return
+    raise_differences(compare({name: to_torch(x) for name, x in _parameters(net)}, weights, "parameter "))
+    names = iter(weights[name] for name, _ in _parameters(net))
+    for state in net.states(brainstate.ParamState).values():
+        state.value = jax.tree.map(lambda x: to_jax(next(names)).astype(x.dtype), state.value)
+
+
+def _prepare(store: Store, facts: Mapping[str, Any]) -> None:
+    """Compiles the step for the inputs that the saved learner had."""
+    try:
         examples = [np.zeros(shape, jnp.dtype(dtype)) for shape, dtype in facts["inputs"]]
-        runtime.prepare(examples, continues=facts["in_stream"])
-        _restore_values(runtime, arrays)
-    if runtime.torch_update is not None and facts.get("torch_optimizer"):
-        _unpack_torch_optimizer(runtime, arrays, facts["torch_optimizer"])
-    if runtime.started:
-        runtime.look()  # the guard counts on from the checkpoint's alarm
-    if runtime.updater is not None:
-        runtime.updater.seen = None  # learning rates come from the groups, which may have changed after the last update
-    runtime.steps, runtime.updates = facts["steps"], facts["updates"]
+        store.prepare(examples, continues=facts["in_stream"])
+    except BridgeError as error:
+        error.add_note(f"This was for the inputs in the checkpoint, {facts['inputs']}.")
+        raise
+    except Exception as error:
+        raise StateError(f"The model cannot run on the inputs in the checkpoint, {facts['inputs']}: {error}") from error
 
 
-def _restore_values(runtime: Runtime, arrays: dict) -> None:
-    saved = {n: t for n, t in arrays.items() if not n.startswith("torch ")}
-    own = _named(runtime)
-    if runtime.optimizer is None:  # a learner without an optimizer leaves the saved one's state alone
+def _restore_state(store: Store, saved: Mapping[str, Any], has_optimizer: bool) -> None:
+    """Puts a state by name into a learner: tensors of a file, or JAX arrays in their places."""
+    everything = named_arrays(store)
+    own = everything
+    if not has_optimizer:  # a learner without an optimizer leaves the saved one's state alone
         saved = {n: t for n, t in saved.items() if not n.startswith("optimizer ")}
         own = {n: x for n, x in own.items() if not n.startswith("optimizer ")}
-    _raise_differences(_compare({n: _as_tensor(x) for n, x in own.items()}, saved, ""))
-    everything = _named(runtime)
-    found = {n: _like(x, saved[n]) if n in saved else x for n, x in everything.items()}
-    leaves = list(found.values())
-    values, session = runtime.values, runtime.session
-    counts = [len(session.weight_names), len(session.hidden_names), len(session.other_names)]
+    if not all(isinstance(x, jax.Array) for x in saved.values()):
+        raise_differences(compare({n: as_tensor(x) for n, x in own.items()}, saved, ""))
+        saved = {n: like(own[n], t) for n, t in saved.items()}
+    leaves = list({**everything, **saved}.values())
+    state, compiled = store.state, store.compiled
+    counts = [len(compiled.weight_names), len(compiled.hidden_names), len(compiled.other_names)]
     parts, at = [], 0
     for n in counts:
         parts.append(leaves[at : at + n])
         at += n
     trees = []
-    for tree in (values.trace, values.opt, values.alarm):
+    for tree in (state.trace, state.opt, state.alarm):
         shape = jax.tree.structure(tree)
         trees.append(jax.tree.unflatten(shape, leaves[at : at + shape.num_leaves]))
         at += shape.num_leaves
-    place = runtime.placement
-    theta, (hidden, other) = place.put(parts[0]), place.put_batch((parts[1], parts[2]), 0, session.batch)
-    runtime.values = values._replace(
-        theta=theta, hidden=hidden, other=other, trace=place.put(trees[0]), opt=place.put(trees[1]), alarm=place.put(trees[2])
+    place = store.placement
+    theta, opt = (place.put_weights(x, compiled.program) for x in (parts[0], trees[1]))
+    hidden, trace = (place.put_state(x, compiled.batch) for x in (parts[1], trees[0]))
+    store.state = state.replace(
+        theta=theta, opt=opt, hidden=hidden, other=place.put_batch(parts[2], 0, compiled.batch), trace=trace, alarm=place.put(trees[2])
     )
-
-
-def _like(x: Any, saved: torch.Tensor) -> Any:
-    array = to_jax(saved)
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(array, impl=jax.random.key_impl(x))
-    return array.astype(x.dtype)
-
-
-def _restore_groups(optimizer: torch.optim.Optimizer, groups: list[dict] | None) -> None:
-    if groups is None:
-        raise StateError("The checkpoint does not fit:\n  optimizer: not a torch optimizer in the checkpoint.")
-    if len(groups) != len(optimizer.param_groups):
-        raise StateError(
-            f"The checkpoint does not fit:\n  optimizer: {len(groups)} parameter groups in the checkpoint, "
-            f"{len(optimizer.param_groups)} in `{type(optimizer).__name__}`."
-        )
-    for own, saved in zip(optimizer.param_groups, groups, strict=True):
-        for key, value in saved.items():
-            if key in own:
-                own[key] = tuple(value) if isinstance(own[key], tuple) else value
-
-
-def _unpack_torch_optimizer(runtime: Runtime, arrays: dict, plain: dict) -> None:
-    runtime.torch_update.waiting = plain["waiting"]  # pyright: ignore[reportOptionalMemberAccess]
-    for name, p in runtime.parameters.items():
-        start = f"torch optimizer {name} "
-        state = {n.removeprefix(start): t for n, t in arrays.items() if n.startswith(start)} | plain["state"].get(name, {})
-        if state:
-            runtime.optimizer.state[p].update(state)
-        if f"torch gradient {name}" in arrays:
-            p.grad = arrays[f"torch gradient {name}"].to(p)
-
-
-def _compare(own: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor], kind: str) -> list[str]:
-    lines = [f"{kind}{n}: missing in the checkpoint" for n in sorted(set(own) - set(saved))]
-    lines += [f"{kind}{n}: in the checkpoint only" for n in sorted(set(saved) - set(own))]
-    for n in sorted(set(own) & set(saved)):
-        a, b = own[n], saved[n]
-        if a.shape != b.shape or a.dtype != b.dtype:
-            show = lambda t: f"{str(t.dtype).removeprefix('torch.')}{tuple(t.shape)}"  # noqa: E731
-            lines.append(f"{kind}{n}: {show(b)} in the checkpoint, {show(a)} here")
-    return lines
-
-
-def _raise_differences(lines: list[str]) -> None:
-    if lines:
-        raise StateError("The checkpoint does not fit:\n" + "\n".join(f"  {line}" for line in lines))

@@ -1,28 +1,37 @@
-"""`fit`: epochs over any iterable, with history, validation, early stopping and an orderly end whatever happens."""
+"""`fit`: epochs over any iterable, with history, validation, early stopping, checkpoints and an orderly end whatever happens."""
 
 from __future__ import annotations
 
 import math
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-import jax
 import torch
 
 from etrace_bridge._errors import InputError
-from etrace_bridge.learning.placement import private_copy
-from etrace_bridge.learning.progress import open_progress
+from etrace_bridge._tables import html_table
+from etrace_bridge.learning.autosave import Autosave, Checkpoints
+from etrace_bridge.learning.batches import batch_shapes, count_batches, split_batch
+from etrace_bridge.learning.metrics import Metric, Metrics, as_number, evaluate_with, measure, named_metrics
+from etrace_bridge.learning.place_in_fit import (
+    BestEpoch,
+    PlaceInFit,
+    generator_states,
+    scheduler_state,
+    set_generator_states,
+    set_scheduler_state,
+)
+from etrace_bridge.learning.progress import COMPILING, TRAINING, VALIDATING, FitProgress, open_progress
+from etrace_bridge.learning.signals import Shield
 
 if TYPE_CHECKING:
     from etrace_bridge.learning.learner import OnlineLearner
 
 
-@dataclass
+@dataclass(repr=False)
 class History:
     """What happened in a call of `fit`.
 
@@ -43,6 +52,23 @@ class History:
 
     def __len__(self) -> int:
         return len(self.epochs)
+
+    def _headline(self) -> str:
+        losses = f", loss {self.epochs[0]['loss']:.4g} → {self.epochs[-1]['loss']:.4g}" if self.epochs else ""
+        stopped = f"; stopped: {self.stopped}" if self.stopped else ""
+        return f"History of {len(self.epochs)} epochs, {len(self.batch_losses)} batches{losses}{stopped}"
+
+    def __repr__(self) -> str:
+        return self._headline()
+
+    def _repr_html_(self) -> str:
+        names = list(dict.fromkeys(name for record in self.epochs for name in record))
+        rows = [[_shown(record.get(name, "")) for name in names] for record in self.epochs]
+        return html_table(self._headline(), names, rows)
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 @dataclass(frozen=True)
@@ -68,6 +94,9 @@ class EarlyStopping:
             raise InputError(f"`mode` is {self.mode!r}; it must be 'min' or 'max'.")
 
 
+# Called with the learner and the epoch's record after every epoch; `True` ends the training. A callback with a method
+# `before_batch(learner, xs, targets, mask, carry)` is also called before every update, and may give numbers for the
+# record: `{name: (value, weight in the epoch's mean)}`.
 Callback = Callable[["OnlineLearner", dict[str, Any]], Any]
 
 
@@ -76,12 +105,15 @@ class FitOptions:
     """The arguments of `OnlineLearner.fit` besides data and epochs."""
 
     validation: Any = None
+    metrics: Metrics = None
     callbacks: Sequence[Callback] = ()
     early_stopping: EarlyStopping | int | None = None
     scheduler: Any = None
     every: str = "sequence"
     carry: bool = False
     max_batches: int | None = None
+    checkpoint: Checkpoints | str | PathLike | None = None
+    resume: bool = False
     progress: bool | None = None
 
 
@@ -94,96 +126,191 @@ def run_fit(learner: OnlineLearner, batches: Any, epochs: int, options: FitOptio
             f"`batches` is a {type(batches).__name__}, which can be read only once, but there are {epochs} epochs. Pass a list, a "
             "DataLoader, or a function that makes a new iterator; or cut a stream into epochs with `max_batches`."
         )
-    history = learner.history = History()
-    best = _Best(_early(options.early_stopping), options.validation is not None)
-    stream = iter(batches) if options.max_batches is not None and isinstance(batches, Iterator) else None
-    try:
-        with open_progress(options.progress) as bar, Shield() as shield:
-            for epoch in range(1, epochs + 1):
-                source = stream if stream is not None else batches() if callable(batches) else batches
-                record = _run_epoch(learner, source, epoch, epochs, options, history, bar, shield)
-                if options.validation is not None:
-                    record.update(run_validation(learner, options.validation))
-                bar.end_epoch(record)
-                _step_scheduler(options.scheduler, record)
-                asked = [callback(learner, record) is True for callback in options.callbacks]  # every callback runs
-                if any(asked):
-                    history.stopped = f"a callback asked for it after epoch {epoch}"
-                elif best.is_over(learner, record):
-                    history.stopped = f"no improvement of {best.monitor} for {best.rule.patience} epochs"
-                if history.stopped:
-                    break
-            best.restore(learner)
-    except BaseException as error:
-        history.stopped = type(error).__name__
-        raise
+    metrics = named_metrics(options.metrics)
+    autosave = Autosave(learner, options.checkpoint)
+    history, place = _begin(learner, options)
+    if place.stage == "over":
+        return history
+    shows = options.progress if learner.runtime.store.placement.is_first else False
+    with open_progress(shows) as bar, Shield(terminate=bool(autosave)) as shield:
+        try:
+            run = _Run(learner, batches, epochs, options, metrics, history, place, bar, shield, autosave)
+            run.all_epochs()
+            with shield.busy():
+                autosave.at_end()
+        except BaseException as error:
+            history.stopped = type(error).__name__
+            with shield.busy():
+                autosave.after_error(error)
+            raise
     return history
 
 
-def _run_epoch(learner, source: Iterable, epoch: int, epochs: int, options: FitOptions, history: History, bar, shield):
-    record: dict[str, Any] = {"epoch": epoch, "loss": math.nan, "batches": 0, "steps": 0, "complete": False}
-    history.epochs.append(record)
-    begun, first, total = time.perf_counter(), learner.steps, 0.0
-    bar.start_epoch(epoch, epochs, _length(source, options.max_batches))
-    batch = 0
-    try:
-        iterator = iter(source)
-        while options.max_batches is None or batch < options.max_batches:
-            try:
-                item = next(iterator)
-            except StopIteration:
-                break
-            xs, targets, mask = split_batch(item)
+def _begin(learner: OnlineLearner, options: FitOptions) -> tuple[History, PlaceInFit]:
+    """A new history, or that of the call of `fit` which is resumed."""
+    place, history = learner.place_in_fit, learner.history
+    if not options.resume or place is None or history is None:
+        learner.history, learner.place_in_fit = History(), PlaceInFit(scheduler=scheduler_state(options.scheduler))
+        return learner.history, learner.place_in_fit
+    if place.stage != "over":
+        set_scheduler_state(options.scheduler, place.scheduler)
+        history.stopped = ""
+    return history, place
+
+
+@dataclass
+class _Run:
+    """One call of `fit`."""
+
+    learner: OnlineLearner
+    batches: Any
+    epochs: int
+    options: FitOptions
+    metrics: Mapping[str, Metric]
+    history: History
+    place: PlaceInFit
+    bar: FitProgress
+    shield: Shield
+    autosave: Autosave
+
+    def __post_init__(self) -> None:
+        self.early = _Early(self.options, self.place)
+        self.shapes: set[tuple] = set()
+        self.stream = iter(self.batches) if isinstance(self.batches, Iterator) else None
+
+    def all_epochs(self) -> None:
+        """What is left of an interrupted epoch, then the others."""
+        place = self.place
+        if place.stage in ("callbacks", "end") and place.generators:
+            set_generator_states(place.generators, self.batches)
+        while place.stage not in ("end", "over") or (place.stage == "end" and place.epoch < self.epochs):
+            self.one_epoch(resumed=place.stage != "end")
+        self.early.restore(self.learner)
+
+    def one_epoch(self, resumed: bool) -> None:
+        """Batches, validation, scheduler, callbacks, early stopping."""
+        place, options, shield = self.place, self.options, self.shield
+        source = self.stream if self.stream is not None else self.batches() if callable(self.batches) else self.batches
+        if not resumed:
             with shield.busy():
-                loss = learner.update(xs, targets, mask, options.carry, options.every).loss
-                batch += 1
-                total += loss
-                history.batch_losses.append(loss)
-                seconds = time.perf_counter() - begun
-                steps = learner.steps - first
-                record.update(loss=total / batch, batches=batch, steps=steps, seconds=seconds, steps_per_second=steps / seconds)
-            bar.advance(record)
+                place.start_epoch(source)
+                self.history.epochs.append({"epoch": place.epoch, "loss": math.nan, "batches": 0, "steps": 0, "complete": False})
+        record = self.history.epochs[-1]
+        self.bar.start_epoch(place.epoch, self.epochs, count_batches(source, options.max_batches), record)
+        if place.stage == "batches":
+            self.all_batches(source, record, resumed)
+            if options.validation is not None:
+                self.bar.say(VALIDATING)
+                record.update(run_validation(self.learner, options.validation, self.metrics))
+            self.bar.end_epoch(record)
+            with shield.busy():
+                _step_scheduler(options.scheduler, record)
+                place.scheduler, place.stage = scheduler_state(options.scheduler), "callbacks"
+                place.generators = generator_states(source)
             shield.check()
-    except BaseException as error:
-        error.add_note(f"In `fit`: epoch {epoch}, after {batch} batches. The learner's state is that after the last whole batch.")
-        raise
-    if not batch:
-        raise InputError(f"`batches` gave nothing in epoch {epoch}. An iterator can be read only once: pass a list or a DataLoader.")
-    record["complete"] = True
-    return record
+        asked = [callback(self.learner, record) is True for callback in options.callbacks]  # every callback runs
+        with shield.busy():
+            if any(asked):
+                self.history.stopped = f"a callback asked for it after epoch {place.epoch}"
+            elif self.early.is_over(self.learner, record):
+                self.history.stopped = f"no improvement of {self.early.monitor} for {self.early.rule.patience} epochs"
+            place.stage = "over" if self.history.stopped else "end"
+        shield.check()
+
+    def all_batches(self, source: Any, record: dict[str, Any], resumed: bool) -> None:
+        """The epoch's batches; those that an interrupted call has done are read and left out."""
+        place, most = self.place, self.options.max_batches
+        try:
+            iterator = self._skip_done(source) if resumed and self.stream is None else iter(source)
+            begun, first = time.perf_counter() - record.get("seconds", 0.0), self.learner.steps - record["steps"]
+            while most is None or place.batch < most:
+                try:
+                    item = next(iterator)
+                except StopIteration:
+                    break
+                self.one_batch(item, record, begun, first)
+        except BaseException as error:
+            error.add_note(
+                f"In `fit`: epoch {place.epoch}, after {place.batch} batches. The learner's state is that after the last whole batch."
+            )
+            raise
+        if not place.batch:
+            raise InputError(
+                f"`batches` gave nothing in epoch {place.epoch}. An iterator can be read only once: pass a list or a DataLoader."
+            )
+        # Of several processes all must have had as many batches.
+        self.learner.runtime.store.placement.together(f"end of epoch {place.epoch} after {place.batch} batches", lambda: None)
+        record["complete"] = True
+
+    def _skip_done(self, source: Any) -> Iterator[Any]:
+        if self.place.generators:
+            set_generator_states(self.place.generators, source)
+        iterator = iter(source)
+        for n in range(self.place.batch):
+            try:
+                next(iterator)
+            except StopIteration:
+                raise InputError(
+                    f"The interrupted `fit` had done {self.place.batch} batches of epoch {self.place.epoch}, but `batches` now gives {n}. "
+                    "Resume with the same data."
+                ) from None
+        return iterator
+
+    def one_batch(self, item: Any, record: dict[str, Any], begun: float, first: int) -> None:
+        """One update, and what is recorded of it."""
+        learner, place, options = self.learner, self.place, self.options
+        xs, targets, mask = learner._unpacked(*split_batch(item))
+        shapes = batch_shapes((xs, targets, mask))
+        if shapes not in self.shapes:
+            self.bar.say(COMPILING)
+        with self.shield.busy():
+            self._ask_callbacks(xs, targets, mask)
+            result = learner.update(xs, targets, mask, carry=options.carry, every=options.every)
+            place.batch += 1
+            place.total += result.loss
+            self.history.batch_losses.append(result.loss)
+            self._add_numbers(result, targets, mask)
+            seconds, steps = time.perf_counter() - begun, learner.steps - first
+            record.update(loss=place.total / place.batch, batches=place.batch, steps=steps, seconds=seconds)
+            record.update(steps_per_second=steps / seconds, **{name: total / weight for name, (total, weight) in place.sums.items()})
+            self.autosave.after_batch()
+        if shapes not in self.shapes:
+            self.shapes.add(shapes)
+            self.bar.say(TRAINING)
+        self.bar.advance(record)
+        self.shield.check()
+
+    def _ask_callbacks(self, xs: Any, targets: Any, mask: Any) -> None:
+        for callback in self.options.callbacks:
+            before_batch = getattr(callback, "before_batch", None)
+            if before_batch is not None:
+                numbers = before_batch(self.learner, xs, targets, mask, self.options.carry) or {}
+                self._add((name, *pair) for name, pair in numbers.items())
+
+    def _add_numbers(self, result: Any, targets: Any, mask: Any) -> None:
+        found = []
+        if self.metrics:
+            numbers, count = measure(self.metrics, result.raw_outputs, targets, mask, self.learner.runtime)
+            found += [(name, value, count) for name, value in numbers.items()]
+        norm = self.learner.gradient_norm
+        if norm is not None:
+            found.append(("gradient_norm", norm, 1))
+        self._add(found)
+
+    def _add(self, numbers: Iterable[tuple[str, float, float]]) -> None:
+        """Adds numbers with their weights to the epoch's means."""
+        for name, value, count in numbers:
+            total, weight = self.place.sums.get(name, (0.0, 0))
+            self.place.sums[name] = [total + value * count, weight + count]
 
 
-def run_validation(learner: OnlineLearner, validation: Any) -> dict[str, float]:
-    """The numbers of a validation: from a function of the learner, or the loss over some batches."""
+def run_validation(learner: OnlineLearner, validation: Any, metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """The numbers of a validation: from a function of the learner, or loss and metrics over some batches."""
     if callable(validation):
         found = validation(learner)
-        return dict(found) if isinstance(found, Mapping) else {"validation_loss": float(found)}
-    return {"validation_loss": learner.evaluate(validation)}
-
-
-def split_batch(item: Any) -> tuple[Any, Any, Any]:
-    """Inputs, targets and mask of a batch: `(xs, targets)` or `(xs, targets, mask)`, or a dict with these keys."""
-    if isinstance(item, Mapping) and "xs" in item and "targets" in item:
-        return item["xs"], item["targets"], item.get("mask")
-    if isinstance(item, (tuple, list)) and len(item) in (2, 3):
-        return item[0], item[1], item[2] if len(item) == 3 else None
-    found = f"{type(item).__name__} of {len(item)}" if hasattr(item, "__len__") else type(item).__name__
-    raise InputError(
-        f"A batch is a {found}; it must be `(xs, targets)` or `(xs, targets, mask)`, or a dict with the keys 'xs', 'targets' and, if "
-        "wanted, 'mask'. Several inputs are a tuple: `((x1, x2), targets)`."
-    )
-
-
-def _length(source: Any, most: int | None) -> int | None:
-    try:
-        length = len(source)
-    except TypeError:
-        return most
-    return length if most is None else min(length, most)
-
-
-def _early(rule: EarlyStopping | int | None) -> EarlyStopping | None:
-    return EarlyStopping(patience=rule) if isinstance(rule, int) else rule
+        found = found if isinstance(found, Mapping) else {"validation_loss": found}
+        return {name: as_number(name, value) for name, value in found.items()}
+    return {f"validation_{name}": value for name, value in evaluate_with(learner, validation, metrics).items()}
 
 
 def _step_scheduler(scheduler: Any, record: dict[str, Any]) -> None:
@@ -195,77 +322,34 @@ def _step_scheduler(scheduler: Any, record: dict[str, Any]) -> None:
         scheduler.step()
 
 
-class _Best:
-    """The best epoch so far, and how long ago it was."""
+class _Early:
+    """Early stopping: compares each epoch with the best one, and puts the best one's weights back."""
 
-    def __init__(self, rule: EarlyStopping | None, validated: bool) -> None:
-        self.rule = rule or EarlyStopping()
+    def __init__(self, options: FitOptions, place: PlaceInFit) -> None:
+        rule = options.early_stopping
         self.active = rule is not None
-        self.monitor = self.rule.monitor or ("validation_loss" if validated else "loss")
-        self.value, self.since, self.kept = math.inf, 0, None
+        self.rule = EarlyStopping(patience=rule) if isinstance(rule, int) else rule or EarlyStopping()
+        self.monitor = self.rule.monitor or ("validation_loss" if options.validation is not None else "loss")
+        self.place = place
+        if self.active and place.best is None:
+            place.best = BestEpoch(math.inf)
 
     def is_over(self, learner: OnlineLearner, record: dict[str, Any]) -> bool:
         if not self.active:
             return False
         if self.monitor not in record:
             raise InputError(f"Early stopping watches {self.monitor!r}, but an epoch's record has only: {', '.join(record)}.")
+        best = self.place.best
         value = record[self.monitor] * (1 if self.rule.mode == "min" else -1)
-        if value < self.value - self.rule.min_delta:
-            self.value, self.since = value, 0
+        if value < best.value - self.rule.min_delta:
+            best.value, best.since = value, 0
             if self.rule.restore:
-                values = learner._runtime.values
-                self.kept = jax.tree.map(private_copy, (values.theta, values.other))
+                best.keep(learner.runtime.store)
         else:
-            self.since += 1
-        return self.since >= self.rule.patience
+            best.since += 1
+        return best.since >= self.rule.patience
 
     def restore(self, learner: OnlineLearner) -> None:
-        if self.kept is not None and self.since:
-            runtime = learner._runtime
-            theta, other = runtime.placement.put(self.kept)
-            same = [k.shape for k in other] == [o.shape for o in runtime.values.other]
-            runtime.values = runtime.values._replace(theta=theta, other=other if same else runtime.values.other)
-
-
-class Shield(AbstractContextManager):
-    """Holds Ctrl-C back while arrays are being replaced, so that the learner is never left without them."""
-
-    def __enter__(self) -> Shield:
-        self._busy = self._waiting = False
-        self._old = None
-        if threading.current_thread() is threading.main_thread():
-            self._old = signal.getsignal(signal.SIGINT)
-            if callable(self._old):
-                signal.signal(signal.SIGINT, self._on_signal)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        if callable(self._old):
-            signal.signal(signal.SIGINT, self._old)
-
-    def _on_signal(self, number: int, frame: Any) -> None:
-        if self._busy:
-            self._waiting = True
-        else:
-            self._old(number, frame)  # pyright: ignore[reportOptionalCall, reportCallIssue]
-
-    def busy(self) -> _Busy:
-        """Within this, Ctrl-C waits."""
-        return _Busy(self)
-
-    def check(self) -> None:
-        """Lets a Ctrl-C that waited happen."""
-        if self._waiting:
-            self._waiting = False
-            raise KeyboardInterrupt
-
-
-class _Busy(AbstractContextManager):
-    def __init__(self, shield: Shield) -> None:
-        self.shield = shield
-
-    def __enter__(self) -> None:
-        self.shield._busy = True
-
-    def __exit__(self, *_: Any) -> None:
-        self.shield._busy = False
+        best = self.place.best
+        if self.active and best.kept and best.since:
+            best.restore(learner.runtime.store)

@@ -1,4 +1,4 @@
-"""Memory of a gradient program, as XLA counts it for the compiled program, without running it."""
+"""Memory of a gradient program, as counted for the compiled program, without running it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 import jax
 
 from etrace_bridge._errors import InputError
-from etrace_bridge._jit import jit
-from etrace_bridge.engine.plan import divide
-from etrace_bridge.learning.programs import Recipe, make_gradients
-from etrace_bridge.learning.session import Session
+from etrace_bridge.learning.compiled_step import CompiledStep
+from etrace_bridge.learning.online_core import OnlineCore
+from etrace_bridge.learning.programs import ProgramSpec, make_gradients
+from etrace_bridge.lowering import jit
 from etrace_bridge.rules import Rule
+from etrace_bridge.schedule.chunk_plan import divide
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
@@ -50,18 +51,18 @@ def tree_bytes(tree: Any) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def rule_bytes(session: Session, rule: Rule) -> int:
+def rule_bytes(compiled: CompiledStep, rule: Rule) -> int:
     """Bytes of a rule's own memory."""
-    return tree_bytes(jax.eval_shape(lambda: rule.init(session.program)))
+    return tree_bytes(jax.eval_shape(lambda: rule.init(compiled.program)))
 
 
 def compile_gradients(
-    session: Session, rule: Rule, loss: Callable, args: Any, targets: Any, chunk: int, reduction: str = "mean"
+    compiled: CompiledStep, rule: Rule, loss: Callable, args: Any, targets: Any, chunk: int, reduction: str = "mean"
 ) -> GradientProgram:
-    """Compiles a learner's gradient program for a sequence and asks XLA what it needs.
+    """Compiles a learner's gradient program for a sequence and reads what it needs.
 
     Args:
-        session: the compiled step.
+        compiled: the compiled step.
         rule: the rule.
         loss: JAX callable.
         args: inputs `(T, …)`, as arrays or shapes.
@@ -69,15 +70,15 @@ def compile_gradients(
         chunk: steps in a chunk.
         reduction: over the steps' losses.
     """
-    recipe = Recipe(session.program, rule, loss, None, tuple(session.weight_names), tuple(session.resets), reduction, False)
-    run = make_gradients(recipe, divide(args[0].shape[0], chunk), carry=False)
+    spec = ProgramSpec(OnlineCore(compiled, rule), loss, None, reduction, False)
+    run = make_gradients(spec, divide(args[0].shape[0], chunk), carry=False)
 
     def call(theta, start, args, targets):
         return run(theta, (*start, None), args, targets, None)[:3]
 
-    theta, _, _ = session.read()
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (theta, session.initial, list(args), targets))
-    compiled = jit(call).lower(*shapes).compile()
-    found = compiled.memory_analysis()
+    theta, _, _ = compiled.read()
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (theta, compiled.initial, list(args), targets))
+    program = jit(call, platform=compiled.platform).lower(*shapes).compile()
+    found = program.memory_analysis()
     total = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes - found.alias_size_in_bytes
-    return GradientProgram(compiled, int(total) - tree_bytes((args, targets)))
+    return GradientProgram(program, int(total) - tree_bytes((args, targets)))

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from etrace_bridge.lowering import Tuning
+
 COUNT, STOPPED, FIRST = 0, 1, 2
-VECTOR = 2048  # elements of an array that is added up as it is
 
 
 def watched_names(weights: Sequence[str], hidden: Sequence[str]) -> list[str]:
@@ -34,8 +35,9 @@ def new_alarm(count: int, num_watched: int) -> np.ndarray:
 
 
 def is_bad(tree: Any) -> Any:
-    """Whether an array, or any of several, has NaN or infinity."""
-    return jnp.any(jnp.stack([jnp.any(~jnp.isfinite(x)) for x in jax.tree.leaves(tree)]))
+    """Whether an array, or any of several, has NaN or infinity; random keys and whole numbers have not."""
+    numbers = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return jnp.any(jnp.stack([jnp.any(~jnp.isfinite(x)) for x in numbers])) if numbers else jnp.asarray(False)
 
 
 def choose(fine: Any, new: Any, old: Any) -> Any:
@@ -62,26 +64,11 @@ def full_verdict(alarm: Any, watched: Sequence[Any]) -> tuple[Any, Any]:
     return fine, jnp.concatenate([jnp.stack([alarm[COUNT] + fine, ~fine]), flags]).astype(jnp.int32)
 
 
-def quick_verdict(alarm: Any, watched: Any) -> tuple[Any, Any]:
-    """A verdict in few operations, for a single step: whether all arrays are finite, not which is not.
-
-    Everything is multiplied by zero, where 0 · inf and 0 · NaN are NaN, and added up: large arrays by a product with a vector of
-    zeros, which is several times faster than a sum over the same numbers, and vectors of one length together.
-    """
-    vectors: dict[int, Any] = {}
-    for x in map(_zeros_if_finite, jax.tree.leaves(watched)):
-        vectors[x.size] = vectors.get(x.size, 0) + x
-    total = jnp.sum(jnp.concatenate(list(vectors.values())))
-    fine = (total == 0) & (alarm[STOPPED] == 0)
-    place = lax.iota(alarm.dtype, alarm.size)
-    return fine, jnp.where(place == COUNT, alarm + fine, jnp.where(place == STOPPED, ~fine, alarm))
-
-
-def _zeros_if_finite(x: Any) -> Any:
-    """A vector of zeros, or with NaN in it."""
-    if x.size > VECTOR and x.ndim > 1:
-        x = x.reshape(-1, x.shape[-1]) @ jnp.zeros(x.shape[-1], x.dtype)
-    return (0 * x.reshape(-1)).astype(jnp.float32)
+def quick_verdict(alarm: Any, watched: Any, tuning: Tuning) -> tuple[Any, Any]:
+    """A verdict in few operations, for a single step: whether all arrays are finite, not which is not."""
+    fine = ~tuning.any_not_finite(jax.tree.leaves(watched)) & (alarm[STOPPED] == 0)
+    index = lax.iota(alarm.dtype, alarm.size)
+    return fine, jnp.where(index == COUNT, alarm + fine, jnp.where(index == STOPPED, ~fine, alarm))
 
 
 def to_watch(grads: Sequence[Any] | None, memory: Any, factors: Any, is_product: Sequence[bool]) -> Any:
@@ -106,14 +93,6 @@ def to_watch(grads: Sequence[Any] | None, memory: Any, factors: Any, is_product:
 
 def _elements(tree: Any) -> int:
     return sum(x.size for x in jax.tree.leaves(tree))
-
-
-def after(fine: Any, theta: Sequence[Any]) -> Any:
-    """`fine`, known only after the new weights: what depends on it may then overwrite what the weights were computed from.
-
-    Without this order XLA first copies the whole trace, which the step reads for the weights and replaces.
-    """
-    return fine & ~jnp.isnan(jnp.sum(jnp.stack([w.reshape(-1)[0].astype(jnp.float32) for w in theta])))
 
 
 def describe_alarm(bad: Sequence[str], most: int = 4) -> str:

@@ -1,4 +1,4 @@
-"""Arrays on their way in: private copies, checked once for each shape."""
+"""Arrays on their way in: private copies, their shapes checked once for each shape, their indices at every call."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import numpy as np
 import torch
 
 from etrace_bridge._errors import InputError
-from etrace_bridge.frontend import to_jax
-from etrace_bridge.learning.losses import jax_dtype
+from etrace_bridge.frontend import InputRange, input_name, living, to_host
 
 
 def as_inputs(x: Any) -> tuple:
@@ -24,44 +23,62 @@ def as_inputs(x: Any) -> tuple:
 
 def as_targets(targets: Any) -> Any:
     """Targets as a tree of arrays; numbers and lists of numbers become arrays."""
-    if isinstance(targets, (int, float)) or (isinstance(targets, list) and not any(map(_is_array, targets))):
-        return np.asarray(targets)
+    if isinstance(targets, (bool, int, float)) or (isinstance(targets, list) and not any(map(_is_tree, targets))):
+        return as_array(targets, name="The target")
     if isinstance(targets, dict):
         return {key: as_targets(value) for key, value in targets.items()}
     return type(targets)(map(as_targets, targets)) if type(targets) in (list, tuple) else targets
 
 
-def _is_array(x: Any) -> bool:
-    return isinstance(x, (torch.Tensor, np.ndarray, jax.Array, dict, tuple))
+def is_array(x: Any) -> bool:
+    """Whether this is an array of one of the three libraries."""
+    return isinstance(x, (torch.Tensor, np.ndarray, jax.Array))
 
 
-def as_array(x: Any, float_dtype: Any = None) -> Any:
+def _is_tree(x: Any) -> bool:
+    return is_array(x) or isinstance(x, (dict, tuple))
+
+
+def read_mask(mask: Any, float_dtype: Any = None) -> Any:
+    """A mask as an array of finite real numbers."""
+    array = as_array(mask, float_dtype, "`mask`")
+    if array.dtype.kind == "c" or not np.isfinite(np.asarray(array)).all():
+        raise InputError(f"`mask` is {array.dtype} and must be finite real numbers; it holds complex numbers, NaN or infinity.")
+    return array
+
+
+def as_array(x: Any, float_dtype: Any = None, name: str = "The array") -> Any:
     """A private copy of a torch tensor or NumPy array, in the dtype that JAX will use; JAX arrays as they are.
 
     Args:
         x: the array.
         float_dtype: dtype of NumPy's float64 arrays, which are its default rather than a choice.
+        name: what it is, for errors; begins a sentence.
     """
-    if isinstance(x, jax.Array):
-        return x
-    if isinstance(x, torch.Tensor):
-        if x.dtype == torch.bfloat16 or x.is_complex():
-            return to_jax(x)
-        return x.detach().numpy(force=True).astype(jax_dtype(x))
-    try:
-        array = np.asarray(x)
-    except Exception as error:
-        raise InputError(f"A `{type(x).__name__}` is no array. Pass a torch tensor, a NumPy or a JAX array.") from error
-    if array.dtype == object or array.dtype.kind in "US":
-        raise InputError(f"A `{type(x).__name__}` of {array.dtype} is no array of numbers. Pass a torch tensor, a NumPy or a JAX array.")
-    if array.dtype == np.float64 and float_dtype is not None:
-        return array.astype(float_dtype)
-    return array.astype(jax.dtypes.canonicalize_dtype(array.dtype))
+    if not isinstance(x, (torch.Tensor, np.ndarray)) and isinstance(x, jax.Array):
+        return living(x, name)
+    array = to_host(x, name)
+    by_default = float_dtype is not None and array.dtype.kind == "f" and getattr(x, "dtype", np.float64) == np.float64
+    return array.astype(float_dtype) if by_default and not isinstance(x, torch.Tensor) else array
+
+
+def check_batch(args: Sequence[Any], axis: int) -> None:
+    """Raises if there is no input, or nothing in the batch."""
+    if not args:
+        raise InputError("There is no input. Pass a tensor, or a tuple of tensors for a model with several inputs.")
+    for n, a in enumerate(args):
+        if np.ndim(a) > axis and np.shape(a)[axis] == 0:
+            raise InputError(f"{input_name('input', n, len(args))} has shape {tuple(np.shape(a))}: the batch is empty.")
 
 
 def signature(arrays: Sequence[Any]) -> tuple:
     """Shapes and dtypes."""
     return tuple((tuple(np.shape(a)), str(a.dtype)) for a in arrays)
+
+
+def show_signature(shapes: Sequence[tuple]) -> str:
+    """A signature for people."""
+    return ", ".join(f"{dtype}{shape}" for shape, dtype in shapes)
 
 
 def check_float_dtypes(args: Sequence[Any], float_dtype: Any) -> None:
@@ -94,15 +111,13 @@ def sequence_length(args: Sequence[Any], targets: Any, mask: Any, batch_first: b
     for n, t in enumerate(jax.tree.leaves(targets)):
         lengths[f"target {n}" if n else "the target"] = np.shape(t)[0] if np.ndim(t) else "no time axis"
     if mask is not None:
-        if np.ndim(mask) != 1:
-            raise InputError(f"`mask` has shape {tuple(np.shape(mask))}; it must be (T,), one weight a time step.")
-        lengths["`mask`"] = np.shape(mask)[0]
+        lengths["`mask`"] = np.shape(mask)[0] if np.ndim(mask) else "no time axis"
     found = set(lengths.values())
     if len(found) != 1:
         layout = "(batch, T, …), since the model is batch_first" if batch_first else "(T, batch, …)"
         raise InputError(
             f"The number of time steps differs: {', '.join(f'{name} has {n}' for name, n in lengths.items())}. Sequences are {layout}. "
-            "For one target a sequence, repeat it for every step and choose the steps that count with `mask`."
+            "For one target for each sequence, (batch, …), make the learner with `loss_at='last'` or `loss_at='every'`."
         )
     length = found.pop()
     if not length:
@@ -113,46 +128,63 @@ def sequence_length(args: Sequence[Any], targets: Any, mask: Any, batch_first: b
 class FastReader:
     """Reads a step's arrays of one known kind; gives None for anything else, which then takes the checked way.
 
-    `Tensor.numpy()` and a copy take 13 µs when the caches are cold from the step before. So torch tensors are copied by `memmove`
-    into buffers of our own, which are used in turn: whoever reads must let the computation catch up every `turns` reads.
+    Everything is converted by `as_array`, except for torch tensors in plain memory, which go into buffers of our own. The buffers are
+    used in turn: whoever reads must let the computation catch up every `turns` reads. Bytes that are already those that JAX wants are
+    copied by `memmove`: `Tensor.numpy()` and a copy take 13 µs when the caches are cold from the step before. Eight-byte numbers of
+    which JAX keeps four bytes are cast.
 
     Args:
         example: an array as the user gave it, of the shape and dtype to come.
         array: the same as `as_array` made it.
+        float_dtype: as for `as_array`.
+        ranges: what the program demands of this input.
+        name: what it is, for errors.
         turns: number of buffers.
     """
 
-    __slots__ = ("_buffers", "_size", "dtype", "given", "shape")
+    __slots__ = ("_buffers", "_casts", "_dtype", "_float_dtype", "_name", "_ranges", "_shape", "_size", "_type")
 
-    def __init__(self, example: Any, array: Any, turns: int) -> None:
-        self.shape = tuple(np.shape(example))
-        plain = isinstance(example, (torch.Tensor, np.ndarray, jax.Array)) and example.dtype != torch.bfloat16
-        self.given = example.dtype if plain else None
-        self.dtype, self._size = array.dtype, array.nbytes
-        same = isinstance(example, torch.Tensor) and plain and not example.is_complex() and array.dtype == jax_dtype(example)
-        self._buffers = itertools.cycle([_unaligned_like(array) for _ in range(turns)]) if same else None
+    def __init__(self, example: Any, array: Any, float_dtype: Any, ranges: Sequence[InputRange], name: str, turns: int) -> None:
+        self._type, self._dtype, self._shape = type(example), example.dtype, tuple(example.shape)
+        self._float_dtype, self._ranges, self._name, self._size = float_dtype, ranges, name, array.nbytes
+        kinds = str(self._dtype), str(array.dtype)
+        self._casts = kinds in (("torch.int64", "int32"), ("torch.float64", "float32"))
+        is_buffered = self._casts or (kinds[0] == f"torch.{kinds[1]}" and array.dtype.kind != "c")
+        buffers = [_unaligned_like(array) for _ in range(turns)] if is_buffered and self._type is torch.Tensor else None
+        self._buffers = None if buffers is None else itertools.cycle(buffers)
 
     def __call__(self, x: Any) -> Any:
         """A private copy of `x`, or None."""
-        if isinstance(x, torch.Tensor):
-            if x.dtype is not self.given or x.shape != self.shape or not x.is_cpu:
+        try:
+            if type(x) is not self._type or x.dtype != self._dtype or x.shape != self._shape:
                 return None
-            if self._buffers is not None and type(x) is torch.Tensor and x.is_contiguous() and not x.is_neg():
-                buffer, address = next(self._buffers)
+        except RuntimeError:  # a nested tensor has no shape
+            return None
+        if self._buffers is not None and _is_plain_memory(x):
+            array, address = next(self._buffers)
+            if self._casts:
+                source = x.detach().numpy()
+                np.copyto(array, source, casting="unsafe")
+                if array.dtype.kind == "i" and not (array == source).all():
+                    return as_array(x, self._float_dtype, self._name)  # which says what does not fit
+            else:
                 ctypes.memmove(address, x.data_ptr(), self._size)
-                return buffer
-            return (x.detach() if x.requires_grad else x).numpy(force=True).astype(self.dtype)
-        if isinstance(x, np.ndarray):
-            return x.astype(self.dtype) if x.shape == self.shape and x.dtype == self.given else None
-        if isinstance(x, jax.Array):
-            return x if x.shape == self.shape and x.dtype == self.given else None
-        return None
+        else:
+            array = as_array(x, self._float_dtype, self._name)
+        for each in self._ranges:
+            each.check(array, self._name)
+        return array
+
+
+def _is_plain_memory(x: torch.Tensor) -> bool:
+    """Whether a tensor's bytes lie in memory in the order of its elements."""
+    return x.is_cpu and x.layout is torch.strided and x.is_contiguous() and not x.is_neg()
 
 
 def _unaligned_like(array: Any) -> tuple[np.ndarray, int]:
     """A buffer of an array's shape, and its address.
 
-    Its address is odd for vector loads, so that XLA always copies it: an aligned one it would use in place, and a result that is an
+    Its address is odd for vector loads, so that JAX always copies it: an aligned one it would use in place, and a result that is an
     input unchanged would then change with the buffer.
     """
     memory = np.empty(array.nbytes + 64 + array.dtype.itemsize, np.uint8)

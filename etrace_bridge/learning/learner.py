@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from html import escape
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,22 @@ import torch
 
 from etrace_bridge._errors import InputError
 from etrace_bridge.compiler.graph import ETraceGraph
-from etrace_bridge.frontend import wrap
-from etrace_bridge.learning.checkpoint import read_checkpoint, restore_learner, rule_of, save_learner
-from etrace_bridge.learning.fit import Callback, EarlyStopping, FitOptions, History, run_fit, split_batch
+from etrace_bridge.frontend import BridgedModule, wrap
+from etrace_bridge.learning.autosave import Checkpoints
+from etrace_bridge.learning.batches import split_batch
+from etrace_bridge.learning.checkpoint import read_learner, restore_learner, rule_of, save_learner
+from etrace_bridge.learning.export import PLATFORMS, export_learner
+from etrace_bridge.learning.fit import Callback, EarlyStopping, FitOptions, History, run_fit
 from etrace_bridge.learning.inputs import as_inputs
+from etrace_bridge.learning.masks import pack_like, unpack_sequences
+from etrace_bridge.learning.metrics import Metrics
+from etrace_bridge.learning.options import Options
+from etrace_bridge.learning.place_in_fit import PlaceInFit
 from etrace_bridge.learning.placement import Placement
 from etrace_bridge.learning.results import GradientResult, SequenceResult, StepInfo, sequence_to_torch
-from etrace_bridge.learning.runtime import Options, Runtime
+from etrace_bridge.learning.runtime import Runtime
 from etrace_bridge.learning.torch_update import run_hooks
+from etrace_bridge.lowering import keep_programs
 from etrace_bridge.rules import Rule, make_rule
 
 
@@ -43,9 +52,26 @@ class OnlineLearner:
         schedule: factor of the learning rate by number of updates: an optax schedule.
         guard: stop with `NonFiniteError` when a loss, weight or hidden state becomes NaN or infinite, and keep the last finite state.
         check_inputs: raise when inputs or targets have NaN or infinity.
+        track_norm: keep the norm of the last gradients in `gradient_norm`, and give `fit`'s records its mean.
         device: `"cpu"`, `"gpu"`, `"tpu"` or a `jax.Device`.
-        mesh: a `jax.sharding.Mesh`, over which the batch is divided.
+        mesh: a `jax.sharding.Mesh`, over which the batch is divided. If it spans processes (`distributed_mesh()`), each passes its
+            own part of the batch.
+        partition: an axis of `mesh` that divides hidden units instead of the batch: traces, states and the weights that feed them.
         seed: seed of a torch model's random ops.
+        loss_at: for one target for each sequence, `(batch, …)`: `"last"`: its loss is at the last step, or the last that `mask` leaves;
+            `"every"`: at every step; `"model"`: of the output as the model's own `forward` reduces it over time (`net.reduction`).
+            None: every step has a target of its own.
+        freeze: where a mask of single sequences is zero, their states and traces stay as they are, as if the step had not been; for rules
+            whose trace moves with the states alone.
+        seq_loss: a loss of all outputs in place of `loss`: `(outputs, target) -> scalar`, outputs `(T, batch, …)` as the model lays out
+            sequences; for `gradients`, `update`, `evaluate` and `fit`.
+        cache_dir: a folder in which compiled programs are kept for later processes; it serves every JAX program of this process.
+
+    Attributes:
+        rule: the learning rule.
+        history: what the last call of `fit` recorded; None before the first.
+        place_in_fit: how far the last call of `fit` has come.
+        runtime: the working part, with the learner's state; its parts are not a stable interface.
     """
 
     def __init__(
@@ -64,67 +90,97 @@ class OnlineLearner:
         schedule: Callable[[Any], Any] | None = None,
         guard: bool = True,
         check_inputs: bool = False,
+        track_norm: bool = False,
         device: Any = None,
         mesh: Any = None,
+        partition: str | None = None,
         seed: int = 0,
+        loss_at: str | None = None,
+        freeze: bool = False,
+        seq_loss: Callable[..., Any] | None = None,
+        cache_dir: str | PathLike | None = None,
     ) -> None:
+        if loss is not None and seq_loss is not None:
+            raise InputError("`loss` and `seq_loss` were both given; a learner has one loss, of each step or of the whole sequence.")
+        if cache_dir is not None:
+            keep_programs(cache_dir)
         net = wrap(model, seed=seed) if isinstance(model, torch.nn.Module) else model
         if not isinstance(net, brainstate.nn.Module):
             raise InputError(f"`model` is a {type(model).__name__}; it must be a torch or a brainstate module.")
-        options = Options(chunk, reduction, budget, clip_norm, clip_value, accumulate, schedule, guard, check_inputs)
+        options = Options(chunk, reduction, budget, clip_norm, clip_value, accumulate, schedule, guard, check_inputs, track_norm, loss_at, freeze)
         self.rule = make_rule(rule)
         self.history: History | None = None
-        self._runtime = Runtime(net, self.rule, loss, optimizer, options, Placement(device, mesh))
+        self.place_in_fit: PlaceInFit | None = None
+        self.runtime = Runtime(net, self.rule, loss, optimizer, options, Placement(device, mesh, partition), seq_loss)
+
+    def __repr__(self) -> str:
+        store = self.runtime.store
+        rule, optimizer = self.rule.name or type(self.rule).__name__, self.runtime.optimizer
+        model = getattr(store.net, "model", store.net)
+        updates = "no optimizer" if optimizer is None else f"{store.updates:,} updates"
+        return f"OnlineLearner({type(model).__name__} by {rule}: {store.steps:,} steps, {updates})"
+
+    def _repr_html_(self) -> str:
+        graph = self.graph._repr_html_() if self.runtime.store.started else ""
+        return f"<div><code>{escape(repr(self))}</code>{graph}</div>"
 
     # -- what it holds -----------------------------------------------------------------------------------------
 
     @property
     def net(self) -> brainstate.nn.Module:
         """The brainstate module, with copies of the learner's weights and states in it; changes made there are taken over."""
-        self._runtime.lend()
-        return self._runtime.net
+        self.runtime.store.lend()
+        return self.runtime.net
 
     @property
     def graph(self) -> ETraceGraph:
         """The compiled graph; there is one after the first input."""
-        return self._runtime.session.program.graph
+        return self.runtime.store.compiled.program.graph
 
     @property
     def steps(self) -> int:
         """Time steps seen."""
-        return self._runtime.steps
+        return self.runtime.store.steps
 
     @property
     def updates(self) -> int:
         """Updates asked for."""
-        return self._runtime.updates
+        return self.runtime.store.updates
+
+    @property
+    def gradient_norm(self) -> float | None:
+        """The norm of the last gradients, before clipping; None without `track_norm=True`."""
+        return self.runtime.gradient_norm
 
     # -- learning ----------------------------------------------------------------------------------------------
 
-    def step(self, x: Any, target: Any = None) -> StepInfo:
+    def step(self, x: Any, target: Any = None, mask: Any = None) -> StepInfo:
         """One time step: forward, trace, gradient, update.
 
         Args:
             x: the input, `(batch, …)`, or a tuple of inputs.
             target: the target; None advances states and trace only.
+            mask: (batch,) weights of the batch elements' losses.
         """
-        runtime = self._runtime
-        loss, output = runtime.step(x if type(x) is tuple else as_inputs(x), target)
-        return StepInfo(loss, output, runtime.look)
+        runtime = self.runtime
+        loss, output, discarded = runtime.step(x if type(x) is tuple else as_inputs(x), target, mask)
+        return StepInfo(loss, output, runtime.watch.look, discarded, self._is_plain)
 
     def gradients(self, xs: Any, targets: Any, mask: Any = None, carry: bool = False) -> GradientResult:
         """Gradients of a whole sequence, without an update.
 
         Args:
             xs: inputs `(T, batch, …)`, or `(batch, T, …)` for a `batch_first` module; a tuple for several inputs.
-            targets: targets, time where the inputs have it.
-            mask: (T,) weights of the steps' losses.
+            targets: targets, time where the inputs have it; with `loss_at`, one for each sequence, `(batch, …)`.
+            mask: weights of the steps' losses, `(T,)`; or of each step of each sequence, `(T, batch)`, laid out as the inputs. The mean
+                is then over all that counts. torch's packed sequences bring a mask of their own.
             carry: start from the current states and trace and keep those after the sequence; otherwise the sequence
                 starts from initial states, and the learner's own stay as they are. Running statistics and the random key move on
                 either way, as in torch.
         """
-        grads, *rest = self._runtime.gradients(as_inputs(xs), targets, mask, carry)
-        return GradientResult(grads, self._after_hooks, *rest, self._runtime.batch_first)
+        xs, targets, mask = self._unpacked(xs, targets, mask)
+        grads, *rest, discarded = self.runtime.gradients(as_inputs(xs), targets, mask, carry)
+        return GradientResult(grads, self._after_hooks, discarded, *rest, self.runtime.batch_first, self._is_plain)
 
     def update(self, xs: Any, targets: Any, mask: Any = None, carry: bool = False, every: str = "sequence") -> SequenceResult:
         """Gradients of a sequence, and updates.
@@ -132,28 +188,39 @@ class OnlineLearner:
         Args:
             xs: inputs, as for `gradients`.
             targets: targets, as for `gradients`.
-            mask: (T,) weights of the steps' losses.
+            mask: weights of the steps' losses, as for `gradients`.
             carry: as for `gradients`.
             every: one update a `"sequence"`, a `"chunk"` (from the loss over its steps) or a `"step"`.
         """
-        return SequenceResult(*self._runtime.update(as_inputs(xs), targets, mask, carry, every), self._runtime.batch_first)
+        xs, targets, mask = self._unpacked(xs, targets, mask)
+        found = self.runtime.update(as_inputs(xs), targets, mask, carry, every)
+        if self._is_plain:
+            self.runtime.store.lend()  # the user's own module has the new weights
+        return SequenceResult(*found, self.runtime.batch_first, self._is_plain)
 
     def predict(self, xs: Any, carry: bool = False) -> Any:
-        """Outputs of a sequence as torch tensors, in evaluation mode; the learner stays as it is.
+        """Outputs of a sequence in evaluation mode, as torch tensors, packed if the inputs are; JAX arrays for a brainstate module.
+
+        The learner stays as it is.
 
         Args:
             xs: inputs, as for `gradients`.
             carry: start from the current states instead of initial ones.
         """
-        outputs = self._runtime.predict(as_inputs(xs), carry)
-        return jax.tree.map(lambda x: sequence_to_torch(x, self._runtime.batch_first), outputs)
+        batch_first = self.runtime.batch_first
+        padded, _, _ = self._unpacked(xs, None, None)
+        outputs = self.runtime.predict(as_inputs(padded), carry)
+        if self._is_plain:
+            return outputs
+        return jax.tree.map(lambda x: pack_like(sequence_to_torch(x, batch_first), xs, batch_first), outputs)
 
     def evaluate(self, batches: Iterable[Any]) -> float:
         """The mean loss over batches `(xs, targets[, mask])`, in evaluation mode; the learner stays as it is."""
+        _check_batches(batches)
         losses = []
         for batch in batches:
-            xs, targets, mask = split_batch(batch)
-            found, weights = self._runtime.evaluate(as_inputs(xs), targets, mask)
+            xs, targets, mask = self._unpacked(*split_batch(batch))
+            found, weights = self.runtime.evaluate(as_inputs(xs), targets, mask)
             losses.append(SequenceResult(found, None, weights, False).loss)
         if not losses:
             raise InputError("There was no batch to evaluate.")
@@ -165,12 +232,15 @@ class OnlineLearner:
         epochs: int = 1,
         *,
         validation: Any = None,
+        metrics: Metrics = None,
         callbacks: Sequence[Callback] = (),
         early_stopping: EarlyStopping | int | None = None,
         scheduler: Any = None,
         every: str = "sequence",
         carry: bool = False,
         max_batches: int | None = None,
+        checkpoint: Checkpoints | str | PathLike | None = None,
+        resume: bool = False,
         progress: bool | None = None,
     ) -> History:
         """Trains on batches of sequences.
@@ -183,15 +253,28 @@ class OnlineLearner:
             epochs: how often to go through them.
             validation: batches whose mean loss is the epoch's `validation_loss`; or a function of the learner that gives a number
                 or a dict of numbers.
-            callbacks: functions of the learner and the epoch's record, called after every epoch; `True` ends the training.
+            metrics: further numbers of training and validation: `"accuracy"`, functions `(output, target) -> number`, a list of
+                these, or a dict by name. They get all steps that count as one batch, `(steps * batch, …)`.
+            callbacks: functions of the learner and the epoch's record, called after every epoch; `True` ends the training. One
+                with a method `before_batch(learner, xs, targets, mask, carry)`, such as `FidelityMeter`, is called before every
+                update too.
             early_stopping: when to end; a number is the patience.
             scheduler: a torch learning-rate scheduler, stepped after every epoch.
             every: one update a `"sequence"`, a `"chunk"` or a `"step"`.
             carry: batches continue one another: states and trace go on from batch to batch.
             max_batches: most batches in an epoch, for streams.
-            progress: show a progress bar; by default where the error output is a terminal.
+            checkpoint: where to save, every ten minutes, at the end, at Ctrl-C and at SIGTERM; `Checkpoints` sets how often.
+            resume: go on with the call of `fit` that the loaded checkpoint was in, to the same number of `epochs`; start with the
+                first epoch if it was in none. Random generators go back to where they were, and batches that were done are read
+                and left out; an iterator is read on from where it is.
+            progress: show a live line, or plain lines where the error output is not a terminal; by default only where somebody
+                can see it: on a terminal or in a notebook.
         """
-        options = FitOptions(validation, tuple(callbacks), early_stopping, scheduler, every, carry, max_batches, progress)
+        self.runtime.require_optimizer()
+        _check_batches(batches)
+        options = FitOptions(
+            validation, metrics, tuple(callbacks), early_stopping, scheduler, every, carry, max_batches, checkpoint, resume, progress
+        )
         return run_fit(self, batches, epochs, options)
 
     def reset(self, mask: Any = None) -> None:
@@ -199,7 +282,7 @@ class OnlineLearner:
 
         Running statistics and the random key are the model's and stay. After a full reset the batch size may change.
         """
-        self._runtime.reset(mask)
+        self.runtime.reset(mask)
 
     # -- home again --------------------------------------------------------------------------------------------
 
@@ -208,28 +291,32 @@ class OnlineLearner:
 
         Parameters that the step does not use keep their `.grad`, as after torch's `backward`.
         """
+        if not isinstance(result, (GradientResult, Mapping)):
+            raise InputError(f"`fill_grad` takes what `gradients` returned, or gradients by name, not a `{type(result).__name__}`.")
         grads = result
         if isinstance(result, GradientResult):
-            used = set(self._runtime.session.weight_names)
+            used = set(self.runtime.store.compiled.weight_names)
             grads = {name: grad for name, grad in result.grads.items() if name in used}
         named = dict(self._torch_model().named_parameters(remove_duplicate=False))
-        unknown = sorted(set(grads) - set(named))
+        unknown = sorted(str(name) for name in set(grads) - set(named))
         if unknown:
             raise InputError(f"The model has no parameters named {', '.join(unknown)}.")
+        for name, grad in grads.items():
+            _check_gradient(name, grad, named[name])
         for name, grad in grads.items():
             named[name].grad = grad.detach().to(named[name]).clone()
 
     def sync_to_torch(self) -> None:
         """Writes weights and buffers into the torch model, in place, and a translated optimizer's state into that optimizer."""
-        model, runtime = self._torch_model(), self._runtime
+        model, store = self._torch_model(), self.runtime.store
         current = self.net.state_dict()  # pyright: ignore[reportAttributeAccessIssue]
         with torch.no_grad():
             for own in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
                 for name, tensor in own:
                     if name in current and tensor.shape == current[name].shape:
                         tensor.copy_(current[name])
-        if runtime.started and runtime.updater is not None and runtime.updater.translated is not None:
-            runtime.updater.translated.export(runtime.values.opt)
+        if store.started and store.updater is not None and store.updater.translated is not None:
+            store.updater.translated.export(store.state.opt)
 
     def sync_from_torch(self) -> None:
         """Takes weights and buffers from the torch model, e.g. after `optimizer.step()` in torch."""
@@ -243,12 +330,15 @@ class OnlineLearner:
 
         Args:
             path: the weights' file; `.safetensors` is added if it is missing. Plain torch can load it:
-                `model.load_state_dict(safetensors.torch.load_file(path))`. The rest goes into a file beside it.
+                `model.load_state_dict(safetensors.torch.load_file(path))`. The rest goes into a file beside it. Of a learner whose
+                mesh spans processes it is a folder, and every process must call this.
 
         Returns:
-            The weights' file.
+            The weights' file, or the folder.
         """
-        return save_learner(self, path)
+        _check_path(path)
+        with self.runtime.store.lock:
+            return save_learner(self, path)
 
     @classmethod
     def load(
@@ -275,20 +365,72 @@ class OnlineLearner:
             reduction: by default the checkpoint's.
             **options: further arguments of `OnlineLearner`.
         """
-        weights, arrays, facts = read_checkpoint(path)
+        _check_path(path)
+        weights, arrays, facts = read_learner(path)
         learner = cls(
             model, rule_of(facts, rule), loss, optimizer, facts["chunk"] if chunk is None else chunk,
             reduction=facts["reduction"] if reduction is None else reduction, **options,
         )  # fmt: skip
-        restore_learner(learner, weights, arrays, facts)
+        restore_learner(learner, path, weights, arrays, facts)
         learner.history = None if facts["history"] is None else History(**facts["history"])
         return learner
 
-    def _after_hooks(self, grads: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return run_hooks(grads, self._runtime.parameters)
+    def export(self, path: str | PathLike, platforms: Sequence[str] = PLATFORMS, batch: str = "fixed") -> Path:
+        """Writes the learning step and the inference step as files that run without torch and without this package.
+
+        The steps are StableHLO programs; weights, states, traces and optimizer state lie beside them in a safetensors file, and
+        `manifest.json` has names, shapes and checksums. Call `step(x, target)` first: the files are for inputs of that shape, and go
+        on from where the learner is. `etrace_bridge.load_exported` reads them; so does any process with JAX and NumPy.
+
+        Args:
+            path: a folder.
+            platforms: for which to write the programs, of `"cpu"`, `"cuda"`, `"rocm"`, `"tpu"`; those that the step cannot be lowered
+                for are left out.
+            batch: `"fixed"`: the batch size of the last step, and the learner's states and traces. `"symbolic"`: any batch size, which
+                `load_exported` is told, from initial states; for models whose batch elements do not depend on each other.
+
+        Returns:
+            The folder.
+        """
+        return export_learner(self, path, platforms, batch)
+
+    def _unpacked(self, xs: Any, targets: Any, mask: Any) -> tuple[Any, Any, Any]:
+        return unpack_sequences(xs, targets, mask, self.runtime.batch_first)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the model is a brainstate module rather than torch's."""
+        return not isinstance(self.runtime.net, BridgedModule)
+
+    def _after_hooks(self, grads: Mapping[str, Any]) -> dict[str, Any]:
+        if self._is_plain:
+            return self.runtime.store.compiled.gradient_trees(grads)
+        return run_hooks(grads, self.runtime.parameters)
 
     def _torch_model(self) -> torch.nn.Module:
-        model = getattr(self._runtime.net, "model", None)
+        model = getattr(self.runtime.net, "model", None)
         if model is None:
             raise InputError("This learner was made from a brainstate module, so there is no torch model to write to.")
         return model
+
+
+def _check_batches(batches: Any) -> None:
+    if not (callable(batches) or hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")) or isinstance(
+        batches, (str, torch.Tensor)
+    ):
+        raise InputError(f"`batches` is a {type(batches).__name__}; it must be an iterable of `(xs, targets)`, such as a DataLoader.")
+
+
+def _check_path(path: Any) -> None:
+    if not isinstance(path, (str, PathLike)):
+        raise InputError(f"`path` is a {type(path).__name__}; it must be the name of a file.")
+
+
+def _check_gradient(name: str, grad: Any, parameter: torch.Tensor) -> None:
+    if not isinstance(grad, torch.Tensor) or grad.layout is not torch.strided or grad.is_meta:
+        kind = f"{grad.layout} tensor" if isinstance(grad, torch.Tensor) else type(grad).__name__
+        raise InputError(f"The gradient of `{name}` is a {kind}; it must be a dense tensor with values.")
+    if grad.shape != parameter.shape or grad.is_complex() != parameter.is_complex():
+        raise InputError(
+            f"The gradient of `{name}` is {grad.dtype}{tuple(grad.shape)}, but the parameter is {parameter.dtype}{tuple(parameter.shape)}."
+        )

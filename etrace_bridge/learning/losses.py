@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -11,11 +14,100 @@ import numpy as np
 import torch
 
 from etrace_bridge._errors import BridgeError, InputError
-from etrace_bridge.frontend import to_torch, trace_function
+from etrace_bridge._jax_compat import depends_on
+from etrace_bridge.frontend import InputRange, to_torch, trace_function, trace_with_ranges
+from etrace_bridge.learning.compiled_step import CompiledStep
+from etrace_bridge.learning.element_loss import ElementLoss, class_weights, ignored_value, without_empty_steps
+from etrace_bridge.learning.inputs import is_array
 
 
-def as_jax_loss(loss: Callable, output: Any, target: Any, prefer_torch: bool) -> Callable[[Any, Any], Any]:
-    """A JAX callable `(output, target) -> scalar`.
+@dataclass(frozen=True, eq=False)
+class JaxLoss:
+    """A loss `(output, target) -> scalar` on JAX arrays, for outputs and targets of one shape.
+
+    Attributes:
+        function: the loss.
+        ranges: what it demands of the target's arrays that are indices.
+        shapes: output and target of one step, as shapes.
+        given: the loss as the user gave it.
+    """
+
+    function: Callable[[Any, Any], Any]
+    ranges: list[InputRange]
+    shapes: tuple[Any, Any]
+    given: Callable
+
+    @cached_property
+    def by_element(self) -> ElementLoss:
+        """The loss of single batch elements; raises if the batch's loss is not made of those."""
+        return ElementLoss(self.function, *self.shapes, self.ranges, class_weights(self.given), _name(self.given))
+
+    def ignores(self, targets: Any) -> bool:
+        """Whether labels of a sequence are to be ignored, and the loss is a mean or a sum of the others'."""
+        ignored = ignored_value(self.ranges)
+        if ignored is None or not np.any(np.asarray(jax.tree.leaves(targets)[ignored[0]]) == ignored[1]):
+            return False
+        try:
+            return self.by_element is not None
+        except InputError:  # the step's own loss is then all that is known
+            return False
+
+    def __call__(self, output: Any, target: Any) -> Any:
+        """The loss of one step."""
+        return self.function(output, target)
+
+
+class LossTable:
+    """A learner's loss for each kind of output and target that it has met.
+
+    Args:
+        loss: what the user gave; None if there is none.
+        prefer_torch: as for `as_jax_loss`.
+    """
+
+    def __init__(self, loss: Any, prefer_torch: bool) -> None:
+        self.loss, self._prefer_torch = loss, prefer_torch
+        self._losses: dict[Any, JaxLoss] = {}
+        self._tried: set[Any] = set()
+
+    def find(self, compiled: CompiledStep, target: Any, length: int | None = None, batch_first: bool = False) -> JaxLoss:
+        """The loss for a step's output and targets like this one, of one step and as the user gave it.
+
+        Args:
+            compiled: the step.
+            target: the target.
+            length: number of steps, for a loss of all outputs.
+            batch_first: whether those are (batch, time, …).
+        """
+        if self.loss is None:
+            raise InputError("This learner has no loss. Give one: `OnlineLearner(model, loss=torch.nn.functional.mse_loss)`.")
+        leaves, tree = jax.tree.flatten(target)
+        where = (compiled.signature, tree, length)
+        given = (where, tuple((tuple(np.shape(t)), str(t.dtype)) for t in leaves))
+        key = (where, tuple((tuple(np.shape(t)), str(jax_dtype(t))) for t in leaves))
+        if given not in self._tried:
+            program = compiled.program
+            lead = () if length is None else (length,)
+            shapes = [jax.ShapeDtypeStruct((*lead, *v.aval.shape), v.aval.dtype) for v in program.out_vars]
+            if batch_first:
+                shapes = [jax.ShapeDtypeStruct((s.shape[1], s.shape[0], *s.shape[2:]), s.dtype) for s in shapes]
+            loss = as_jax_loss(self.loss, program.output_tree(shapes), target, self._prefer_torch)
+            self._losses.setdefault(key, loss)
+            self._tried.add(given)
+        return self._losses[key]
+
+    def last(self, compiled: CompiledStep) -> tuple[Any, JaxLoss] | None:
+        """Shapes of the last new kind of target of a step, and the loss for it; None if there was no target yet."""
+        known = [key for key in self._losses if key[0][0] == compiled.signature]
+        if not known:
+            return None
+        (_, tree, _), shapes = known[-1]
+        target = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in shapes])
+        return target, self._losses[known[-1]]
+
+
+def as_jax_loss(loss: Callable, output: Any, target: Any, prefer_torch: bool) -> JaxLoss:
+    """A loss as a JAX callable `(output, target) -> scalar`, checked to have a derivative.
 
     The loss is called once on torch tensors of the right shapes. If that works it is torch code and is traced like the model, with
     torch's meaning of every operation; if not, it must work on JAX arrays. A torch loss that fails gives torch's own message.
@@ -32,9 +124,9 @@ def as_jax_loss(loss: Callable, output: Any, target: Any, prefer_torch: bool) ->
     attempts = [_try_torch, _try_jax] if prefer_torch or surely_torch else [_try_jax, _try_torch]
     errors: dict[str, Exception] = {}
     for attempt in attempts[:1] if surely_torch else attempts:
-        made, error = attempt(loss, output, target)
-        if made is not None:
-            return made
+        function, error = attempt(loss, output, target)
+        if function is not None:
+            return _checked(function, loss, output, target)
         errors["torch tensors" if attempt is _try_torch else "JAX arrays"] = error
     reasons = " ".join(f"On {kind}: {type(e).__name__}: {e}" for kind, e in errors.items())
     raise InputError(
@@ -46,7 +138,7 @@ def as_jax_loss(loss: Callable, output: Any, target: Any, prefer_torch: bool) ->
 def _try_torch(loss: Callable, output: Any, target: Any) -> tuple[Callable | None, Any]:
     try:
         probe = jax.tree.map(lambda o: to_torch(np.full(o.shape, 0.5)).to(to_torch(np.zeros(0, o.dtype)).dtype), output)
-        result = loss(probe, jax.tree.map(_as_label, target, is_leaf=_is_array))
+        result = loss(probe, jax.tree.map(_as_label, target, is_leaf=is_array))
     except BridgeError:
         raise
     except Warning:
@@ -55,26 +147,56 @@ def _try_torch(loss: Callable, output: Any, target: Any) -> tuple[Callable | Non
         return None, error
     if not isinstance(result, torch.Tensor):
         return None, TypeError(f"it returned a {type(result).__name__}, not a tensor")
-    if result.dim() != 0:
-        raise InputError(
-            f"The loss `{_name(loss)}` must return a scalar for one step; it returned shape {tuple(result.shape)}. "
-            "Take its mean or sum over the batch."
-        )
     return trace_function(loss), None
 
 
 def _try_jax(loss: Callable, output: Any, target: Any) -> tuple[Callable | None, Any]:
-    shapes = jax.tree.map(lambda t: jax.ShapeDtypeStruct(np.shape(t), jax_dtype(t)), target, is_leaf=_is_array)
     try:
-        result = jax.eval_shape(loss, output, shapes)
-        shape = result.shape
+        jax.eval_shape(loss, output, _shapes(target))
     except Exception as error:  # user code may fail in any way
         return None, error
-    if shape != ():
-        raise InputError(
-            f"The loss `{_name(loss)}` must return a scalar for one step; it returned shape {shape}. Take its mean or sum over the batch."
-        )
     return loss, None
+
+
+def _checked(function: Callable, loss: Callable, output: Any, target: Any) -> JaxLoss:
+    """The loss, if it is a real scalar that changes with the output."""
+    target = _shapes(target)
+    result = jax.eval_shape(function, output, target)
+    if getattr(result, "shape", None) == (1,):  # as torch's `backward` takes it
+        inner = function
+        function = lambda output, target: inner(output, target)[0]  # noqa: E731
+        result = jax.eval_shape(function, output, target)
+    if not hasattr(result, "shape") or result.shape != ():
+        found = f"shape {result.shape}" if hasattr(result, "shape") else f"a {type(result).__name__}"
+        raise InputError(
+            f"The loss `{_name(loss)}` must return a scalar for one step; it returned {found}. Take its mean or sum over the batch."
+        )
+    if not jnp.issubdtype(result.dtype, jnp.floating):
+        raise InputError(
+            f"The loss `{_name(loss)}` returned a scalar of {result.dtype}; it must be a real floating-point number, or there is no gradient."
+        )
+    outputs, tree = jax.tree.flatten(output)
+    targets, target_tree = jax.tree.flatten(target)
+
+    def slopes(cotangent: Any, *flat: Any) -> list[Any]:
+        """The loss's derivative by the output, times a number."""
+        wanted = jax.tree.unflatten(target_tree, flat[len(outputs) :])
+        _, back = jax.vjp(lambda *o: function(jax.tree.unflatten(tree, o), wanted), *flat[: len(outputs)])
+        return [g for g in back(cotangent) if g.dtype != jax.dtypes.float0]
+
+    closed, ranges = trace_with_ranges(slopes, result, *outputs, *targets)
+    if not depends_on(closed.jaxpr, closed.jaxpr.invars[0]):
+        raise InputError(
+            f"The loss `{_name(loss)}` has no derivative by the model's output: it is constant, or the output was detached or rounded on "
+            "the way. Nothing could be learned from it."
+        )
+    first = 1 + len(outputs)
+    ranges = [dataclasses.replace(r, position=r.position - first) for r in ranges if r.position >= first]
+    return JaxLoss(without_empty_steps(function, ignored_value(ranges)), ranges, (output, target), loss)
+
+
+def _shapes(target: Any) -> Any:
+    return jax.tree.map(lambda t: jax.ShapeDtypeStruct(np.shape(t), jax_dtype(t)), target, is_leaf=is_array)
 
 
 def jax_dtype(x: Any) -> np.dtype:
@@ -86,15 +208,11 @@ def jax_dtype(x: Any) -> np.dtype:
 
 
 def _as_label(x: Any) -> torch.Tensor:
-    """A torch tensor; whole numbers from other libraries count as torch's int64."""
-    if isinstance(x, torch.Tensor):
-        return x.detach().cpu()
-    tensor = to_torch(x if isinstance(x, jax.Array) else np.asarray(x))
-    return tensor if tensor.is_floating_point() or tensor.dtype == torch.bool else tensor.long()
-
-
-def _is_array(x: Any) -> bool:
-    return isinstance(x, (torch.Tensor, np.ndarray, jax.Array))
+    """A torch tensor like a target; integers are zeros, which every loss takes, and int64 if they come from another library."""
+    tensor = x.detach().cpu() if isinstance(x, torch.Tensor) else to_torch(x if isinstance(x, jax.Array) else np.asarray(x))
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        return tensor
+    return torch.zeros(tensor.shape, dtype=tensor.dtype if isinstance(x, torch.Tensor) else torch.int64)
 
 
 def _name(loss: Any) -> str:
@@ -102,5 +220,5 @@ def _name(loss: Any) -> str:
 
 
 def _show(tree: Any) -> str:
-    leaves = jax.tree.leaves(tree, is_leaf=_is_array)
+    leaves = jax.tree.leaves(tree, is_leaf=is_array)
     return ", ".join(f"{str(getattr(x, 'dtype', type(x).__name__)).removeprefix('torch.')}{tuple(np.shape(x))}" for x in leaves)

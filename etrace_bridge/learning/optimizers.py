@@ -18,7 +18,7 @@ import optax
 import torch
 
 from etrace_bridge._errors import InputError, NotSupportedError
-from etrace_bridge.frontend import to_torch
+from etrace_bridge.frontend import to_real_jax, to_torch
 from etrace_bridge.learning.torch_rules import TORCH_RULES, Arrays
 
 # -- translation ------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ class Translated:
             counts.add(_count_in(held))
             for slot, start in self.rule.slots(group).items():
                 old = held.get(slot)
-                array = jnp.full_like(value, start) if old is None else jnp.asarray(old.detach().numpy(force=True).copy())
+                array = jnp.full_like(value, start) if old is None else to_real_jax(old)
                 slots.setdefault(slot, {})[name] = array
         if len(counts) > 1:
             raise NotSupportedError(
@@ -125,7 +125,7 @@ class Translated:
         for one in found:
             count = int(one.count)
             for name in self.group_of:
-                mine = {slot: to_torch(arrays[name]) for slot, arrays in one.slots.items() if name in arrays}
+                mine = {slot: to_torch(arrays[name], self.tensors[name]) for slot, arrays in one.slots.items() if name in arrays}
                 if not mine or not count:
                     continue
                 if type(self.optimizer) is not torch.optim.SGD:
@@ -171,10 +171,12 @@ class UpdateState(NamedTuple):
     Attributes:
         inner: the optax state.
         numbers: options of the torch parameter groups; None for optax.
+        norm: norm of the last gradients, before clipping; None if it is not wanted.
     """
 
     inner: Any
     numbers: Any
+    norm: Any = None
 
 
 @dataclass
@@ -184,21 +186,24 @@ class Updater:
     Attributes:
         transform: clipping, the optimizer, the schedule and accumulation, as one optax transformation.
         translated: the torch optimizer behind it, if there is one.
+        track_norm: keep the norm of the last gradients.
     """
 
     transform: optax.GradientTransformationExtraArgs
     translated: Translated | None = None
+    track_norm: bool = False
     seen: tuple | None = field(default=None, repr=False)
 
     def init(self, theta: Arrays) -> UpdateState:
         """The state before the first update."""
-        return UpdateState(self.transform.init(theta), self.numbers(theta))
+        norm = jnp.zeros((), jnp.result_type(*jax.tree.leaves(theta))) if self.track_norm else None
+        return UpdateState(self.transform.init(theta), self.numbers(theta), norm)
 
     def update(self, grads: Arrays, state: UpdateState, theta: Arrays) -> tuple[Arrays, UpdateState]:
         """New weights and state."""
         changes, inner = self.transform.update(grads, state.inner, theta, numbers=state.numbers)
         new = {name: theta[name] + changes[name].astype(theta[name].dtype) for name in theta}
-        return new, UpdateState(inner, state.numbers)
+        return new, UpdateState(inner, state.numbers, gradient_norm(grads).astype(state.norm.dtype) if self.track_norm else None)
 
     def numbers(self, theta: Any) -> Any:
         """The torch groups' numbers as they are now; None for optax."""
@@ -209,12 +214,16 @@ class Updater:
         return jnp.asarray(self.translated.numbers().astype(widest))
 
 
+def gradient_norm(grads: Any) -> Any:
+    """The norm of all gradients together."""
+    return jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
+
+
 def clip_by_norm(most: float) -> optax.GradientTransformation:
     """Scales all gradients so that their common norm is at most `most`, as `torch.nn.utils.clip_grad_norm_` does."""
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
-        factor = jnp.minimum(most / (norm + 1e-6), 1)
+        factor = jnp.minimum(most / (gradient_norm(grads) + 1e-6), 1)
         return jax.tree.map(lambda g: g * factor.astype(g.dtype), grads), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
@@ -263,6 +272,7 @@ def make_updater(
     clip_value: float | None = None,
     accumulate: int = 1,
     schedule: Callable[[Any], Any] | None = None,
+    track_norm: bool = False,
 ) -> Updater | None:
     """The update that a learner's options describe; None for a torch optimizer that has no translation.
 
@@ -273,6 +283,7 @@ def make_updater(
         clip_value: most that the size of an element may be.
         accumulate: gradients averaged for one update.
         schedule: factor of the learning rate by number of updates, an optax schedule.
+        track_norm: keep the norm of the last gradients.
     """
     translated = None
     if optimizer is None:
@@ -300,4 +311,4 @@ def make_updater(
     chained = optax.with_extra_args_support(optax.chain(*steps) if len(steps) > 1 else inner)
     if accumulate > 1:
         chained = average_gradients(chained, accumulate)
-    return Updater(chained, translated)
+    return Updater(chained, translated, track_norm)

@@ -1,219 +1,205 @@
-"""The learner's programs as pure functions: a step, the gradients of a sequence, an update from a sequence, a prediction.
+"""The learner's programs as pure functions: a step, the gradients of a sequence, an update from a sequence.
 
-Each takes and gives `Values`. The learner jits them on the flat list of arrays, which it donates.
+Each takes and gives a `LearnerState`. The learner jits them on the flat list of arrays, which it donates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from etrace_bridge.engine.chunk_bptt import scan_steps
-from etrace_bridge.engine.plan import ChunkPlan
-from etrace_bridge.engine.program import StepProgram
-from etrace_bridge.engine.sequence import run_sequence, step_weights
-from etrace_bridge.learning.guard import after, choose, full_verdict, hold_back, quick_verdict, to_watch
+from etrace_bridge.learning.guard import choose, full_verdict, hold_back, is_bad, quick_verdict, to_watch
+from etrace_bridge.learning.online_core import OnlineCore
 from etrace_bridge.learning.optimizers import Updater
-from etrace_bridge.rules import Carry, Chunk, ChunkResult, Rule
+from etrace_bridge.learning.sequence_loss import SequenceLoss
+from etrace_bridge.learning.state import LearnerState
+from etrace_bridge.rules import Carry, Chunk
+from etrace_bridge.schedule.chunk_plan import ChunkPlan
+from etrace_bridge.schedule.sequence import run_sequence, step_weights
+from etrace_bridge.step.reverse import scan_steps
 
-
-class Values(NamedTuple):
-    """Everything that changes while a learner learns.
-
-    Attributes:
-        theta: weights.
-        opt: the update's state.
-        hidden: hidden states.
-        other: other arrays that a step carries: running statistics, random keys.
-        trace: the rule's memory; None until a step needs it.
-        alarm: what the guard found, see `guard`.
-    """
-
-    theta: list[Any]
-    opt: Any
-    hidden: list[Any]
-    other: list[Any]
-    trace: Any
-    alarm: Any
+Loss = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ProgramSpec:
     """What the programs of a learner have in common.
 
     Attributes:
-        program: the compiled step.
-        rule: the learning rule.
+        core: the compiled step and its rule.
         loss: `(output, target) -> scalar` on JAX arrays; None where no loss is needed.
         updater: gradients to new weights; None if they leave the program.
-        names: names of the weights.
-        resets: for each of the other arrays, whether it starts anew with a sequence.
         reduction: `"mean"` or `"sum"` over steps.
-        guard: keep the old values when the new ones are not finite.
+        guard: keep the old state when the new one is not finite.
     """
 
-    program: StepProgram
-    rule: Rule
-    loss: Callable[[Any, Any], Any] | None
+    core: OnlineCore
+    loss: Loss | None
     updater: Updater | None
-    names: tuple[str, ...]
-    resets: tuple[bool, ...]
     reduction: str
     guard: bool
 
-    def run(self, theta: Sequence[Any], state: Any, data: Any, fresh: bool, final: bool) -> ChunkResult:
-        """Runs the rule on one chunk from (hidden, other, trace)."""
-        args, targets, weights = data
-        return self.rule.chunk(self.program, theta, Carry(*state), Chunk(args, targets, weights, self.loss), fresh, final)
+    def data(self, args: Sequence[Any], targets: Any, weights: Any) -> Chunk:
+        """Steps with this learner's loss."""
+        return Chunk(list(args), targets, weights, self.loss)
 
-    def chunk(self, *chunk: Any):
-        """The same: gradients, losses, outputs, new (hidden, other, trace)."""
-        result = self.run(*chunk)
-        new = result.carry
-        return result.grads, result.losses, result.outputs, (new.hidden, new.other, new.trace)
+    def one_step(self, theta: Sequence[Any], args: Sequence[Any], target: Any) -> Chunk:
+        """A single time step, given without a time axis."""
+        return self.data([a[None] for a in args], jax.tree.map(lambda t: t[None], target), jnp.ones(1, theta[0].dtype))
+
+    def prepare(self, theta: Sequence[Any], before: Carry, args: Sequence[Any], targets: Any) -> tuple[Any, Any]:
+        """Targets of the steps, and the steps' losses if those are known before: of a loss over the whole sequence."""
+        if not isinstance(self.loss, SequenceLoss):
+            return targets, None
+        outputs, _, _ = scan_steps(self.core.program, theta, before.hidden, before.other, list(args))
+        value, cotangents = self.loss.differentiate(outputs, targets)
+        return cotangents, self.loss.in_place(value, args[0].shape[0])
 
     def apply(self, grads: Sequence[Any], opt: Any, theta: Sequence[Any]) -> tuple[list[Any], Any]:
         """New weights and optimizer state."""
         if self.updater is None:
             return list(theta), opt
-        named, opt = self.updater.update(self.named(grads), opt, self.named(theta))
-        return [named[name] for name in self.names], opt
+        compiled = self.core.compiled
+        named, opt = self.updater.update(compiled.by_weight_name(grads), opt, compiled.by_weight_name(theta))
+        return [named[name] for name in compiled.weight_names], opt
 
-    def named(self, arrays: Sequence[Any]) -> dict[str, Any]:
-        """Arrays by weight name."""
-        return dict(zip(self.names, arrays, strict=True))
-
-    def checked(self, old: Values, new: Values, losses: Any, grads: Sequence[Any]) -> Values:
+    def checked(self, old: LearnerState, new: LearnerState, losses: Any, grads: Sequence[Any]) -> LearnerState:
         """`new`, or `old` for good once a loss, gradient, new weight or hidden state was not finite."""
         if not self.guard:
             return new
         fine, alarm = full_verdict(old.alarm, [losses, *zip(grads, new.theta, strict=True), *new.hidden])
-        return hold_back(fine, new._replace(alarm=alarm), old._replace(alarm=alarm))
+        return hold_back(fine, new.replace(alarm=alarm), old.replace(alarm=alarm))
 
-    def begin(self, start: Any, other: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """States and trace before a sequence of its own: what belongs to the model (running statistics, keys) is current."""
-        hidden, first = start
-        return hidden, [s if r else o for s, o, r in zip(first, other, self.resets, strict=True)], self.rule.init(self.program)
-
-    def end(self, before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
-        """The other arrays after such a sequence: what belongs to the model has moved on."""
-        return [b if r else a for b, a, r in zip(before, after, self.resets, strict=True)]
-
-    def after_sequence(self, before: Values, after: Values) -> Values:
-        """What such a sequence leaves of all values: hidden states and trace are as before."""
-        return after._replace(hidden=before.hidden, other=self.end(before.other, after.other), trace=before.trace)
+    def after_sequence(self, before: LearnerState, after: LearnerState) -> LearnerState:
+        """What a sequence of its own leaves: hidden states and trace are as before, what belongs to the model has moved on."""
+        other = self.core.compiled.join_other(before.other, after.other)
+        return after.replace(hidden=before.hidden, other=other, trace=before.trace)
 
 
-def make_step(recipe: Recipe, own_update: bool) -> Callable:
-    """`(values, args, target) -> (values, loss, output, gradients)`, one time step.
+def make_step(spec: ProgramSpec, own_update: bool, observe: Callable | None = None) -> Callable:
+    """`(state, args, target, *more) -> (state, loss, output, seen)`, one time step.
+
+    `seen` are the gradients if they leave the program. Otherwise it is what `observe` gives or, without it, what the rule left out of
+    the gradients, as in `discarded_share`.
 
     Args:
-        recipe: what to run.
+        spec: what to run.
         own_update: the update is part of the program; otherwise the gradients leave it.
+        observe: a function of `(theta, carry before the step, step, gradients, *more)`. It runs beside the step, not after it, so that
+            nothing is computed twice.
     """
 
-    is_product = recipe.program.only_traced
+    is_product, tuning = spec.core.program.only_traced, spec.core.program.tuning
 
-    def step(values: Values, args: Sequence[Any], target: Any):
-        theta = values.theta
-        data = ([a[None] for a in args], jax.tree.map(lambda t: t[None], target), jnp.ones(1, theta[0].dtype))
-        state = (values.hidden, values.other, values.trace)
-        result = recipe.run(theta, state, data, False, False)
-        grads, after_it = result.grads, result.carry
-        hidden, other, trace = after_it.hidden, after_it.other, after_it.trace
+    def step(state: LearnerState, args: Sequence[Any], target: Any, *more: Any):
+        theta, before = state.theta, state.carry
+        data = spec.one_step(theta, args, target)
+        result = spec.core.chunk(theta, before, data, False, False)
+        grads, after = result.grads, result.carry
+        seen = discarded_share(result.discarded, grads) if observe is None else observe(theta, before, data, grads, *more)
         loss, output = None if result.losses is None else result.losses[0], jax.tree.map(lambda o: o[0], result.outputs)
-        new = Values(theta, values.opt, hidden, other, trace, values.alarm)
+        new = state.with_carry(after)
         if not own_update:
             return new, loss, output, grads
-        if not recipe.guard:
+        if not spec.guard:
             if grads is not None:
-                theta, opt = recipe.apply(grads, values.opt, theta)
-                new = new._replace(theta=theta, opt=opt, trace=choose(after(True, theta), trace, values.trace))
-            return new, loss, output, None
-        fine, alarm = quick_verdict(values.alarm, (loss, hidden, to_watch(grads, values.trace, result.factors, is_product)))
+                theta, opt = spec.apply(grads, state.opt, theta)
+                trace = choose(tuning.order_after(True, theta), after.trace, before.trace)
+                new = new.replace(theta=theta, opt=opt, trace=trace)
+            return new, loss, output, seen
+        watched = (loss, after.hidden, to_watch(grads, before.trace, result.factors, is_product))
+        fine, alarm = quick_verdict(state.alarm, watched, tuning)
         if grads is not None:
-            updated = recipe.apply(grads, values.opt, theta)
-            theta, opt = hold_back(fine, updated, (theta, values.opt))
-            new, fine = new._replace(theta=theta, opt=opt), after(fine, theta)
-        kept = hold_back(fine, (hidden, other, trace), state)
-        return Values(new.theta, new.opt, *kept, alarm), loss, output, None
+            updated = spec.apply(grads, state.opt, theta)
+            theta, opt = hold_back(fine, updated, (theta, state.opt))
+            new, fine = new.replace(theta=theta, opt=opt), tuning.order_after(fine, theta)
+        kept = hold_back(fine, (after.hidden, after.other, after.trace), (before.hidden, before.other, before.trace))
+        return new.with_carry(Carry(*kept)).replace(alarm=alarm), loss, output, seen
 
     return step
 
 
-def make_gradients(recipe: Recipe, plan: ChunkPlan, carry: bool) -> Callable:
-    """`(theta, (hidden, other, trace), args, targets, mask) -> (gradients, losses, outputs, weights, state)`.
+def discarded_share(discarded: Any, grads: Sequence[Any] | None) -> Any:
+    """What a rule left out of gradients: the squared estimate, the bound, and the gradients' squared norm; None if it does not know."""
+    if discarded is None or grads is None:
+        return None
+    return jnp.append(discarded, sum(jnp.sum(g * g) for g in grads).astype(discarded.dtype))
 
-    Without `carry` the trace before the sequence is new, and the one after it is not wanted.
+
+def make_gradients(spec: ProgramSpec, plan: ChunkPlan, carry: bool) -> Callable:
+    """`(theta, (hidden, other, trace), args, targets, mask) -> (gradients, losses, outputs, weights, discarded, state, bad)`.
+
+    `discarded` is as in `discarded_share`. Without `carry` the trace before the sequence is new, and of the state after it only what belongs to the model is wanted. `bad` says
+    for each hidden state, each other array and the trace whether NaN or infinity is in it and would be kept; None without a guard.
     """
 
-    def run(theta: Sequence[Any], state: Any, args: Sequence[Any], targets: Any, mask: Any):
-        weights = step_weights(args[0].shape[0], mask, recipe.reduction).astype(theta[0].dtype)
-        if not carry:
-            state = (*state[:2], recipe.rule.init(recipe.program))
-        grads, losses, outputs, new = run_sequence(
-            lambda *chunk: recipe.chunk(theta, *chunk), state, (list(args), targets, weights), plan, not carry, not carry
-        )
-        return grads, losses, outputs, weights, new if carry else (new[0], new[1], None)
+    def run(theta: Sequence[Any], state: tuple, args: Sequence[Any], targets: Any, mask: Any):
+        weights = step_weights(args[0].shape[0], mask, spec.reduction).astype(theta[0].dtype)
+        before = Carry(*state) if carry else Carry(*state[:2], spec.core.zero_trace())
+        targets, whole = spec.prepare(theta, before, args, targets)
+        data = spec.data(args, targets, weights)
+        grads, losses, outputs, new, lost = spec.core.sequence_with_discarded(theta, before, data, plan, not carry, not carry)
+        discarded = discarded_share(lost, grads)
+        losses = losses if whole is None else whole
+        trace, bad = new.trace if carry else None, None
+        if spec.guard:
+            resets = spec.core.compiled.resets
+            kept = [(h, carry) for h in new.hidden] + [(o, carry or not r) for o, r in zip(new.other, resets, strict=True)]
+            bad = jnp.stack([is_bad(x) if is_kept else jnp.asarray(False) for x, is_kept in kept] + [is_bad(trace)])
+        return grads, losses, outputs, weights, discarded, (new.hidden, new.other, trace), bad
 
     return run
 
 
-def make_update(recipe: Recipe, plan: ChunkPlan, carry: bool, by_chunk: bool) -> Callable:
-    """`(values, start, args, targets, mask) -> (values, losses, outputs, weights)`: gradients and updates of a sequence.
+def make_update(spec: ProgramSpec, plan: ChunkPlan, carry: bool, by_chunk: bool) -> Callable:
+    """`(state, start, args, targets, mask) -> (state, losses, outputs, weights)`: gradients and updates of a sequence.
 
     Args:
-        recipe: what to run.
+        spec: what to run.
         plan: how the sequence is divided.
-        carry: start from the values' own states and trace, and keep those at the end; `start` is then None. Otherwise start from
-            `start` (hidden, other); the values' own hidden states and trace stay as they are.
-        by_chunk: one update a chunk, from the mean or sum over its steps; otherwise one for the whole sequence.
+        carry: start from the state's own hidden states and trace, and keep those at the end; `start` is then None. Otherwise start
+            from `start` (hidden, other); the state's own hidden states and trace stay as they are.
+        by_chunk: one update per chunk, from the mean or sum over its steps; otherwise one for the whole sequence.
     """
 
-    def run(values: Values, start: Any, args: Sequence[Any], targets: Any, mask: Any):
-        state = (values.hidden, values.other, values.trace) if carry else recipe.begin(start, values.other)
-        ones = jnp.ones(args[0].shape[0], values.theta[0].dtype)
+    def run(state: LearnerState, start: Any, args: Sequence[Any], targets: Any, mask: Any):
+        before = state.carry if carry else spec.core.begin(start, state.other)
+        ones = jnp.ones(args[0].shape[0], state.theta[0].dtype)
         steps = ones if mask is None else mask.astype(ones.dtype)
-        weights = step_weights(len(ones), mask, recipe.reduction).astype(ones.dtype)
+        weights = step_weights(len(ones), mask, spec.reduction).astype(ones.dtype)
         if by_chunk:
-            new, losses, outputs = _update_by_chunk(recipe, values, state, (list(args), targets, steps), plan, carry)
-        else:
-            grads, losses, outputs, state = run_sequence(
-                lambda *chunk: recipe.chunk(values.theta, *chunk), state, (list(args), targets, weights), plan, not carry, not carry
-            )
-            theta, opt = recipe.apply(grads, values.opt, values.theta)
-            new = Values(theta, opt, *state, values.alarm)
-            new = recipe.checked(values, new if carry else recipe.after_sequence(values, new), losses, grads)
+            data = spec.data(args, targets, steps)
+            new, losses, outputs = _update_by_chunk(spec, state.with_carry(before), data, plan, carry)
+            return new if carry else spec.after_sequence(state, new), losses, outputs, weights
+        targets, whole = spec.prepare(state.theta, before, args, targets)
+        data = spec.data(args, targets, weights)
+        grads, losses, outputs, after = spec.core.sequence(state.theta, before, data, plan, not carry, not carry)
+        losses = losses if whole is None else whole
+        theta, opt = spec.apply(grads, state.opt, state.theta)
+        new = state.with_carry(after).replace(theta=theta, opt=opt)
+        new = spec.checked(state, new if carry else spec.after_sequence(state, new), losses, grads)
         return new, losses, outputs, weights
 
     return run
 
 
-def _update_by_chunk(recipe: Recipe, values: Values, state: Any, data: Any, plan: ChunkPlan, carry: bool):
-    def chunk(now: Values, part: Any, fresh: bool, final: bool):
+def _update_by_chunk(spec: ProgramSpec, state: LearnerState, data: Chunk, plan: ChunkPlan, carry: bool):
+    """One update per chunk: the state after all of them, losses and outputs."""
+
+    def chunk(now: LearnerState, part: Any, fresh: bool, final: bool):
         args, targets, steps = part
         weights = steps
-        if recipe.reduction == "mean":  # a chunk that is masked altogether has no mean
+        if spec.reduction == "mean":  # a chunk that is masked altogether has no mean
             weights = steps / jnp.maximum(jnp.sum(steps), jnp.finfo(steps.dtype).tiny)
-        state = (now.hidden, now.other, now.trace)
-        grads, losses, outputs, (hidden, other, trace) = recipe.chunk(now.theta, state, (args, targets, weights), fresh, final)
-        theta, opt = recipe.apply(grads, now.opt, now.theta)
-        new = recipe.checked(now, Values(theta, opt, hidden, other, trace, now.alarm), losses, grads)
-        return None, losses, outputs, new
+        result = spec.core.chunk(now.theta, now.carry, spec.data(args, targets, weights), fresh, final)
+        theta, opt = spec.apply(result.grads, now.opt, now.theta)  # pyright: ignore[reportArgumentType] - there is a loss
+        new = now.with_carry(result.carry).replace(theta=theta, opt=opt)
+        return None, result.losses, result.outputs, spec.checked(now, new, result.losses, result.grads)
 
-    begun = values._replace(hidden=state[0], other=state[1], trace=state[2])
-    _, losses, outputs, done = run_sequence(chunk, begun, data, plan, not carry, not carry)
-    return done if carry else recipe.after_sequence(values, done), losses, outputs
-
-
-def make_prediction(program: StepProgram) -> Callable:
-    """`(theta, hidden, other, args) -> outputs` of a sequence."""
-
-    def run(theta: Sequence[Any], hidden: Sequence[Any], other: Sequence[Any], args: Sequence[Any]) -> Any:
-        return scan_steps(program, theta, hidden, other, list(args))[0]
-
-    return run
+    arrays = list(data.args), data.targets, data.weights
+    _, losses, outputs, done = run_sequence(chunk, state, arrays, plan, not carry, not carry)
+    return done, losses, outputs

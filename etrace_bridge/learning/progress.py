@@ -1,75 +1,199 @@
-"""The progress bar of `fit`: loss, steps a second, memory."""
+"""What `fit` shows: one live line on a terminal or in a notebook, and one plain line for each finished epoch."""
 
 from __future__ import annotations
 
-import resource
 import sys
+import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.table import Column
+from rich.text import Text
 
-PAGE = resource.getpagesize()
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
+PLAIN = ("epoch", "loss", "batches", "steps", "seconds", "steps_per_second", "complete")
+COMPILING, TRAINING, VALIDATING = "compiling …", "", "validating …"
 
 
 def resident_memory() -> int:
-    """Bytes of memory that this process holds (its peak, where the system does not tell)."""
+    """Bytes of memory that this process holds (its peak, where the system does not tell; 0 where it tells nothing)."""
     try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
-    except (OSError, ValueError, IndexError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()  # pyright: ignore[reportOptionalMemberAccess]
+    except (OSError, ValueError, IndexError, AttributeError):
+        if resource is None:
+            return 0
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
-
-
-def open_progress(show: bool | None) -> FitProgress:
-    """A progress display; None shows it where somebody can see it."""
-    console = Console(stderr=True)
-    return FitProgress(console if (console.is_terminal if show is None else show) else None)
-
-
-class FitProgress(AbstractContextManager):
-    """One line an epoch; does nothing without a console."""
-
-    def __init__(self, console: Console | None) -> None:
-        self._bar: Progress | None = None
-        if console is not None:
-            self._bar = Progress(
-                TextColumn("epoch {task.fields[epoch]}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-                TextColumn("{task.fields[numbers]}"), console=console,
-            )  # fmt: skip
-        self._task: Any = None
-
-    def __enter__(self) -> FitProgress:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def start_epoch(self, epoch: int, epochs: int, batches: int | None) -> None:
-        """A new line."""
-        if self._bar is not None:
-            self._task = self._bar.add_task("", total=batches, epoch=f"{epoch}/{epochs}", numbers="")
-
-    def advance(self, record: dict[str, Any]) -> None:
-        """One batch more."""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=record["batches"], numbers=describe(record))
-
-    def end_epoch(self, record: dict[str, Any]) -> None:
-        """The epoch's last numbers."""
-        if self._bar is not None:
-            self._bar.update(self._task, total=record["batches"], completed=record["batches"], numbers=describe(record))
 
 
 def describe(record: dict[str, Any]) -> str:
     """A record's numbers for people."""
     shown = [f"loss {record['loss']:.4g}"]
-    plain = ("epoch", "loss", "batches", "steps", "seconds", "steps_per_second", "complete")
-    shown += [f"{name} {value:.4g}" for name, value in record.items() if name not in plain and isinstance(value, float)]
+    shown += [f"{name} {value:.4g}" for name, value in record.items() if name not in PLAIN and isinstance(value, float)]
     shown += [f"{record.get('steps_per_second', 0):,.0f} steps/s", f"{resident_memory() / 2**20:,.0f} MB"]
     return "  ".join(shown)
+
+
+def describe_epoch(record: dict[str, Any], epochs: int) -> str:
+    """The line of a finished epoch."""
+    return f"epoch {record['epoch']}/{epochs}  {describe(record)}  {record.get('seconds', 0):.1f} s"
+
+
+class FitProgress(AbstractContextManager):
+    """Shows nothing; the base of what does. Its calls are cheap: drawing happens a few times a second at most."""
+
+    epochs = 0
+
+    def __exit__(self, *_: Any) -> None:
+        return None
+
+    def start_epoch(self, epoch: int, epochs: int, batches: int | None, record: dict[str, Any]) -> None:
+        """A new epoch, whose record changes as it goes."""
+        self.epochs = epochs
+
+    def say(self, stage: str) -> None:
+        """What happens now: one of the stages above."""
+
+    def advance(self, record: dict[str, Any]) -> None:
+        """One batch more."""
+
+    def end_epoch(self, record: dict[str, Any]) -> None:
+        """The epoch is over."""
+
+
+class PlainLog(FitProgress):
+    """Plain lines for files and pipes."""
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def say(self, stage: str) -> None:
+        """Tells once that it compiles."""
+        if stage == COMPILING and not self._said:
+            self._said = True
+            self._print(COMPILING)
+
+    def end_epoch(self, record: dict[str, Any]) -> None:
+        """The epoch's line."""
+        self._print(describe_epoch(record, self.epochs))
+
+    def _print(self, line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+
+class _Numbers(ProgressColumn):
+    """The epoch's numbers, read when the line is drawn."""
+
+    def render(self, task: Task) -> Text:
+        record, stage = task.fields["record"], task.fields["stage"]
+        return Text("  ".join(part for part in (stage, describe(record) if record.get("batches") else "") if part))
+
+
+class TerminalLine(FitProgress):
+    """One live line at the bottom of a terminal; finished epochs stand above it.
+
+    Args:
+        console: where to draw.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        numbers = _Numbers(Column(no_wrap=True, overflow="ellipsis"))  # a second line would be left behind when it goes
+        columns = (TextColumn("epoch {task.fields[epoch]}"), BarColumn(12), MofNCompleteColumn(), TimeElapsedColumn(), numbers)
+        self._bar = Progress(*columns, console=console, transient=True)
+        self._task = self._bar.add_task("", total=None, visible=False, epoch="", stage="", record={})
+
+    def __enter__(self) -> TerminalLine:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._bar.stop()
+
+    def start_epoch(self, epoch: int, epochs: int, batches: int | None, record: dict[str, Any]) -> None:
+        """The line starts anew."""
+        self.epochs = epochs
+        # Not `reset`, which would draw at once.
+        fields = {"epoch": f"{epoch}/{epochs}", "record": record, "stage": TRAINING}
+        self._bar.update(self._task, total=batches, completed=0, visible=True, **fields)
+
+    def say(self, stage: str) -> None:
+        """At the line's end."""
+        self._bar.update(self._task, stage=stage)
+
+    def advance(self, record: dict[str, Any]) -> None:
+        """The bar moves."""
+        self._bar.update(self._task, completed=record["batches"])
+
+    def end_epoch(self, record: dict[str, Any]) -> None:
+        """The epoch's line stays."""
+        self._console.print(describe_epoch(record, self.epochs), highlight=False, markup=False, soft_wrap=True)
+
+
+class NotebookLine(PlainLog):
+    """One line of a notebook that is drawn anew, and a plain line for each finished epoch.
+
+    Args:
+        display: `IPython.display.display`.
+        seconds: least time between two drawings.
+    """
+
+    def __init__(self, display: Any, seconds: float = 0.25) -> None:
+        super().__init__()
+        self._handle = display({"text/plain": ""}, raw=True, display_id=True)
+        self._seconds, self._drawn, self._start, self._total = seconds, 0.0, "", "?"
+
+    def __exit__(self, *_: Any) -> None:
+        self._draw("")
+
+    def start_epoch(self, epoch: int, epochs: int, batches: int | None, record: dict[str, Any]) -> None:
+        """The line starts anew."""
+        self.epochs, self._start, self._total = epochs, f"epoch {epoch}/{epochs}", str(batches or "?")
+
+    def say(self, stage: str) -> None:
+        """A stage that takes its time is shown at once."""
+        if stage:
+            self._draw(f"{self._start}  {stage}")
+
+    def advance(self, record: dict[str, Any]) -> None:
+        """Draws, if the last drawing is old enough."""
+        now = time.monotonic()
+        if now - self._drawn >= self._seconds:
+            self._drawn = now
+            self._draw(f"{self._start}  {record['batches']}/{self._total}  {describe(record)}")
+
+    def _draw(self, line: str) -> None:
+        self._handle.update({"text/plain": line}, raw=True)
+
+    def _print(self, line: str) -> None:
+        print(line, flush=True)
+
+
+def notebook_display() -> Any:
+    """`display` of the notebook that this runs in; None elsewhere."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if shell is None or not hasattr(shell, "kernel"):
+        return None
+    from IPython.display import display  # pyright: ignore[reportMissingImports]
+
+    return display
+
+
+def open_progress(show: bool | None) -> FitProgress:
+    """A progress display; None shows it where somebody can see it, True also in a log file."""
+    if show is False:
+        return FitProgress()
+    display = notebook_display()
+    if display is not None:
+        return NotebookLine(display)
+    console = Console(stderr=True)
+    if console.is_terminal:
+        return TerminalLine(console)
+    return PlainLog() if show else FitProgress()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +13,37 @@ import numpy as np
 import torch
 
 from etrace_bridge.frontend import to_torch
+from etrace_bridge.learning.processes import own_part
+
+
+@dataclass(frozen=True)
+class Discarded:
+    """How far a gradient is from exact RTRL's, by what the rule cut off; rounding aside.
+
+    Norms are those of all weights' gradients together. Exact RTRL means the same states and weights at
+    every step; while weights do not change, its gradient is that of BPTT.
+
+    Attributes:
+        estimate: the relative error to be expected.
+        bound: a relative error that is never exceeded; infinite where what was cut off may be as large as the gradient, or where
+            the rule cannot know (a weight that is computed from others).
+        absolute_bound: the same as a norm, not divided by that of the exact gradient.
+    """
+
+    estimate: float
+    bound: float
+    absolute_bound: float
+
+
+def read_discarded(raw: Any) -> Discarded | None:
+    """From the squared estimate, the bound and the squared norm of the gradients."""
+    if raw is None:
+        return None
+    square, bound, squared_norm = (float(x) for x in np.asarray(raw, np.float64))
+    norm = math.sqrt(squared_norm)
+    left = norm - bound  # at least the norm of the exact gradient
+    relative = bound / left if left > 0 else (0.0 if bound == 0 else math.inf)
+    return Discarded(math.sqrt(square) / norm if norm else (0.0 if square == 0 else math.inf), relative, bound)
 
 
 class StepInfo:
@@ -21,12 +54,15 @@ class StepInfo:
         raw_output: the model's output on the device.
     """
 
-    __slots__ = ("_check", "raw_loss", "raw_output")
+    __slots__ = ("_as_jax", "_check", "_discarded", "raw_loss", "raw_output")
 
-    def __init__(self, raw_loss: Any, raw_output: Any, check: Callable[[], None]) -> None:
+    def __init__(
+        self, raw_loss: Any, raw_output: Any, check: Callable[[], None], discarded: Any = None, as_jax: bool = False
+    ) -> None:
+        self._discarded = discarded
         self.raw_loss = raw_loss
         self.raw_output = raw_output
-        self._check = check
+        self._check, self._as_jax = check, as_jax
 
     @property
     def loss(self) -> float | None:
@@ -40,8 +76,13 @@ class StepInfo:
 
     @property
     def output(self) -> Any:
-        """The model's output as torch tensors."""
-        return jax.tree.map(to_torch, self.raw_output)
+        """The model's output as torch tensors; JAX arrays for a brainstate module. Of this process's part of the batch, if there are several."""
+        return self.raw_output if self._as_jax else jax.tree.map(lambda x: to_torch(own_part(x)), self.raw_output)
+
+    @property
+    def discarded(self) -> Discarded | None:
+        """How far the step's gradient is from exact RTRL's; None for a rule that does not know, without a target, or where torch makes the update."""
+        return read_discarded(self._discarded)
 
     def __repr__(self) -> str:
         return f"StepInfo(loss={self.loss})"
@@ -56,9 +97,9 @@ class SequenceResult:
         raw_weights: (T,) factors with which the losses are summed.
     """
 
-    def __init__(self, raw_losses: Any, raw_outputs: Any, raw_weights: Any, batch_first: bool) -> None:
+    def __init__(self, raw_losses: Any, raw_outputs: Any, raw_weights: Any, batch_first: bool, as_jax: bool = False) -> None:
         self.raw_losses, self.raw_outputs, self.raw_weights = raw_losses, raw_outputs, raw_weights
-        self._batch_first = batch_first
+        self._batch_first, self._as_jax = batch_first, as_jax
 
     @cached_property
     def loss(self) -> float:
@@ -69,11 +110,16 @@ class SequenceResult:
     @cached_property
     def losses(self) -> torch.Tensor:
         """The loss of each step."""
-        return to_torch(self.raw_losses)
+        return self.raw_losses if self._as_jax else to_torch(self.raw_losses)
 
     @cached_property
     def outputs(self) -> Any:
-        """The model's outputs as torch tensors, laid out as the model lays out sequences."""
+        """The model's outputs as torch tensors, laid out as the model lays out sequences; JAX arrays for a brainstate module.
+
+        Of this process's part of the batch, if there are several.
+        """
+        if self._as_jax:
+            return self.raw_outputs
         return jax.tree.map(lambda x: sequence_to_torch(x, self._batch_first), self.raw_outputs)
 
     def __repr__(self) -> str:
@@ -84,20 +130,29 @@ class GradientResult(SequenceResult):
     """Gradients of a sequence's loss, nothing updated.
 
     Attributes:
-        raw_grads: JAX arrays by torch name, without the parameters' hooks.
+        raw_grads: JAX arrays by torch name, without the parameters' hooks; of a complex parameter, real and imaginary part along a
+            last axis.
     """
 
-    def __init__(self, raw_grads: Mapping[str, Any], finish: Callable[[Mapping[str, torch.Tensor]], dict], *rest: Any) -> None:
+    def __init__(self, raw_grads: Mapping[str, Any], finish: Callable[[Mapping[str, Any]], dict], discarded: Any, *rest: Any) -> None:
         super().__init__(*rest)
-        self.raw_grads, self._finish = raw_grads, finish
+        self.raw_grads, self._finish, self._discarded = raw_grads, finish, discarded
 
     @cached_property
-    def grads(self) -> dict[str, torch.Tensor]:
-        """Gradients by torch parameter name, after the parameters' hooks; zero for a parameter that the step does not use."""
-        return self._finish({name: to_torch(g) for name, g in self.raw_grads.items()})
+    def discarded(self) -> Discarded | None:
+        """How far the gradient is from exact RTRL's, before the parameters' hooks; None for a rule that does not know."""
+        return read_discarded(self._discarded)
+
+    @cached_property
+    def grads(self) -> dict[str, Any]:
+        """Gradients by torch parameter name, after the parameters' hooks; zero for a parameter that the step does not use.
+
+        For a brainstate module: by the names of the report, each with the structure of the State's value, JAX arrays.
+        """
+        return self._finish(self.raw_grads)
 
 
 def sequence_to_torch(array: Any, batch_first: bool) -> torch.Tensor:
     """A time-major array as a torch tensor in the model's own layout."""
-    tensor = to_torch(array)
+    tensor = to_torch(own_part(array))
     return tensor.transpose(0, 1).contiguous() if batch_first and tensor.dim() > 1 else tensor

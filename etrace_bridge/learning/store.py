@@ -1,9 +1,12 @@
-"""The learner's arrays, and how they get into and out of the model's States."""
+"""Holds a learner's state and its compiled steps, and knows how arrays get into and out of the model's States."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property, wraps
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import brainstate
@@ -11,42 +14,46 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from etrace_bridge._errors import BridgeError, InputError, NonFiniteError, StateError
-from etrace_bridge._jit import jit
+from etrace_bridge._errors import InputError, NonFiniteError, StateError
+from etrace_bridge.learning.compiled_step import CompiledStep, compile_or_explain
+from etrace_bridge.learning.evaluation import EvaluationStep
 from etrace_bridge.learning.guard import new_alarm
-from etrace_bridge.learning.inputs import as_array, check_float_dtypes, signature
+from etrace_bridge.learning.inputs import check_float_dtypes, show_signature, signature
+from etrace_bridge.learning.online_core import OnlineCore
 from etrace_bridge.learning.optimizers import Updater
 from etrace_bridge.learning.placement import Placement, private_copy
-from etrace_bridge.learning.programs import Values
-from etrace_bridge.learning.session import Session
-from etrace_bridge.rules import Rule
+from etrace_bridge.learning.processes import readable
+from etrace_bridge.learning.state import LearnerState
+from etrace_bridge.lowering import jit
+from etrace_bridge.rules import Carry, Rule
 
 
-def undo_on_error(method: Callable) -> Callable:
-    """A method after whose errors the learner is where it was before the call: nothing was computed then, only prepared."""
+@dataclass(frozen=True)
+class Snapshot:
+    """What a `Store` holds at one moment."""
 
-    @wraps(method)
-    def call(self: Store, *args: Any, **options: Any) -> Any:
-        self._take_back()
-        names = ("_active", "stream", "_leaves", "_tree", "_parked")
-        before = {name: getattr(self, name) for name in names}
-        try:
-            return method(self, *args, **options)
-        except NonFiniteError:  # raised after the program ran, with the last finite values in place
-            raise
-        except Exception:
-            self._fast.clear()
-            vars(self).update(before)
-            raise
+    active: OnlineCore | None
+    stream: OnlineCore | None
+    leaves: list[Any]
+    tree: Any
+    parked: Carry | None
+    steps: int
+    updates: int
 
-    return call
+
+@dataclass(frozen=True)
+class Loan:
+    """Arrays that were put into the model's States: weights, hidden states and other arrays of a compiled step."""
+
+    compiled: CompiledStep
+    arrays: tuple[list[Any], list[Any], list[Any]]
 
 
 class Store:
-    """Holds a model's weights, states, trace and optimizer state as one flat list of arrays.
+    """Holds the `LearnerState` as one flat list of arrays.
 
     brainstate States are written only on request (`lend`), so that a step is one jitted call on donated arrays. There is a
-    session for every shape of input; one of them may be in the middle of a stream, whose states and trace are kept while
+    compiled step for every shape of input; one of them may be in the middle of a stream, whose states and trace are kept while
     sequences of another shape run.
 
     Attributes:
@@ -54,199 +61,268 @@ class Store:
         rule: the learning rule.
         updater: gradients to new weights; None if torch does that.
         placement: where the arrays live.
-        stream: the session whose states and trace hold something worth keeping.
+        active: the compiled step in use, with its rule; None before the first input.
+        stream: the step whose states and trace hold something worth keeping.
+        lock: held by the thread that reads or changes the arrays; calls from several threads run one after the other.
+        steps: time steps seen.
+        updates: updates made.
+        resets: how often states and trace were reset, for some or all batch elements.
+        tree: the structure of the state; the same object while it does not change.
     """
 
-    def __init__(self, net: brainstate.nn.Module, rule: Rule, updater: Updater | None, placement: Placement) -> None:
-        self.net, self.rule, self.updater, self.placement = net, rule, updater, placement
-        self.stream: Session | None = None
-        self._active: Session | None = None
-        self._sessions: dict[Any, Session] = {}
+    def __init__(self, net: brainstate.nn.Module, rule: Rule, updater: Updater | None, placement: Placement, freezes: bool = False) -> None:
+        self.net, self.rule, self.updater, self.placement, self._freezes = net, rule, updater, placement, freezes
+        self.lock = threading.RLock()
+        self.steps = self.updates = self.resets = 0
+        self.active: OnlineCore | None = None
+        self.stream: OnlineCore | None = None
+        self.tree: Any = None
+        self._cores: dict[Any, OnlineCore] = {}
+        self._starts: dict[Any, tuple[list[Any], list[Any]]] = {}
+        self._evaluations: dict[Any, EvaluationStep] = {}
         self._leaves: list[Any] = []
-        self._tree: Any = None
-        self._parked: tuple[Any, Any, Any] | None = None  # the stream's hidden states, other arrays and trace
-        self._lent: tuple | None = None
-        self._fast: dict[bool, tuple] = {}  # how steps like the last ones run; forgotten when the structure changes
+        self._parked: Carry | None = None  # the stream's, while another step is active
+        self._loan: Loan | None = None
 
-    # -- values ------------------------------------------------------------------------------------------------
+    # -- the state ---------------------------------------------------------------------------------------------
 
     @property
-    def values(self) -> Values:
+    def state(self) -> LearnerState:
         """All arrays, named."""
-        return jax.tree.unflatten(self._tree, self._leaves)
+        return jax.tree.unflatten(self.tree, self._leaves)
 
-    @values.setter
-    def values(self, values: Values) -> None:
-        leaves, tree = jax.tree.flatten(values)
-        if self._tree is None or tree != self._tree:
-            self._fast.clear()
-        self._leaves, self._tree = leaves, tree
+    @state.setter
+    def state(self, state: LearnerState) -> None:
+        self._leaves, tree = jax.tree.flatten(state)
+        if self.tree is None or tree != self.tree:
+            self.tree = tree
 
-    @property
-    def session(self) -> Session:
-        """The compiled model."""
-        if self._active is None:
-            raise StateError("The learner has seen no input yet, so there is no graph. Call `step` or `gradients` first.")
-        return self._active
+    def advance(self, call: Callable, *args: Any) -> list[Any]:
+        """Runs a compiled program that takes and gives the flat state; returns what it gives besides."""
+        self._leaves, *rest = call(self._leaves, *args)
+        return rest
+
+    def try_out(self, call: Callable, *args: Any) -> tuple[list[Any], list[Any]]:
+        """The same, without keeping the new state, which is returned flat for `keep`."""
+        leaves, *rest = call(self._leaves, *args)
+        return leaves, rest
+
+    def keep(self, leaves: list[Any]) -> None:
+        """Takes over a flat state from `try_out`."""
+        self._leaves = leaves
+
+    def arrays(self) -> list[Any]:
+        """Every array, those of a stream that is parked too."""
+        parked = [] if self._parked is None else [self._parked.hidden, self._parked.other, self._parked.trace]
+        return [*self._leaves, *jax.tree.leaves(parked)]
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Within this, one thread at a time; after an error the learner is where it was before."""
+        with self.lock:
+            self.take_back()
+            before = Snapshot(self.active, self.stream, self._leaves, self.tree, self._parked, self.steps, self.updates)
+            try:
+                yield
+            except Exception as error:
+                if not (isinstance(error, NonFiniteError) and error.settled):
+                    self.active, self.stream, self._leaves, self.tree = before.active, before.stream, before.leaves, before.tree
+                    self._parked, self.steps, self.updates = before.parked, before.steps, before.updates
+                raise
 
     @property
     def started(self) -> bool:
         """Whether an input was seen."""
-        return self._active is not None
+        return self.active is not None
+
+    @property
+    def core(self) -> OnlineCore:
+        """`active`; raises before the first input."""
+        if self.active is None:
+            raise StateError("The learner has seen no input yet, so there is no graph. Call `step` or `gradients` first.")
+        return self.active
+
+    @property
+    def compiled(self) -> CompiledStep:
+        """The compiled step in use, without its rule; raises before the first input."""
+        return self.core.compiled
 
     @cached_property
     def float_dtype(self) -> Any:
         """The dtype of the model's parameters; None if they differ."""
         states = self.net.states(brainstate.ParamState).values()
-        found = {x.dtype for s in states for x in jax.tree.leaves(s.value)}
-        return found.pop() if len(found) == 1 else None
+        dtypes = {x.dtype for s in states for x in jax.tree.leaves(s.value)}
+        return dtypes.pop() if len(dtypes) == 1 else None
 
-    # -- sessions ----------------------------------------------------------------------------------------------
+    # -- compiled steps ----------------------------------------------------------------------------------------
 
-    def prepare(self, args: Sequence[Any], continues: bool) -> Session:
-        """Makes the session for inputs of this shape the active one; compiles it the first time.
+    def prepare(self, args: Sequence[Any], continues: bool) -> OnlineCore:
+        """Makes the step for inputs of this shape the active one; compiles it the first time.
 
         Args:
             args: one time step of each input, with `shape` and `dtype`.
             continues: the states of the step before are needed, so the batch must not change.
         """
-        self._take_back()
+        self.take_back()
         key = signature(args)
-        if self._active is None or self._active.signature != key:
+        if self.active is None or self.active.compiled.signature != key:
             if self.float_dtype is not None:
                 check_float_dtypes(args, self.float_dtype)
             if continues and self.stream is not None:
                 raise InputError(
-                    f"The states are those of inputs {_show(self.stream.signature)}; this input is {_show(key)}. "
-                    "They cannot go on with another batch. Call `reset()` first to start with new states, or use the "
-                    "same batch size."
+                    f"The states are those of inputs {show_signature(self.stream.compiled.signature)}; this input is "
+                    f"{show_signature(key)}. They cannot go on with another batch. Call `reset()` first to start with new states, "
+                    "or use the same batch size."
                 )
-            if key not in self._sessions:
-                self.lend()  # the new session reads weights and running statistics from the States
-                self._lent = None
-                self._sessions[key] = self._compile(args)
-            self._activate(self._sessions[key])
-        session = self.session
+            if key not in self._cores:
+                self._write_start()
+                self._cores[key] = OnlineCore(compile_or_explain(self.net, args, self.placement.platform, self._freezes), self.rule)
+            self._activate(self._cores[key])
         if continues:
-            self.stream = session
-            self._need_trace()
-        return session
+            self.stream = self.core
+            self.need_trace()
+        return self.core
 
-    def _compile(self, args: Sequence[Any]) -> Session:
-        try:
-            return Session(self.net, args)
-        except Exception as error:
-            hint = (
-                f"This was for one time step of {_show(signature(args))}. `step` takes one time step, (batch, …); a sequence, "
-                "(T, batch, …), goes to `gradients`, `update` or `predict`."
-            )
-            if isinstance(error, BridgeError):
-                error.add_note(hint)
-                raise
-            raise InputError(f"The model cannot run on this input: {error}. {hint}") from error
+    def _write_start(self) -> None:
+        """Puts weights, running statistics and initial states into the States, from which a new step is compiled."""
+        if not self.started:
+            return
+        compiled, state = self.compiled, self.state
+        hidden, first = compiled.initial
+        other = compiled.join_other(first, state.other)
+        compiled.write(*jax.tree.map(private_copy, (state.theta, hidden, other)))
 
     def return_to_stream(self) -> None:
         """Goes back to the stream after sequences of another shape."""
-        if self.stream is not None and self.stream is not self._active:
+        if self.stream is not None and self.stream is not self.active:
             self._activate(self.stream)
 
-    def _activate(self, session: Session) -> None:
-        place, batch, before = self.placement, session.batch, self._active
-        if before is None:
-            session.fit_states()
-            theta, hidden, other = jax.tree.map(private_copy, session.read())
-            theta = place.put(theta)
-            named = dict(zip(session.weight_names, theta, strict=True))
-            opt = None if self.updater is None else place.put(self.updater.init(named))
-            alarm = place.put(jnp.asarray(new_alarm(0, 1 + len(theta) + len(hidden))))
-            hidden, other = place.put_batch((hidden, other), 0, batch)
-            trace = None
-        else:
-            if session.weight_names != before.weight_names:
-                raise StateError("The model uses other parameters for inputs of this shape. Make a learner for each shape.")
-            old = self.values
-            theta, opt, alarm = old.theta, old.opt, old.alarm
-            if before is self.stream:
-                self._parked = (old.hidden, old.other, old.trace)
-            hidden, other, trace = *self.fresh_states(session), None
-            if session is self.stream and self._parked is not None:
-                (hidden, other, trace), self._parked = self._parked, None
-            current = dict(zip(before.other_names, old.other, strict=True))
-            named = zip(session.other_names, other, session.resets, strict=True)
-            other = [o if resets else current.get(name, o) for name, o, resets in named]
-        self._active = session
-        self.values = Values(theta, opt, hidden, other, trace, alarm)
+    def _activate(self, core: OnlineCore) -> None:
+        before = self.active
+        self.state = self._first_state(core.compiled) if before is None else self._state_for(core, before)
+        self.active = core
 
-    def fresh_states(self, session: Session) -> tuple[list[Any], list[Any]]:
-        """New arrays of a session's initial hidden and other states."""
-        return self.placement.put_batch(jax.tree.map(private_copy, session.initial), 0, session.batch)
+    def _first_state(self, compiled: CompiledStep) -> LearnerState:
+        """The state of a new learner, from the model's States."""
+        place = self.placement
+        compiled.fit_states()
+        theta, hidden, other = jax.tree.map(private_copy, compiled.read())
+        theta = place.put_weights(theta, compiled.program)
+        opt = None if self.updater is None else self.updater.init(compiled.by_weight_name(theta))
+        opt = place.put_weights(opt, compiled.program)
+        alarm = place.put(jnp.asarray(new_alarm(0, 1 + len(theta) + len(hidden))))
+        hidden, other = place.put_state(hidden, compiled.batch), place.put_batch(other, 0, compiled.batch)
+        return LearnerState(theta, opt, hidden, other, None, alarm)
 
-    def _need_trace(self) -> None:
-        if self.values.trace is None:
-            session = self.session
-            if "trace" not in session.compiled:
-                session.compiled["trace"] = jit(lambda: self.rule.init(session.program))
-            self.values = self.values._replace(trace=self.placement.put(session.compiled["trace"]()))
+    def _state_for(self, core: OnlineCore, before: OnlineCore) -> LearnerState:
+        """The state for another step than `before`: the stream's where it was left, or initial states."""
+        compiled, old = core.compiled, self.state
+        if compiled.weight_names != before.compiled.weight_names:
+            raise StateError("The model uses other parameters for inputs of this shape. Make a learner for each shape.")
+        if before is self.stream:
+            self._parked = old.carry
+        carry = Carry(*self.fresh_states(compiled), None)
+        if core is self.stream and self._parked is not None:
+            carry, self._parked = self._parked, None
+        current = dict(zip(before.compiled.other_names, old.other, strict=True))
+        of_model = [current.get(name, o) for name, o in zip(compiled.other_names, carry.other, strict=True)]
+        return old.with_carry(Carry(carry.hidden, compiled.join_other(carry.other, of_model), carry.trace))
 
-    # -- states ------------------------------------------------------------------------------------------------
+    def evaluation(self) -> EvaluationStep:
+        """The active step in evaluation mode."""
+        compiled = self.compiled
+        if compiled.signature not in self._evaluations:
+            quiet = compiled
+            if not compiled.is_evaluation:
+                self.lend()
+                quiet = compiled.in_evaluation()
+                self._loan = None
+            self._evaluations[compiled.signature] = EvaluationStep(compiled, quiet)
+        return self._evaluations[compiled.signature]
 
-    def reset(self, mask: Any) -> None:
-        """Initial states and a zero trace, for all or some batch elements."""
-        if not self.started:
-            return
-        self._take_back()
-        session, values = self.session, self.values
-        hidden, other = self.fresh_states(session)
-        if mask is None:
-            other = [o if r else now for o, now, r in zip(other, values.other, session.resets, strict=True)]
-            self.values = values._replace(hidden=hidden, other=other, trace=None)
+    # -- states and trace --------------------------------------------------------------------------------------
+
+    def fresh_states(self, compiled: CompiledStep) -> tuple[list[Any], list[Any]]:
+        """New arrays of a step's initial hidden and other states."""
+        hidden, other = jax.tree.map(private_copy, compiled.initial)
+        return self.placement.put_state(hidden, compiled.batch), self.placement.put_batch(other, 0, compiled.batch)
+
+    def start_states(self) -> tuple[list[Any], list[Any]]:
+        """The active step's initial hidden and other states, to be read only."""
+        compiled = self.compiled
+        if compiled.signature not in self._starts:
+            self._starts[compiled.signature] = self.fresh_states(compiled)
+        return self._starts[compiled.signature]
+
+    def need_trace(self) -> None:
+        """Makes a trace of zeros if there is none."""
+        state, core = self.state, self.core
+        if state.trace is None:
+            programs = core.compiled.programs
+            if "trace" not in programs:
+                place, batch = self.placement, core.compiled.batch
+                zeros = lambda: place.settle_state(core.zero_trace(), batch)  # noqa: E731
+                programs["trace"] = jit(zeros, platform=place.platform)
+            self.state = state.replace(trace=self.placement.put_state(programs["trace"](), core.compiled.batch))
+
+    def reset(self) -> None:
+        """Initial states and a zero trace."""
+        with self.transaction():
+            if not self.started:
+                return
+            core, state = self.core, self.state
+            start = self.fresh_states(core.compiled)
+            self.resets += 1
+            self.state = state.with_carry(Carry(start[0], core.compiled.join_other(start[1], state.other), None))
             self.stream = self._parked = None
+
+    def refresh_numbers(self) -> None:
+        """Takes over what a torch scheduler changed in the optimizer's parameter groups."""
+        updater = self.updater
+        if updater is None or updater.translated is None or updater.translated.signature() == updater.seen:
             return
-        gone = jnp.asarray(as_array(mask)).astype(bool)
-        if gone.shape != (session.batch,):
-            raise InputError(f"`mask` has shape {gone.shape}; it must be ({session.batch},), one entry a batch element.")
+        state = self.state
+        numbers = self.placement.put(updater.numbers(state.theta))
+        self.state = state.replace(opt=state.opt._replace(numbers=numbers))
 
-        def put_back(old: Any, new: Any) -> Any:
-            return jnp.where(gone.reshape(-1, *(1,) * (old.ndim - 1)), new, old)
+    # -- the model's States ------------------------------------------------------------------------------------
 
-        hidden = [put_back(h, start) for h, start in zip(values.hidden, hidden, strict=True)]
-        other = [
-            put_back(now, o) if r and now.ndim and now.shape[0] == session.batch else now
-            for o, now, r in zip(other, values.other, session.resets, strict=True)
-        ]
-        trace = values.trace
-        if trace is not None:
-            trace = self.rule.reset(session.program, trace, 1 - gone.astype(values.theta[0].dtype))
-        self.values = values._replace(hidden=hidden, other=other, trace=trace)
+    @property
+    def is_lent(self) -> bool:
+        """Whether the model's States hold copies that a user may have changed."""
+        return self._loan is not None
 
     def lend(self) -> None:
         """Puts copies of weights and states into the brainstate States; changes made there are noticed."""
-        if not self.started:
-            return
-        self._take_back()
-        values = self.values
-        self.session.write(*jax.tree.map(private_copy, (values.theta, values.hidden, values.other)))
-        self._lent = (self.session, self.session.read())
+        with self.lock:
+            if not self.started:
+                return
+            self.take_back()
+            state, compiled = self.state, self.compiled
+            hidden, other = jax.tree.map(readable, (state.hidden, state.other), compiled.initial)
+            compiled.write(*jax.tree.map(private_copy, (state.theta, hidden, other)))
+            self._loan = Loan(compiled, compiled.read())
 
-    def _take_back(self) -> None:
-        """Takes values that were changed in the States since they were lent."""
-        if self._lent is None:
+    def take_back(self) -> None:
+        """Takes over values that were changed in the States since they were lent."""
+        if self._loan is None:
             return
-        (session, lent), self._lent = self._lent, None
-        if session is not self._active:
+        loan, self._loan = self._loan, None
+        if not self.started or loan.compiled is not self.compiled:
             return
-        now, values = session.read(), self.values
+        now, state = loan.compiled.read(), self.state
+        place, batch = self.placement, loan.compiled.batch
 
-        def newer(given: Any, found: Any, own: Any) -> Any:
-            changed = found is not given and np.shape(found) == np.shape(own)
-            return self.placement.put(private_copy(found).astype(own.dtype)) if changed else own
+        def newer(given: Any, current: Any, held: Any) -> Any:
+            changed = current is not given and np.shape(current) == np.shape(held)
+            return private_copy(current).astype(held.dtype) if changed else held
 
         theta, hidden, other = (
             [newer(*each) for each in zip(*lists, strict=True)]
-            for lists in zip(lent, now, (values.theta, values.hidden, values.other), strict=True)
+            for lists in zip(loan.arrays, now, (state.theta, state.hidden, state.other), strict=True)
         )
-        self.values = values._replace(theta=theta, hidden=hidden, other=other)
-
-
-def _show(sig: tuple) -> str:
-    return ", ".join(f"{dtype}{shape}" for shape, dtype in sig)
+        self.state = state.replace(
+            theta=place.put_weights(theta, loan.compiled.program),
+            hidden=place.put_state(hidden, batch),
+            other=place.put_batch(other, 0, batch),
+        )

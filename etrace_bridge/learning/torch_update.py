@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from etrace_bridge._errors import NotSupportedError
-from etrace_bridge.frontend import to_torch
-from etrace_bridge.learning.inputs import as_array
+from etrace_bridge.frontend import to_real_jax, to_torch
 from etrace_bridge.learning.optimizers import group_places
 
 
@@ -22,11 +21,12 @@ def has_hooks(parameters: Any) -> bool:
     return False
 
 
-def run_hooks(grads: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The gradients as the parameters' hooks leave them."""
+def run_hooks(grads: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The gradients as torch tensors, as the parameters' hooks leave them."""
     done = {}
-    for name, grad in grads.items():
+    for name, array in grads.items():
         parameter = parameters.get(name)
+        grad = to_torch(array, parameter)
         if parameter is not None and parameter._post_accumulate_grad_hooks:
             raise NotSupportedError(
                 f"The parameter `{name}` has a hook from `register_post_accumulate_grad_hook`, which runs inside torch's backward pass; "
@@ -48,6 +48,7 @@ class TorchUpdate:
         clip_norm: most that the norm of all gradients may be.
         clip_value: most that the size of an element may be.
         accumulate: gradients averaged for one update.
+        track_norm: keep the norm of the last gradients in `norm`.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class TorchUpdate:
         clip_norm: float | None,
         clip_value: float | None,
         accumulate: int,
+        track_norm: bool = False,
     ) -> None:
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
@@ -68,13 +70,16 @@ class TorchUpdate:
         self.names = list(group_places(optimizer, parameters))
         self.clip_norm, self.clip_value, self.accumulate = clip_norm, clip_value, accumulate
         self.waiting = 0
+        self.track_norm, self.norm = track_norm, None
 
     def apply(self, grads: Mapping[str, torch.Tensor], theta: Mapping[str, Any]) -> dict[str, Any]:
         """New weights; the model's parameters hold them too."""
         mine = [name for name in self.names if name in theta]  # torch too leaves alone what the step does not use
         with torch.no_grad():
             for name in mine:
-                self.parameters[name].copy_(to_torch(theta[name]))
+                self.parameters[name].copy_(to_torch(theta[name], self.parameters[name]))
+        if self.track_norm:
+            self.norm = float(torch.nn.utils.get_total_norm([grads[name] for name in mine]))
         for name in mine:
             p, share = self.parameters[name], grads[name] / self.accumulate
             p.grad = share.clone() if self.waiting == 0 or p.grad is None else p.grad + share
@@ -88,4 +93,4 @@ class TorchUpdate:
         if self.clip_value is not None:
             torch.nn.utils.clip_grad_value_(changed, self.clip_value)
         self.optimizer.step()
-        return dict(theta) | {name: as_array(self.parameters[name]) for name in mine}
+        return dict(theta) | {name: to_real_jax(self.parameters[name]) for name in mine}

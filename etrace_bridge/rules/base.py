@@ -1,27 +1,46 @@
-"""What a learning rule is: a small pure object with `init` and `chunk`; and the registry of rules by name.
+"""What a learning rule is: a small pure object that states an equation.
+
+And the registry of rules by name.
 
 Symbols used in all rule files, for step t:
 
 - `h_t`: hidden states; `theta`: weights; `l_t`: loss of the step, already weighted;
 - `D_t = dh_t/dh_(t-1)` through the core, position by position (see `compiler.positions`);
-- `df_t`: how `h_t` depends on a contact's output, `x_t`: the contact's features, so `df_t ⊗ x_t` is the direct
-  influence of a weight on `h_t`;
+- `df_t`: how `h_t` depends on a contact's output, `x_t`: the contact's features, so `df_t ⊗ x_t` is
+  the direct influence of a weight on `h_t`;
 - `eps_t`: the eligibility trace, an approximation of `dh_t/dtheta`;
-- `b_t = dl_t/dh_(t-1)`; B: batch, I: features, H: hidden size, P = H·I, S: states in a group, K: steps in a chunk.
+- `b_t = dl_t/dh_(t-1)`; B: batch, I: features, H: hidden size, P = H·I, S: states in a group, K:
+  steps in a chunk.
 """
 
 from __future__ import annotations
 
+import ast
 import difflib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
-import jax.numpy as jnp
-
 from etrace_bridge._errors import InputError
-from etrace_bridge.compiler.hidden_group import HiddenGroup
-from etrace_bridge.engine.program import StepProgram
+from etrace_bridge.compiler.certificate import ParameterCertificate
+from etrace_bridge.compiler.diagnostics import Path
+from etrace_bridge.compiler.graph import ETraceGraph
+from etrace_bridge.step.program import StepProgram
+
+EXACT, APPROXIMATE, TRUNCATED, NONE = "exact", "approximate", "truncated", "none"
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What a rule promises for one parameter's gradient, before anything is run.
+
+    Attributes:
+        kind: `"exact"`, `"approximate"`, `"truncated"` or `"none"` (no gradient).
+        reason: why, for people.
+    """
+
+    kind: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -46,7 +65,7 @@ class Carry:
     """What goes from chunk to chunk.
 
     Attributes:
-        hidden: hidden states, one array a leaf.
+        hidden: hidden states, one array per leaf.
         other: other states.
         trace: the rule's own memory.
     """
@@ -61,13 +80,15 @@ class ChunkResult:
     """What a chunk gives back.
 
     Attributes:
-        grads: gradient of the weighted losses, one array a weight; None without a loss.
+        grads: gradient of the weighted losses, one array per weight; None without a loss.
         losses: (K,) unweighted losses; None without a loss.
         outputs: the model's outputs, K on the first axis.
         carry: states and trace after the chunk.
-        factors: arrays of which, with the memory before, the new memory and the gradients of weights with a trace and no other use are
-            sums of products. The guard may watch these in place of the gradients, which then need not exist as arrays. None: there are none
-            to name.
+        factors: arrays of which, with the memory before, the new memory and the gradients of
+            weights with a trace and no other use are sums of products. The guard may watch these in
+            place of the gradients, which then need not exist as arrays.
+            None: there are none to name.
+        discarded: as in `ReverseRule.discarded`; None where the rule does not know.
     """
 
     grads: list[Any] | None
@@ -75,38 +96,131 @@ class ChunkResult:
     outputs: Any
     carry: Carry
     factors: Any = None
+    discarded: Any = None
 
 
 class Rule:
     """Base of all rules; a rule is a frozen dataclass of options.
 
-    `init` makes the rule's memory, `chunk` advances K steps. Both are pure and are traced by `jax.jit`; which parts of
-    the memory matter is said by two flags: `fresh` (the memory is all zeros, so it need not be read) and `final` (the
-    memory is not wanted afterwards, so it need not be written).
+    There are two kinds. A `TraceRule` (rules/trace_rule.py) states a linear recursion, and the
+    scheduler runs it. A `ReverseRule` is exact inside a chunk and says what it carries over from
+    chunk to chunk. All methods are pure and are traced by `jax.jit`.
+
+    Attributes:
+        name: what `rule=` accepts.
+        truncates: credit stops where a chunk begins, so that `chunk="auto"` is the whole sequence.
+        follows_states: the memory of a batch element stays as it is where its states do.
+        own_signal: the rule replaces the loss's derivative, also for weights outside the
+            recurrence.
+        needs_loss: the rule reads values of the loss, not only its derivative by the outputs, so it
+            needs a learner that knows the loss.
     """
 
     name: ClassVar[str] = ""
+    truncates: ClassVar[bool] = False
+    follows_states: ClassVar[bool] = False
+    needs_loss: ClassVar[bool] = False
 
     @property
-    def passes(self) -> str:
-        """How `chunk` goes over its steps, from which `chunk="auto"` knows what a chunk costs.
+    def own_signal(self) -> bool:
+        return False
 
-        `"whole"`: all at once. `"blocks"`: in blocks (`engine.blocks`), so that longer chunks fit into the same memory. `"stream"`: in
-        blocks, none of which leaves anything behind but the rule's memory, so that a chunk of any length takes the same room.
+    @property
+    def schedule(self) -> str:
+        """How the scheduler goes over the steps of a chunk.
+
+        `"reverse"`: by reverse mode, all steps at once. `"backward"`: in blocks of steps, latest
+        first, the memory being read and written once. `"forward"`: in blocks, each of which leaves
+        nothing behind but the memory, so that a chunk of any length takes the same room.
         """
-        return "whole"
+        raise InputError(
+            f"The rule `{type(self).__name__}` is neither a `TraceRule` nor a `ReverseRule`; derive it from one of them."
+        )
+
+    @property
+    def keeps_activations(self) -> bool:
+        """Whether a chunk takes the room of all its steps' activations, as reverse mode does."""
+        return self.schedule == "reverse"
+
+    def variants(self) -> Iterator[Rule]:
+        """The rule with more and with less memory, most faithful first, for `recommend` to choose from."""
+        yield self
 
     def init(self, program: StepProgram) -> Any:
-        """The memory before the first step."""
+        """The memory before the first step: arrays of zeros."""
         raise InputError(f"The rule `{type(self).__name__}` does not define `init(program)`.")
 
-    def chunk(self, program: StepProgram, theta: Sequence[Any], carry: Carry, data: Chunk, fresh: bool, final: bool) -> ChunkResult:
-        """Advances K steps; returns their gradient and the new memory."""
-        raise InputError(f"The rule `{type(self).__name__}` does not define `chunk(...)`.")
+    def reset(self, program: StepProgram, memory: Any, keep: Any) -> Any:
+        """The memory with the rows of some batch elements set to zero.
 
-    def reset(self, program: StepProgram, trace: Any, keep: Any) -> Any:
-        """The memory with the rows of some batch elements set to zero; `keep` is (B,) of zeros and ones."""
+        `keep` is (B,) of zeros and ones.
+        """
         raise InputError(f"The rule `{type(self).__name__}` cannot reset single batch elements.")
+
+    def promise(self, certificate: ParameterCertificate, length: int, chunk: int) -> Promise:
+        """What the rule promises for a parameter that reaches a state.
+
+        Args:
+            certificate: what the compiler knows about the parameter.
+            length: steps in the sequence.
+            chunk: steps in a chunk.
+        """
+        return Promise(
+            APPROXIMATE,
+            f"`{self.name or type(self).__name__}` makes no promise; {certificate.reason}",
+        )
+
+    def promises(self, graph: ETraceGraph, length: int, chunk: int) -> dict[Path, Promise]:
+        """What the rule promises for each parameter that a step uses; arguments as in `promise`."""
+        found = {}
+        for path, certificate in graph.certificate().items():
+            if certificate.kind == "unused":
+                found[path] = Promise(NONE, certificate.reason)
+            elif certificate.kind == "direct" and not self.own_signal:
+                found[path] = Promise(EXACT, certificate.reason)
+            else:
+                found[path] = self.promise(certificate, length, chunk)
+        return found
+
+
+class ReverseRule(Rule):
+    """Base of rules that are exact inside a chunk, by reverse mode, and carry a memory over from chunk to chunk."""
+
+    @property
+    def schedule(self) -> str:
+        return "reverse"
+
+    def past(
+        self, program: StepProgram, theta: Sequence[Any], memory: Any, h0: Sequence[Any]
+    ) -> dict[int, Any]:
+        """The gradient of the chunk's losses through what came before it, by index of the weight.
+
+        Args:
+            program: the step.
+            theta: the weights.
+            memory: the rule's memory before the chunk.
+            h0: cotangent of the hidden states before the chunk, one array per leaf.
+        """
+        return {}
+
+    def discarded(self, program: StepProgram, memory: Any | None, h0: Sequence[Any]) -> Any:
+        """What the rule left out of the chunk's gradient: an array of two numbers.
+
+        The first is the estimated square of the error's norm, the second a bound of the norm. None
+        for rules that do not know. Arguments as in `past`; `memory` is None where it is still zero.
+        """
+        return None
+
+    def advance(
+        self,
+        program: StepProgram,
+        theta: Sequence[Any],
+        carry: Carry,
+        data: Chunk,
+        memory: Any | None,
+    ) -> Any:
+        """The memory after the chunk; `memory` is None where it is still zero."""
+        raise InputError(f"The rule `{type(self).__name__}` does not define `advance(...)`.")
 
 
 _RULES: dict[str, type[Rule]] = {}
@@ -122,7 +236,9 @@ def register_rule(rule: type[Rule]) -> type[Rule]:
         ...     name = "my_rule"
     """
     if not rule.name:
-        raise InputError(f"The rule `{rule.__name__}` needs a `name`, under which users ask for it.")
+        raise InputError(
+            f"The rule `{rule.__name__}` needs a `name`, under which users ask for it."
+        )
     _RULES[rule.name] = rule
     return rule
 
@@ -133,34 +249,57 @@ def rule_names() -> tuple[str, ...]:
 
 
 def make_rule(rule: str | Rule) -> Rule:
-    """A rule from its name, or the rule itself."""
+    """A rule from its name, or the rule itself.
+
+    A name may be followed by options: `"low_rank:rank=2:hops=1"` is `LowRankRTRL(rank=2, hops=1)`.
+    """
     if isinstance(rule, Rule):
         return rule
     if isinstance(rule, type) and issubclass(rule, Rule):
         return rule()
-    if rule not in _RULES:
-        near = difflib.get_close_matches(str(rule), _RULES, 1)
+    name, *options = str(rule).split(":")
+    if name not in _RULES:
+        near = difflib.get_close_matches(name, _RULES, 1)
         meant = f" Did you mean {near[0]!r}?" if near else ""
-        raise InputError(f"There is no rule {rule!r}.{meant} Known rules: {', '.join(sorted(_RULES))}.")
-    return _RULES[rule]()
+        raise InputError(
+            f"There is no rule {name!r}.{meant} Known rules: {', '.join(sorted(_RULES))}."
+        )
+    return _RULES[name](**dict(_read_option(_RULES[name], text) for text in options))
+
+
+def rule_text(rule: Rule) -> str:
+    """The text that `make_rule` reads as the rule: its name, and options that are not the default."""
+    changed = (
+        f":{f.name}={getattr(rule, f.name)}"
+        for f in fields(rule)
+        if f.init and getattr(rule, f.name) != f.default
+    )
+    return (rule.name or type(rule).__name__) + "".join(changed)
+
+
+def _read_option(rule: type[Rule], text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    known = [f.name for f in fields(rule) if f.init]
+    if name not in known:
+        raise InputError(
+            f"The rule `{rule.name}` has no option {name!r}. Its options: "
+            f"{', '.join(known) or 'none'}; write them as `{rule.name}:option=value`."
+        )
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value  # text, such as credit=core
 
 
 def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
     """Raises unless an option has one of its values."""
     if value not in allowed:
-        raise InputError(f"`{name}` is {value!r}; it must be one of {', '.join(map(repr, allowed))}.")
-
-
-def check_batch_axis(group: HiddenGroup, keep: Any) -> None:
-    """Raises unless the batch is the first axis of a group's states."""
-    if not group.varshape or group.varshape[0] != keep.shape[0]:
         raise InputError(
-            f"The hidden state `{group.name}` has shape {group.varshape}, so its first axis is not the batch of {keep.shape[0]}. "
-            "Single batch elements can only be reset where the batch comes first; call `reset()` without a mask."
+            f"`{name}` is {value!r}; it must be one of {', '.join(map(repr, allowed))}."
         )
 
 
-def batch_rows(places: Any, places_per_row: int, keep: Any) -> Any:
-    """`keep` spread to elements whose places are numbered row by row; elements that feed nothing are kept as zero."""
-    rows = jnp.asarray(places) // places_per_row
-    return jnp.where(jnp.asarray(places) >= 0, jnp.take(keep, jnp.maximum(rows, 0)), 0)
+def check_decay(name: str, value: float) -> None:
+    """Raises unless an option is what is left of something after a step."""
+    if not 0 <= value < 1:
+        raise InputError(f"`{name}` is {value}; it must be at least 0 and below 1.")

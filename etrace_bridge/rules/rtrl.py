@@ -3,14 +3,15 @@
     J_t = dh_t/dtheta = (dh_t/dh_(t-1)) J_(t-1) + dh_t/dtheta|_(h_(t-1) fixed)
     g_t = dl_t/dtheta|_(h_(t-1) fixed) + (dl_t/dh_(t-1)) J_(t-1)
 
-`J` is the influence matrix of all N hidden values (batch included) over all weights that reach a state. In chunks of
-K steps (Schmidhuber 1992) the gradient within the chunk comes by reverse mode, the past by `(dL/dh_0) J_0`, and
+`J` is the influence matrix of all N hidden values (batch included) over all weights that reach a
+state. In chunks of K steps (Schmidhuber 1992) the gradient within the chunk comes by reverse mode,
+the past by `(dL/dh_0) J_0`, and
 
     J_K = (dh_K/dh_0) J_0 + dh_K/dtheta
 
-is formed once a chunk, which divides the cubic term by K.
+is formed once per chunk, which divides the cubic term by K.
 
-Memory: N·P. Time a step: (N²·P + N·K·step)/K. Exact always.
+Memory: N·P. Time per step: (N²·P + N·K·step)/K. Exact always.
 """
 
 from __future__ import annotations
@@ -22,41 +23,58 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from etrace_bridge.engine.chunk_bptt import chunk_gradient, scan_steps
-from etrace_bridge.engine.program import StepProgram
-from etrace_bridge.rules.base import Carry, Chunk, ChunkResult, Rule, register_rule
+from etrace_bridge.rules.base import (
+    APPROXIMATE,
+    EXACT,
+    Carry,
+    Chunk,
+    Promise,
+    ReverseRule,
+    register_rule,
+)
+from etrace_bridge.step.program import StepProgram
+from etrace_bridge.step.reverse import scan_steps
 
 Influence = list[list[Any]]  # [hidden leaf][weight]: (*leaf shape, *weight shape)
 
 
 @register_rule
 @dataclass(frozen=True)
-class RTRL(Rule):
-    """Exact RTRL."""
+class RTRL(ReverseRule):
+    """Exact RTRL.
 
+    Attributes:
+        trace_dtype: dtype in which the influence matrix is stored, e.g. `"bfloat16"`; None: the
+            wider one of each state's and weight's.
+    """
+
+    trace_dtype: str | None = None
     name: ClassVar[str] = "rtrl"
+    follows_states: ClassVar[bool] = True
 
     def init(self, program: StepProgram) -> Influence:
-        weights = [program.weight_vars[n] for n in _reaching(program)]
-        return [[jnp.zeros((*leaf.invar.aval.shape, *w.aval.shape), leaf.invar.aval.dtype) for w in weights] for leaf in program.leaves]
+        weights = [program.weight_vars[n].aval for n in reaching_weights(program)]
+        hidden = [leaf.invar.aval for leaf in program.leaves]
+        return [
+            [jnp.zeros((*h.shape, *w.shape), self._stored(h, w)) for w in weights] for h in hidden
+        ]
 
-    def chunk(self, program: StepProgram, theta: Sequence[Any], carry: Carry, data: Chunk, fresh: bool, final: bool) -> ChunkResult:
-        reaching = _reaching(program)
-        grads = losses = None
-        if data.loss is None:
-            outputs, hidden, other = scan_steps(program, theta, carry.hidden, carry.other, data.args)
-        else:
-            found = chunk_gradient(program, theta, carry, data)
-            grads, losses, outputs = list(found.grads), found.losses, found.outputs
-            hidden, other = found.hidden, found.other
-            if not fresh:
-                for n, w in enumerate(reaching):
-                    for h0, J in zip(found.h0, carry.trace, strict=True):
-                        grads[w] = grads[w] + jnp.tensordot(h0, J[n], axes=h0.ndim)
-        trace = carry.trace if final else self._advance(program, theta, carry, data, reaching, fresh)
-        return ChunkResult(grads, losses, outputs, Carry(hidden, other, trace))
+    def _stored(self, h: Any, w: Any) -> Any:
+        return jnp.dtype(self.trace_dtype or jnp.promote_types(h.dtype, w.dtype))
 
-    def _advance(self, program, theta, carry: Carry, data: Chunk, reaching, fresh: bool) -> Influence:
+    def past(self, program: StepProgram, theta, memory: Influence, h0) -> dict[int, Any]:
+        """`(dL/dh_0) J_0`."""
+        return {
+            w: sum(_product(h, J[n], h.ndim) for h, J in zip(h0, memory, strict=True))
+            for n, w in enumerate(reaching_weights(program))
+        }
+
+    def advance(
+        self, program: StepProgram, theta, carry: Carry, data: Chunk, memory: Influence | None
+    ) -> Influence:
+        """`(dh_K/dh_0) J_0 + dh_K/dtheta`."""
+        reaching = reaching_weights(program)
+
         def run(some: Sequence[Any], hidden: Sequence[Any]) -> list[Any]:
             full = list(theta)
             for n, w in zip(reaching, some, strict=True):
@@ -65,22 +83,48 @@ class RTRL(Rule):
 
         rows = jax.jacrev(run, argnums=(0, 1))([theta[n] for n in reaching], list(carry.hidden))
         by_weight, by_hidden = [r[0] for r in rows], [r[1] for r in rows]
-        if fresh:
-            return by_weight
+
+        def carried(i: int, n: int) -> Any:
+            return sum(
+                _product(by_hidden[i][j], J[n], carry.hidden[j].ndim)
+                for j, J in enumerate(memory or ())
+            )
+
         return [
             [
-                new + sum(jnp.tensordot(by_hidden[i][j], carry.trace[j][n], axes=carry.hidden[j].ndim) for j in range(len(carry.hidden)))
+                (new + carried(i, n)).astype(self._stored(h, theta[reaching[n]]))
                 for n, new in enumerate(row)
             ]
-            for i, row in enumerate(by_weight)
+            for i, (h, row) in enumerate(zip(carry.hidden, by_weight, strict=True))
         ]
 
-    def reset(self, program: StepProgram, trace: Influence, keep: Any) -> Influence:
-        return [[J * keep.reshape(-1, *(1,) * (J.ndim - 1)).astype(J.dtype) for J in row] for row in trace]
+    def reset(self, program: StepProgram, memory: Influence, keep: Any) -> Influence:
+        return [
+            [J * keep.reshape(-1, *(1,) * (J.ndim - 1)).astype(J.dtype) for J in row]
+            for row in memory
+        ]
+
+    def promise(self, certificate, length: int, chunk: int) -> Promise:
+        carried = [drop for drop in certificate.drops if drop.cut.primitive == "state"]
+        if carried and chunk < length:
+            return Promise(APPROXIMATE, f"drops {carried[0]} between chunks")
+        if self.trace_dtype is not None and chunk < length:
+            return Promise(APPROXIMATE, f"the influence matrix is stored as {self.trace_dtype}")
+        return Promise(EXACT, "the whole influence on every hidden state is carried")
 
 
-def _reaching(program: StepProgram) -> list[int]:
-    """Places of the weights that reach a state."""
+def _product(a: Any, J: Any, axes: int) -> Any:
+    """`a · J`, in the wider of their dtypes."""
+    wide = max(a.dtype, J.dtype, key=lambda dtype: jnp.finfo(dtype).bits)
+    return jnp.tensordot(a.astype(wide), J.astype(wide), axes=axes)
+
+
+def reaching_weights(program: StepProgram) -> list[int]:
+    """Indices of the weights that reach a state."""
     certificates = program.graph.structure.certificates
     paths = program.graph.module_info.invar_to_weight_path
-    return [n for n, v in enumerate(program.weight_vars) if certificates[paths[v]].kind in ("traced", "upstream")]
+    return [
+        n
+        for n, v in enumerate(program.weight_vars)
+        if certificates[paths[v]].kind in ("traced", "upstream")
+    ]

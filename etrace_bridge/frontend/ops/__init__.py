@@ -5,6 +5,7 @@ from __future__ import annotations
 from etrace_bridge.frontend.ops import (  # noqa: F401
     activations,
     attention,
+    complex_numbers,
     convolution,
     creation,
     elementwise,

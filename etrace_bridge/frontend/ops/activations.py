@@ -11,6 +11,7 @@ import torch
 from jax import lax
 
 from etrace_bridge._errors import NotSupportedError
+from etrace_bridge.frontend.derivatives import replace_value
 from etrace_bridge.frontend.ops.arrays import axes, axis, expand_to, scalar, select, zeros_like
 from etrace_bridge.frontend.ops.dtypes import cast, float_type
 from etrace_bridge.frontend.ops.elementwise import add, div, sub
@@ -69,7 +70,15 @@ def elu(input: Any, alpha: float = 1.0, scale: float = 1.0, input_scale: float =
 
 # In Python, `F.elu(x, alpha, inplace)` has its flag in the place of aten's scale.
 implements("F.elu")(lambda input, alpha=1.0, inplace=False: elu(input, alpha))
-implements("celu")(lambda input, alpha=1.0, inplace=False: elu(input, alpha, 1.0, 1 / alpha))
+
+
+@implements("celu")
+def celu(input: Any, alpha: float = 1.0, inplace: bool = False) -> Any:
+    """x where positive, else `alpha * (exp(x / alpha) - 1)`; torch's derivative divides by an alpha of single precision."""
+    value, rounded = elu(input, alpha, 1.0, 1 / alpha), float(np.float32(alpha))
+    return value if rounded == alpha or input.dtype != np.float64 else replace_value(elu(input, alpha, 1.0, 1 / rounded), value)
+
+
 _SELU_ALPHA, _SELU_SCALE = 1.6732632423543772, 1.0507009873554805
 implements("selu")(lambda input, inplace=False: elu(input, _SELU_ALPHA, _SELU_SCALE))
 
@@ -109,7 +118,14 @@ def logsigmoid(input: Any) -> Any:
 implements("aten::log_sigmoid_forward")(lambda input: (logsigmoid(input), lax.exp(lax.neg(absolute(input)))))
 implements("softsign")(lambda input: div(input, add(absolute(input), 1)))
 implements("tanhshrink")(lambda input: sub(input, lax.tanh(cast(input, float_type(input)))))
-implements("hardsigmoid")(lambda input, inplace=False: scaled(hardtanh(shifted(input, 3), 0, 6), 1 / 6))
+
+
+@implements("hardsigmoid")
+def hardsigmoid(input: Any, inplace: bool = False) -> Any:
+    """`relu6(x + 3) / 6`; torch's backward kernel holds its 1/6 in single precision, also for float64."""
+    limited = hardtanh(shifted(input, 3), 0, 6)
+    value = scaled(limited, 1 / 6)
+    return value if limited.dtype != np.float64 else replace_value(scaled(limited, float(np.float32(1 / 6))), value)
 
 
 @implements("hardswish")

@@ -115,6 +115,6 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
         return lax.ne(value, np.zeros((), value.dtype))
     if jnp.issubdtype(value.dtype, jnp.complexfloating) and not dtype.is_complex:
         value = lax.real(value)
-    if target.kind == "u" and value.dtype.kind == "f":  # a negative number wraps in torch, and is clipped by XLA
+    if target.kind == "u" and value.dtype.kind == "f":  # a negative number wraps in torch, and is clipped by JAX
         value = lax.convert_element_type(value, to_jax_dtype(torch.int64))
     return lax.convert_element_type(value, target)

@@ -44,3 +44,30 @@ def householder_product(input: Any, tau: Any) -> Any:
         v = vectors[..., n, None]
         product = product - tau[..., n, None, None] * v * (jnp.conj(jnp.swapaxes(v, -1, -2)) @ product)
     return product
+
+
+def _success(A: Any) -> Any:
+    """torch's report of success: zeros, since a value cannot be looked at while tracing."""
+    return lax.full(np.shape(A)[:-2], np.int32(0))
+
+
+implements("linalg_inv", "inverse")(lambda A: jnp.linalg.inv(A))
+implements("linalg_inv_ex")(lambda A, *, check_errors=False: (jnp.linalg.inv(A), _success(A)))
+
+
+@implements("linalg_cholesky", "cholesky")
+def cholesky(input: Any, upper: bool = False) -> Any:
+    """The triangular factor of a positive definite matrix."""
+    lower = jnp.linalg.cholesky(input)
+    return jnp.conj(jnp.swapaxes(lower, -1, -2)) if upper else lower
+
+
+implements("linalg_cholesky_ex")(lambda A, *, upper=False, check_errors=False: (cholesky(A, upper), _success(A)))
+
+
+@implements("linalg_solve_triangular")
+def solve_triangular(A: Any, B: Any, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Any:
+    """`X` of `A X = B`, or of `X A = B`, for a triangular `A`."""
+    batch = np.broadcast_shapes(np.shape(A)[:-2], np.shape(B)[:-2])
+    A, B = (jnp.broadcast_to(m, (*batch, *np.shape(m)[-2:])) for m in (A, B))
+    return lax.linalg.triangular_solve(A, B, left_side=left, lower=not upper, unit_diagonal=unitriangular)

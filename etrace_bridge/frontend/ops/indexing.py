@@ -14,7 +14,8 @@ from etrace_bridge._errors import TracingError
 from etrace_bridge._jax_compat import is_concrete
 from etrace_bridge.frontend.ops.arrays import axis, expand_to, select
 from etrace_bridge.frontend.ops.dtypes import cast, dtype_of
-from etrace_bridge.frontend.ops.elementwise import add, mul
+from etrace_bridge.frontend.ops.elementwise import add, mul, remainder
+from etrace_bridge.frontend.ops.ranges import require_range
 from etrace_bridge.frontend.ops.registry import implements
 from etrace_bridge.frontend.ops.shape import reshape, select_dim, slice_dim, unsqueeze
 
@@ -93,7 +94,11 @@ def _as_places(rest: list[Any]) -> list[Any]:
     return places
 
 
-def _numpy_index(rest: list[Any]) -> tuple:
+def _numpy_index(x: Any, rest: list[Any]) -> tuple:
+    """Give array indices and None, one for each dimension, as NumPy takes them; a negative one counts from the end."""
+    for size, entry in zip(np.shape(x), rest, strict=False):
+        if entry is not None:
+            require_range(entry, "index", -size, size)
     return tuple(slice(None) if r is None else r for r in rest)
 
 
@@ -108,7 +113,7 @@ def getitem(input: Any, index: Any) -> Any:
 def index_with(input: Any, indices: Sequence[Any]) -> Any:
     """Index with arrays in some dimensions and None in the others, as torch and NumPy do."""
     places = _as_places(list(indices))
-    return jnp.asarray(input).at[_numpy_index(places)].get(mode=_IN_BOUNDS) if places else input
+    return jnp.asarray(input).at[_numpy_index(input, places)].get(mode=_IN_BOUNDS) if places else input
 
 
 # ---- x[index] = values
@@ -172,7 +177,7 @@ def _put(x: Any, rest: list[Any], value: Any, accumulate: bool) -> Any:
             value = reshape(value, ()) if np.size(value) == 1 else value
             wide = lax.broadcast_in_dim(mask, np.shape(x), tuple(range(at, at + np.ndim(mask))))
             return select(wide, add(x, value) if accumulate else value, x)
-    place = jnp.asarray(x).at[_numpy_index(_as_places(rest))]
+    place = jnp.asarray(x).at[_numpy_index(x, _as_places(rest))]
     return _WRITES["add" if accumulate else None](place)(value, mode=_IN_BOUNDS)
 
 
@@ -193,9 +198,9 @@ def _places_along(index: Any, d: int) -> tuple:
     return tuple(index if k == d else lax.broadcasted_iota(index.dtype, shape, k) for k in range(len(shape)))
 
 
-def take_along(x: Any, index: Any, d: int, wrap: bool = False) -> Any:
-    """Pick entries along one axis, `wrap` for negative indices; along the others index may be shorter than x."""
-    return x.at[_places_along(index, d)].get(mode=_IN_BOUNDS, wrap_negative_indices=wrap)
+def take_along(x: Any, index: Any, d: int) -> Any:
+    """Pick entries along one axis; along the others index may be shorter than x."""
+    return x.at[_places_along(index, d)].get(mode=_IN_BOUNDS, wrap_negative_indices=False)
 
 
 @implements("gather")
@@ -203,20 +208,22 @@ def gather(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> An
     """`out[i][j] = input[index[i][j]][j]` for dim 0, and so on."""
     if np.ndim(input) == 0 or np.size(index) == 0:
         return expand_to(reshape(input, ()), np.shape(index)) if np.size(index) else jnp.zeros(np.shape(index), input.dtype)
+    d = axis(dim, np.ndim(input))
+    require_range(index, "gather", 0, np.shape(input)[d])
     if np.ndim(index) == 0:
         return reshape(take_along(input, reshape(index, (1,)), 0), ())
-    return take_along(input, index, axis(dim, np.ndim(input)))
+    return take_along(input, index, d)
 
 
 @implements("take_along_dim")
 def take_along_dim(input: Any, indices: Any, dim: int | None = None) -> Any:
-    """`gather` with broadcasting; without a dimension, on the flattened tensor."""
+    """`gather` with broadcasting, where torch counts indices round and round; without a dimension, on the flattened tensor."""
     if dim is None:
-        return take_along(reshape(input, (np.size(input),)), reshape(indices, (np.size(indices),)), 0, wrap=True)
+        return gather(reshape(input, (np.size(input),)), 0, reshape(indices, (np.size(indices),)))
     d = axis(dim, np.ndim(input))
     outer = np.broadcast_shapes(*[tuple(1 if k == d else n for k, n in enumerate(np.shape(a))) for a in (input, indices)])
     wide = [expand_to(a, [np.shape(a)[d] if k == d else n for k, n in enumerate(outer)]) for a in (input, indices)]
-    return take_along(*wide, d, wrap=True)
+    return take_along(wide[0], remainder(wide[1], np.shape(input)[d]), d)
 
 
 @implements("take")
@@ -237,9 +244,11 @@ def _scatter(x: Any, dim: int, index: Any, src: Any, write: Callable) -> Any:
         return reshape(_scatter(reshape(x, (1,)), 0, reshape(index, (np.size(index),)), src, write), ())
     if np.ndim(index) == 0:
         index = reshape(index, (1,))
+    d = axis(dim, np.ndim(x))
+    require_range(index, "scatter", 0, np.shape(x)[d])
     src = cast(src, dtype_of(x))
     src = _crop(src, np.shape(index)) if np.ndim(src) == np.ndim(index) else expand_to(src, np.shape(index))
-    return write(x.at[_places_along(index, axis(dim, np.ndim(x)))])(src, mode=_IN_BOUNDS) if np.size(index) else x
+    return write(x.at[_places_along(index, d)])(src, mode=_IN_BOUNDS) if np.size(index) else x
 
 
 def _adding(place: Any) -> Callable:
@@ -270,13 +279,15 @@ def index_select(input: Any, dim: int, index: Any) -> Any:
     if np.ndim(input) == 0:
         return input
     d = axis(dim, np.ndim(input))
+    require_range(index, "index_select", 0, np.shape(input)[d])
     return index_with(input, [None] * d + [reshape(index, (np.size(index),))])
 
 
-def _write_slices(x: Any, dim: int, index: Any, source: Any, write: Callable) -> Any:
+def _write_slices(x: Any, dim: int, index: Any, source: Any, write: Callable, op: str, wrap: bool = False) -> Any:
     if np.ndim(x) == 0:
-        return reshape(_write_slices(reshape(x, (1,)), 0, index, reshape(source, (1,)), write), ())
+        return reshape(_write_slices(reshape(x, (1,)), 0, index, reshape(source, (1,)), write, op, wrap), ())
     d = axis(dim, np.ndim(x))
+    require_range(index, op, -np.shape(x)[d] if wrap else 0, np.shape(x)[d])
     return write(x.at[(slice(None),) * d + (reshape(index, (np.size(index),)),)])(source, mode=_IN_BOUNDS)
 
 
@@ -284,17 +295,17 @@ def _write_slices(x: Any, dim: int, index: Any, source: Any, write: Callable) ->
 def index_add(input: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> Any:
     """Add slices at given indices of one dimension."""
     source = source if alpha == 1 else mul(source, cast(alpha, dtype_of(source)))
-    return _write_slices(input, dim, index, cast(source, dtype_of(input)), _WRITES["add"])
+    return _write_slices(input, dim, index, cast(source, dtype_of(input)), _WRITES["add"], "index_add")
 
 
 @implements("index_copy")
 def index_copy(input: Any, dim: int, index: Any, source: Any) -> Any:
     """Write slices at given indices of one dimension."""
-    return _write_slices(input, dim, index, source, _WRITES[None])
+    return _write_slices(input, dim, index, source, _WRITES[None], "index_copy")
 
 
 @implements("index_fill")
 def index_fill(input: Any, dim: int, index: Any, value: Any) -> Any:
     """Write one value at given indices of one dimension."""
     source = cast(value, dtype_of(input))
-    return _write_slices(input, dim, index, source, _WRITES[None])
+    return _write_slices(input, dim, index, source, _WRITES[None], "index_fill", wrap=True)

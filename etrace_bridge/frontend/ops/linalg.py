@@ -12,6 +12,7 @@ from etrace_bridge.frontend.ops.arrays import axis, expand_to, is_float, scalar
 from etrace_bridge.frontend.ops.dtypes import cast, dtype_of, result_type
 from etrace_bridge.frontend.ops.elementwise import add, mul, sub
 from etrace_bridge.frontend.ops.joining import roll
+from etrace_bridge.frontend.ops.reductions import vector_norm
 from etrace_bridge.frontend.ops.registry import implements
 from etrace_bridge.frontend.ops.shape import diagonal, reshape, transpose_to
 
@@ -47,7 +48,7 @@ implements("mm")(lambda input, mat2: matmul(input, mat2))
 implements("bmm")(lambda input, mat2: matmul(input, mat2))
 implements("mv")(lambda input, vec: matmul(input, vec))
 implements("dot")(lambda input, tensor: matmul(input, tensor))
-implements("vdot")(lambda input, other: matmul(input, other))
+implements("vdot")(lambda input, other: matmul(lax.conj(input) if np.iscomplexobj(input) else input, other))
 implements("inner")(lambda input, other: inner(input, other))
 
 
@@ -254,3 +255,11 @@ def _contract_pair(term_a: str, a: Any, term_b: str, b: Any, needed: set[str]) -
 def _match_sizes(term: str, x: Any, other: str, y: Any) -> Any:
     shape = [np.shape(y)[other.index(c)] if c in other and n == 1 else n for c, n in zip(term, np.shape(x), strict=True)]
     return expand_to(x, shape)
+
+
+@implements("cdist")
+def cdist(x1: Any, x2: Any, p: float = 2.0, compute_mode: Any = None) -> Any:
+    """p-norm distances between the rows of two batches of matrices, with derivative 0 between equal rows."""
+    a, b = lax.expand_dims(x1, (np.ndim(x1) - 1,)), lax.expand_dims(x2, (np.ndim(x2) - 2,))
+    difference = sub(a, b)
+    return vector_norm(difference, p, (difference.ndim - 1,))

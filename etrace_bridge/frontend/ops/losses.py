@@ -15,6 +15,7 @@ from etrace_bridge.frontend.ops.dtypes import cast, dtype_of
 from etrace_bridge.frontend.ops.elementwise import add, mul, sub
 from etrace_bridge.frontend.ops.indexing import take_along
 from etrace_bridge.frontend.ops.mathematics import absolute, clamp, scaled, shifted
+from etrace_bridge.frontend.ops.ranges import require_range
 from etrace_bridge.frontend.ops.reductions import mean, sum_
 from etrace_bridge.frontend.ops.registry import implements
 
@@ -94,9 +95,10 @@ def huber_loss(input: Any, target: Any, reduction: Any = "mean", delta: float = 
 # ---- classification
 
 
-def _picked_class(scores: Any, target: Any, weight: Any, ignore_index: int) -> tuple[Any, Any]:
+def _picked_class(scores: Any, target: Any, weight: Any, ignore_index: int, op: str) -> tuple[Any, Any]:
     """Give, for class scores `(N, C, *)` or `(C,)`, minus the score of the target class, weighted, and the weights."""
     d = 0 if np.ndim(scores) == 1 else 1
+    require_range(target, op, 0, np.shape(scores)[d], ignore_index)
     ignored = lax.eq(target, scalar(ignore_index, target))
     classes = select(ignored, zeros_like(target), target)
     score = lax.squeeze(take_along(scores, lax.expand_dims(classes, (d,)), d), (d,))
@@ -106,7 +108,7 @@ def _picked_class(scores: Any, target: Any, weight: Any, ignore_index: int) -> t
 
 
 def _nll(input: Any, target: Any, weight: Any, ignore_index: int, reduction: Any) -> Any:
-    loss, weights = _picked_class(input, target, weight, ignore_index)
+    loss, weights = _picked_class(input, target, weight, ignore_index, "nll_loss")
     return lax.div(sum_(loss), sum_(weights)) if reduction in ("mean", 1) else reduced(loss, reduction)
 
 
@@ -130,7 +132,7 @@ implements("nll_loss", "nll_loss_nd", "nll_loss2d")(
 implements("nll_loss_forward", "nll_loss2d_forward")(
     lambda input, target, weight, reduction, ignore_index: (
         _nll(input, target, weight, ignore_index, reduction),
-        scaled(sum_(_picked_class(input, target, weight, ignore_index)[1]), float(reduction != 0)),
+        scaled(sum_(_picked_class(input, target, weight, ignore_index, "nll_loss")[1]), float(reduction != 0)),
     )
 )
 
@@ -145,7 +147,7 @@ def _cross_entropy(input: Any, target: Any, weight: Any, reduction: str, ignore_
         product = lax.mul(log_probability, cast(target, dtype_of(input)))
         loss = lax.neg(lax.reduce_sum(product if wide is None else lax.mul(product, wide), (d,)))
         return lax.div(sum_(loss), scalar(max(np.size(loss), 1), loss)) if reduction == "mean" else reduced(loss, reduction)
-    loss, weights = _picked_class(log_probability, target, weight, ignore_index)
+    loss, weights = _picked_class(log_probability, target, weight, ignore_index, "cross_entropy")
     if smoothing > 0:
         ignored = lax.eq(target, scalar(ignore_index, target))
         smooth = lax.neg(lax.reduce_sum(log_probability if wide is None else lax.mul(log_probability, wide), (d,)))
@@ -190,9 +192,9 @@ def _binary_entropy(p: Any, target: Any) -> Any:
 
 @_binary_entropy.defjvp
 def _binary_entropy_jvp(primals: Any, tangents: Any) -> Any:
-    # torch keeps p (1 - p) above 1e-12, so that the gradient stays finite where p is 0 or 1.
+    # torch keeps p (1 - p) above 1e-12 (held in single precision, also for float64), so that the gradient stays finite where p is 0 or 1.
     p, target = primals
-    slope = lax.div(lax.sub(p, target), clamp(lax.mul(p, lax.sub(scalar(1, p), p)), 1e-12))
+    slope = lax.div(lax.sub(p, target), clamp(lax.mul(p, lax.sub(scalar(1, p), p)), float(np.float32(1e-12))))
     by_target = lax.sub(lax.log1p(lax.neg(p)), lax.log(p))
     return _binary_entropy(p, target), lax.add(lax.mul(slope, tangents[0]), lax.mul(by_target, tangents[1]))
 

@@ -15,6 +15,7 @@ from etrace_bridge.frontend.ops.elementwise import add, mul, sub
 from etrace_bridge.frontend.ops.indexing import take_along
 from etrace_bridge.frontend.ops.losses import reduced
 from etrace_bridge.frontend.ops.mathematics import clamp, scaled, shifted
+from etrace_bridge.frontend.ops.ranges import require_range
 from etrace_bridge.frontend.ops.reductions import mean, safe_root, vector_norm
 from etrace_bridge.frontend.ops.registry import implements
 
@@ -125,6 +126,7 @@ def multi_margin_loss(
 ) -> Any:  # fmt: skip
     """How far the other classes come within the margin of the target class."""
     x = input if np.ndim(input) == 2 else lax.reshape(input, (1, np.size(input)))
+    require_range(target, "multi_margin_loss", 0, np.shape(x)[1])
     t = lax.reshape(target, (np.shape(x)[0], 1))
     own = expand_to(take_along(x, t, 1), np.shape(x))
     gap = lax.sub(shifted(x, margin), own)

@@ -11,9 +11,10 @@ from jax import lax
 
 from etrace_bridge._errors import NotSupportedError
 from etrace_bridge._jax_compat import is_concrete
-from etrace_bridge.frontend.ops.arrays import axis, expand_to, scalar, select, zeros_like
+from etrace_bridge.frontend.ops.arrays import axis, expand_to, full, scalar, select, zeros_like
 from etrace_bridge.frontend.ops.dtypes import cast, dtype_of, result_type, to_jax_dtype
 from etrace_bridge.frontend.ops.indexing import data_dependent_shape, setitem
+from etrace_bridge.frontend.ops.ranges import require_range
 from etrace_bridge.frontend.ops.registry import implements
 from etrace_bridge.frontend.ops.shape import diagonal, reshape, transpose_to
 
@@ -79,6 +80,19 @@ def tril(input: Any, diagonal: int = 0) -> Any:
 def triu(input: Any, diagonal: int = 0) -> Any:
     """Keep the upper triangle."""
     return select(_band(np.shape(input), lax.ge, diagonal), input, zeros_like(input))
+
+
+@implements("fill_diagonal_")
+def fill_diagonal_(input: Any, fill_value: float, wrap: bool = False) -> Any:
+    """Put one value on the main diagonal; with `wrap`, again after each square of a tall matrix."""
+    shape = np.shape(input)
+    place = lax.broadcasted_iota(np.int32, shape, 0)
+    if wrap and len(shape) == 2:
+        place = lax.rem(place, np.int32(shape[1] + 1))
+    mask = full(shape, True, torch.bool)
+    for k in range(1, len(shape)):
+        mask = lax.bitwise_and(mask, lax.eq(place, lax.broadcasted_iota(np.int32, shape, k)))
+    return select(mask, scalar(fill_value, input), input)
 
 
 @implements("diag_embed")
@@ -155,6 +169,7 @@ def embedding(weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_fr
             "`embedding(scale_grad_by_freq=True)` divides gradients by word counts of a mini-batch, which a per-step "
             "rule does not have. Set `scale_grad_by_freq=False`."
         )
+    require_range(indices, "embedding", 0, np.shape(weight)[0])
     if padding_idx >= 0:
         row = lax.eq(lax.broadcasted_iota(np.int32, np.shape(weight), 0), np.int32(padding_idx))
         weight = select(row, lax.stop_gradient(weight), weight)
@@ -188,6 +203,7 @@ def one_hot(input: Any, num_classes: int = -1) -> Any:
         if not is_concrete(input):
             raise data_dependent_shape("one_hot(x)", "`one_hot(x, num_classes)`")
         num_classes = int(np.max(np.asarray(input))) + 1
+    require_range(input, "one_hot", 0, num_classes)
     shape = (*np.shape(input), num_classes)
     classes = lax.broadcasted_iota(input.dtype, shape, len(shape) - 1)
     same = lax.eq(classes, lax.broadcast_in_dim(input, shape, tuple(range(len(shape) - 1))))

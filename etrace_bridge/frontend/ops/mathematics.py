@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax.scipy.special
 import numpy as np
 import torch
 from jax import lax
 
 from etrace_bridge.frontend.ops.arrays import is_float, same_shape, scalar, select, together, zeros_like
-from etrace_bridge.frontend.ops.dtypes import cast, dtype_of, float_type, result_type, to_jax_dtype
+from etrace_bridge.frontend.ops.dtypes import cast, float_type, result_type, to_jax_dtype
 from etrace_bridge.frontend.ops.registry import implements
 
 
@@ -48,6 +49,7 @@ _FLOAT_FUNCTIONS: dict[str, Callable] = {
     "sinc": _sinc, "deg2rad": lambda x: scaled(x, math.pi / 180), "rad2deg": lambda x: scaled(x, 180 / math.pi),
     "erf": lax.erf, "erfc": lax.erfc, "erfinv": lax.erf_inv, "lgamma gammaln": lax.lgamma,
     "sigmoid expit": lax.logistic,
+    "ndtri": jax.scipy.special.ndtri, "log_ndtr": jax.scipy.special.log_ndtr,
     "ndtr": lambda x: scaled(lax.erfc(scaled(x, -math.sqrt(0.5))), 0.5),
 }  # fmt: skip
 for _names, _function in _FLOAT_FUNCTIONS.items():
@@ -66,7 +68,7 @@ def absolute(input: Any) -> Any:
 
 
 implements("neg", "negative")(lambda input: lax.neg(input))
-implements("sign", "sgn")(lambda input: input if input.dtype == np.bool_ else lax.sign(input))
+implements("sign")(lambda input: input if input.dtype == np.bool_ else lax.sign(input))
 implements("square")(lambda input: lax.square(cast(input, torch.int64) if input.dtype == np.bool_ else input))
 
 
@@ -111,9 +113,6 @@ implements("isnan")(lambda input: lax.ne(input, input))
 implements("isinf")(lambda input: _is_infinite(input, 1, -1))
 implements("isposinf")(lambda input: _is_infinite(input, 1))
 implements("isneginf")(lambda input: _is_infinite(input, -1))
-implements("isfinite")(lambda input: lax.is_finite(input) if is_float(input) else lax.full(np.shape(input), True))
-implements("isreal")(lambda input: lax.full(np.shape(input), True))
-implements("real", view=True)(lambda input: lax.real(input) if dtype_of(input).is_complex else input)
 
 
 @implements("signbit")
@@ -173,6 +172,7 @@ def _copysign(a: Any, b: Any) -> Any:
 
 _BINARY_FLOAT = {
     "atan2 arctan2": lax.atan2, "copysign": _copysign, "xlogy": _xlogy,
+    "igamma gammainc": lax.igamma, "igammac gammaincc": lax.igammac,
     "xlog1py": lambda a, b: _xlogy(a, b, lax.log1p, -1.0),
 }  # fmt: skip
 for _names, _function in _BINARY_FLOAT.items():

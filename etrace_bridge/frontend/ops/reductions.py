@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -99,8 +100,10 @@ def _moments(x: Any, dim: Any, correction: Any, keepdim: bool) -> tuple[Any, Any
     over = axes(dim, np.ndim(x))
     count = math.prod(np.shape(x)[d] for d in over)
     centre = mean(x, over, True) if over else x
-    spread = lax.reduce_sum(lax.square(lax.sub(x, expand_to(centre, np.shape(x)))), over)
-    variance = lax.div(spread, scalar(max(count - correction, 0), x))
+    distance = lax.sub(x, expand_to(centre, np.shape(x)))
+    parts = (lax.real(distance), lax.imag(distance)) if np.iscomplexobj(x) else (distance,)
+    spread = functools.reduce(lax.add, [lax.reduce_sum(lax.square(part), over) for part in parts])
+    variance = lax.div(spread, scalar(max(count - correction, 0), spread))
     return _keep(variance, over, keepdim), centre if keepdim or not over else lax.squeeze(centre, over)
 
 

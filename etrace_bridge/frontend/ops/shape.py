@@ -125,7 +125,11 @@ implements("mT", view=True)(lambda input: transpose(input, -2, -1))
 implements("adjoint", "mH", "H", "matrix_H", view=True)(lambda input: conj(transpose(input, -2, -1)))
 
 
-@implements("conj", "conj_physical", "resolve_conj", "resolve_neg", view=True)
+# A traced value has no lazy conjugate or sign that could be resolved.
+implements("resolve_conj", "resolve_neg", view=True)(lambda input: input)
+
+
+@implements("conj", "conj_physical", "_conj", "_conj_physical", view=True)
 def conj(input: Any) -> Any:
     """Complex conjugate; a real tensor is its own."""
     return lax.conj(input) if np.iscomplexobj(input) else input

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import torch
 from jax import lax
@@ -122,6 +123,21 @@ def kthvalue(input: Any, k: int, dim: int = -1, keepdim: bool = False) -> Values
     index = slice_dim(_order(input, d, False), d, k - 1, k)
     value = take_along(input, index, d)
     return Values(value, index) if keepdim else Values(lax.squeeze(value, (d,)), lax.squeeze(index, (d,)))
+
+
+def _quantile(name: str, skip_nan: bool) -> None:
+    def rule(input: Any, q: Any, dim: int | None = None, keepdim: bool = False, *, interpolation: str = "linear") -> Any:
+        function = jnp.nanquantile if skip_nan else jnp.quantile
+        q = q if isinstance(q, (int, float)) else lax.stop_gradient(q)
+        if np.ndim(input) == 0:
+            input, dim, keepdim = lax.reshape(input, (1,)), 0, False
+        return function(input, cast(q, dtype_of(input)), axis=dim, keepdims=keepdim, method=interpolation)
+
+    implements(name)(rule)
+
+
+_quantile("quantile", skip_nan=False)
+_quantile("nanquantile", skip_nan=True)
 
 
 @implements("median")

@@ -1,0 +1,165 @@
+"""The page and the picture of `benchmarks/fidelity.py`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGE, PICTURE = DOCS / "fidelity.md", DOCS / "pictures" / "fidelity.png"
+EXACT = 1e-9  # meter errors above this come from float32 inside a module
+LOWEST = 3e-3  # smaller errors are drawn here
+
+HEAD = """# How close to BPTT
+
+Every learning rule against torch BPTT, over the zoo of torch modules that the tests use. Made by
+`python benchmarks/fidelity.py`, which measures what is new and keeps the rest: eight steps in chunks of four,
+float64, random weights and inputs; all parameters that enter the recurrence together. A network of short
+memory is easy: these numbers compare rules, they do not promise a cosine for your model.
+[`check_gradients`](reading-the-report.md) measures that, and [`FidelityMeter`](howto/fidelity-meter.md) says
+while you train whether updates go downhill.
+
+![Error of every rule against its memory and its time](pictures/fidelity.png)
+
+"""
+ABOUT = """
+*Cosine* and *relative error* (the norm of the difference over the norm of BPTT's gradient) are means over
+{count} modules; *exact on* counts the modules with a relative error below 1e-6. *Memory* is what the rule
+carries from step to step, in units of the model's weights, and *time* that of a whole online step with its
+update, in units of a step without learning: a GRU of {layers} layers, {width} units, one sequence, float32.
+`bptt` stops where a chunk of four begins, so a single step has nothing to compare. A rule without a number for
+a module does not run there, and says why in an error; its means are over the others.
+
+"""
+
+
+def write_page(results: dict[str, Any]) -> list[Path]:
+    """Writes the page and its picture; returns their paths."""
+    from benchmarks.fidelity import LAYERS, WIDTH
+
+    modules, rules = results["modules"], _rules(results)
+    text = HEAD + _summary(results, rules)
+    text += ABOUT.format(count=len(modules), layers=LAYERS, width=WIDTH)
+    text += f"The meter's slope along `d_rtrl`'s gradient differs from BPTT's by at most {_meter(modules)}\n\n"
+    text += "## Cosine\n\n*exact* counts the parameters whose certificate says that `d_rtrl` equals BPTT.\n\n"
+    text += _by_module(modules, rules, 0, "{:.4f}", ["exact"])
+    text += "\n## Relative error\n\n" + _by_module(modules, rules, 1, "{:.1e}", [])
+    PAGE.write_text(text)
+    _draw(results, rules)
+    return [PAGE, PICTURE]
+
+
+def _rules(results: dict[str, Any]) -> list[str]:
+    """The rules in order of their mean relative error."""
+    names = {name for module in results["modules"].values() for name in module["rules"]}
+    return sorted(names, key=lambda name: (round(_mean(results["modules"], name, 1), 9), name))
+
+
+def _numbers(modules: dict[str, Any], rule: str, which: int) -> list[float]:
+    found = (module["rules"].get(rule) for module in modules.values())
+    return [pair[which] for pair in found if isinstance(pair, list) and not math.isnan(pair[which])]
+
+
+def _mean(modules: dict[str, Any], rule: str, which: int) -> float:
+    numbers = _numbers(modules, rule, which)
+    return sum(numbers) / len(numbers) if numbers else math.inf
+
+
+def _cost(results: dict[str, Any], rule: str) -> tuple[float, float] | None:
+    """Memory in units of the weights and time in units of a forward step."""
+    costs = results["costs"]
+    if rule not in costs or "memory" not in costs[rule]:
+        return None
+    own = costs[rule]
+    return own["memory"] / own["weights"], own["seconds"] / costs["forward"]["seconds"]
+
+
+def _summary(results: dict[str, Any], rules: Sequence[str]) -> str:
+    modules, rows = results["modules"], []
+    for rule in rules:
+        errors, cost = _numbers(modules, rule, 1), _cost(results, rule)
+        shown = ["-", "-"] if cost is None else [f"{cost[0]:.3g}", f"{cost[1]:.3g}"]
+        exact = f"{sum(e < 1e-6 for e in errors)} of {len(errors)}"
+        cosine, error = _mean(modules, rule, 0), _mean(modules, rule, 1)
+        rows.append([f"`{rule}`", f"{cosine:.4f}", f"{error:.3g}", exact, *shown])
+    return _table(["rule", "cosine", "relative error", "exact on", "memory", "time"], rows)
+
+
+def _meter(modules: dict[str, Any]) -> str:
+    def worst(float32: bool) -> float:
+        found = [m["meter"] for m in modules.values() if (m["meter"] > EXACT) == float32]
+        return max(found, default=0.0)
+
+    return f"{worst(False):.0e} of both norms, or {worst(True):.0e} where a module computes in float32 inside."
+
+
+def _by_module(modules: dict[str, Any], rules: Sequence[str], which: int, shape: str, more: Sequence[str]) -> str:
+    rows = []
+    for name, module in modules.items():
+        cells = []
+        for rule in rules:
+            pair = module["rules"].get(rule)
+            cells.append(shape.format(pair[which]) if isinstance(pair, list) else "-")
+        rows.append([name, *(module[key] for key in more), *cells])
+    return _table(["module", *more, *(f"`{rule}`" for rule in rules)], rows)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def _draw(results: dict[str, Any], rules: Sequence[str]) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11.5, 5), dpi=130)
+    FigureCanvasAgg(figure)  # text has a size only on a canvas
+    figure.subplots_adjust(left=0.07, right=0.99, bottom=0.11, top=0.97, wspace=0.04)
+    panels = figure.subplots(1, 2, sharey=True)
+    labels = ("memory of the rule / weights", "time of an online step / step without learning")
+    for which, (axes, label) in enumerate(zip(panels, labels, strict=True)):
+        points = _points(results, rules, which)
+        axes.set_xscale("symlog" if which == 0 else "log", **({"linthresh": 0.1} if which == 0 else {}))
+        axes.set_yscale("log")
+        axes.set_ylim(LOWEST / 2, 2 * max(max(y for _, y, _, _ in points), 1))
+        axes.set_xlim(-0.02 if which == 0 else 0.5, 4 * max(x for x, _, _, _ in points))
+        for x, y, _, colour in points:
+            axes.plot([x], [y], "o", color=colour, markersize=7)
+        axes.axhline(LOWEST, color="black", linewidth=0.8, linestyle=":")
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("relative error to BPTT, mean over the zoo")
+    panels[0].text(-0.01, LOWEST * 1.06, "exact", fontsize=8, va="bottom")
+    figure.canvas.draw()
+    for which, axes in enumerate(panels):
+        _label(axes, _points(results, rules, which))
+    PICTURE.parent.mkdir(exist_ok=True)
+    figure.savefig(PICTURE)
+
+
+def _points(results: dict[str, Any], rules: Sequence[str], which: int) -> list[tuple[float, float, str, str]]:
+    """Cost, error, name and colour of every rule whose cost is known."""
+    found = []
+    for n, rule in enumerate(rules):
+        cost, error = _cost(results, rule), _mean(results["modules"], rule, 1)
+        if cost is not None:
+            found.append((cost[which], max(error, LOWEST), rule, f"C{n % 10}"))
+    return found
+
+
+def _label(axes: Any, points: Sequence[tuple[float, float, str, str]]) -> None:
+    """Names beside the points; one that would lie on another is moved down, with a line to its point."""
+    taken: list[tuple[float, float]] = []
+    scale = 72 / axes.figure.dpi
+    for x, y, rule, colour in sorted(points, key=lambda p: -p[1]):
+        left, level = axes.transData.transform((x, y))
+        low = level if y > LOWEST else level + 12
+        while any(abs(low - other) < 15 and abs(left - beside) < 130 for beside, other in taken):
+            low -= 3
+        taken.append((left, low))
+        line = {"arrowstyle": "-", "color": colour, "lw": 0.6, "shrinkA": 0, "shrinkB": 3}
+        at = 16 if abs(low - level) < 13 else 50, (low - level) * scale - 3
+        axes.annotate(rule, (x, y), at, textcoords="offset points", fontsize=8, color=colour, arrowprops=line)

@@ -1,0 +1,80 @@
+"""Run published experiments again: `python -m benchmarks.reproduce [--task A B ...] [--seeds 3] [--methods d_rtrl ...]`.
+
+Each finished run is written to `results/TASK.json` beside this file, so that a run that was stopped goes on where it was. The page
+docs/reproduce.md and its pictures are made from these files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import jax
+
+from benchmarks.reproduce import chaotic, diagnostics, patterning, sequences, spiking, t_maze
+from benchmarks.reproduce.methods import methods_for
+from benchmarks.reproduce.page import write_page
+from benchmarks.reproduce.results import Results
+from benchmarks.reproduce.tasks import Size, Task
+
+TASKS: dict[str, Task] = {
+    task.key: task
+    for task in (
+        chaotic.TASK,
+        diagnostics.TASK,
+        t_maze.TASK,
+        patterning.TASK,
+        spiking.EVIDENCE,
+        sequences.COPY_WITH_LRU,
+        spiking.MATCH,
+        sequences.CURRICULUM,
+        sequences.DIGITS,
+    )
+}
+
+
+def run_task(task: Task, seeds: int, names: list[str] | None, settings: list[str] | None) -> None:
+    """Run what is missing of a task, and say how it goes."""
+    results = Results(task.key)
+    methods = methods_for(task, names)
+    wanted = [
+        (setting, name, seed)
+        for seed in range(seeds)
+        for setting in settings or task.settings
+        for name in methods
+    ]
+    missing = [each for each in wanted if not results.has(*each)]
+    done = len(wanted) - len(missing)
+    print(f"{task.key}  {task.title}: {len(missing)} runs to make, {done} there", flush=True)
+    for n, (setting, name, seed) in enumerate(missing, 1):
+        start = time.perf_counter()
+        try:
+            outcome = task.run(setting, methods[name], seed, Size())
+        except Exception as error:  # one method that fails must not end a run of hours
+            print(f"  {setting}, {name}, seed {seed}: {type(error).__name__}: {error}", flush=True)
+            continue
+        finally:
+            jax.clear_caches()
+        seconds = time.perf_counter() - start
+        results.add(setting, name, seed, outcome, seconds)
+        text = f"{n}/{len(missing)}  {setting}, {name}, seed {seed}"
+        print(f"  {text}: {outcome.score:.4g}  ({seconds:.0f} s)", flush=True)
+
+
+def main() -> None:
+    """Run tasks and write the page."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.reproduce", description=__doc__)
+    parser.add_argument("--task", nargs="+", choices=sorted(TASKS), default=sorted(TASKS))
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default 3)")
+    parser.add_argument("--methods", nargs="+", metavar="NAME", help="only these methods")
+    parser.add_argument("--settings", nargs="+", metavar="NAME", help="only these settings of the task")
+    parser.add_argument("--page-only", action="store_true", help="make the page from what is there")
+    options = parser.parse_args()
+    if not options.page_only:
+        for key in options.task:
+            run_task(TASKS[key], options.seeds, options.methods, options.settings)
+    write_page(TASKS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""Task D: trace patterning, a prediction problem of animal learning, by TD(λ) on a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+
+import etrace_bridge as eb
+from benchmarks.reproduce.tasks import Outcome, Size, Task
+from benchmarks.reproduce.training import Method, Readout
+
+GAMMA, LAMBDA, RATE = 0.9, 0.99, 1e-3
+STIMULI, DISTRACTORS = 6, 5
+
+
+def make_stream(steps: int, seed: int) -> np.ndarray:
+    """(steps, 12): 6 bits of the conditioned stimulus, the unconditioned stimulus, 5 distractors.
+
+    A stimulus sets 3 of 6 bits; 10 of the 20 patterns announce the unconditioned stimulus, 24 to 36 steps later. The next
+    stimulus follows 80 to 120 steps after that.
+    """
+    generator = np.random.default_rng(seed)
+    patterns = [p for p in np.ndindex(*(2,) * STIMULI) if sum(p) == 3]
+    valid = set(generator.permutation(len(patterns))[: len(patterns) // 2].tolist())
+    xs = np.zeros((steps, STIMULI + 1 + DISTRACTORS), np.float32)
+    for i in range(DISTRACTORS):
+        xs[:, STIMULI + 1 + i] = generator.uniform(size=steps) < 1 / (10 * (i + 1))
+    at = 0
+    while at < steps:
+        which = int(generator.integers(len(patterns)))
+        xs[at, :STIMULI] = patterns[which]
+        answer = at + int(generator.integers(24, 37))
+        if which in valid and answer < steps:
+            xs[answer, STIMULI] = 1
+        at = answer + int(generator.integers(80, 121))
+    return xs
+
+
+def returns_of(xs: np.ndarray) -> np.ndarray:
+    """Discounted sum of the unconditioned stimulus from the next step on."""
+    us, total, found = xs[:, STIMULI], 0.0, np.zeros(len(xs), np.float32)
+    for t in range(len(xs) - 2, -1, -1):
+        total = us[t + 1] + GAMMA * total
+        found[t] = total
+    return found
+
+
+def _block_program(pure: eb.Functional, optimizer: Any) -> Callable:
+    """TD(λ): the gradient of the value, by the online rule, decays in an eligibility trace."""
+
+    def value(params: Any, carry: Any, x: Any) -> tuple[Any, Any]:
+        output, carry = pure.step(params, carry, x)
+        return output[0, 0], carry
+
+    def one(state: Any, x: Any) -> tuple[Any, Any]:
+        params, opt, carry, before, eligibility = state
+        (now, carry), grads = jax.value_and_grad(value, has_aux=True)(params, carry, x[None])
+        error = x[STIMULI] + GAMMA * now - before
+        moved, opt = optimizer.update(jax.tree.map(lambda e: -error * e, eligibility), opt, params)
+        params = optax.apply_updates(params, moved)
+        eligibility = jax.tree.map(lambda e, g: GAMMA * LAMBDA * e + g, eligibility, grads)
+        return (params, opt, carry, now, eligibility), now
+
+    return jax.jit(lambda state, xs: jax.lax.scan(one, state, xs))
+
+
+def run(setting: str, method: Method, seed: int, size: Size) -> Outcome:
+    """Learn to predict; the score is the mean squared return error of the last tenth."""
+    steps, block = size.pick(1_000_000, 2_000), size.pick(10_000, 500)
+    xs = make_stream(steps, seed)
+    wanted = returns_of(xs)
+    torch.manual_seed(seed)
+    model = Readout(setting.lower(), xs.shape[1], size.pick(20, 8), 1)
+    pure = eb.functional(model, torch.zeros(1, xs.shape[1]), rule=method.rule)
+    optimizer, params = optax.adam(RATE), pure.params
+    eligibility = jax.tree.map(jnp.zeros_like, params)
+    state = (params, optimizer.init(params), pure.init(params), jnp.float32(0), eligibility)
+    program, curve = _block_program(pure, optimizer), []
+    for start in range(0, steps, block):
+        state, values = program(state, xs[start : start + block])
+        curve.append(float(np.mean((np.asarray(values) - wanted[start : start + block]) ** 2)))
+    return Outcome(float(np.mean(curve[-max(len(curve) // 10, 1) :])), np.array(curve))
+
+
+TASK = Task(
+    key="D",
+    title="Trace patterning",
+    measure="mean squared return error, last tenth of training",
+    lower_is_better=True,
+    settings=("GRU", "LSTM"),
+    source="columnar networks; the published curves have no numbers",
+    published={},
+    setup=(
+        "12 inputs (6 stimulus bits, 3 of them on, 10 of 20 patterns valid; the unconditioned stimulus; 5 distractors with "
+        "probability 1/(10 i)); intervals 24 to 36 and 80 to 120; γ = 0.9, TD(λ = 0.99), 1 million steps, 20 units, Adam 1e-3."
+    ),
+    run=run,
+    without={"tbptt 25": "a gradient of one step at a time", "bptt": "a stream has no end"},
+)

@@ -1,0 +1,64 @@
+"""Finished runs as JSON files, one for each task."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.reproduce.tasks import Outcome
+
+FOLDER = Path(__file__).parent / "results"
+POINTS = 50  # of a curve that are stored
+
+
+class Results:
+    """The runs of one task; each is on disk as soon as it is added.
+
+    Args:
+        key: the task's letter.
+        folder: where the file is.
+    """
+
+    def __init__(self, key: str, folder: Path = FOLDER) -> None:
+        self.path = folder / f"{key}.json"
+        self.runs: list[dict] = json.loads(self.path.read_text()) if self.path.exists() else []
+
+    def has(self, setting: str, method: str, seed: int) -> bool:
+        """Whether this run was made."""
+        return any((r["setting"], r["method"], r["seed"]) == (setting, method, seed) for r in self.runs)
+
+    def add(self, setting: str, method: str, seed: int, outcome: Outcome, seconds: float) -> None:
+        """Add a run and write the file, whole or not at all."""
+        parts = np.array_split(outcome.curve, min(POINTS, len(outcome.curve)))
+        curve = [float(f"{part.mean():.4g}") for part in parts]
+        self.runs.append(
+            {
+                "setting": setting,
+                "method": method,
+                "seed": seed,
+                "score": float(f"{outcome.score:.6g}"),
+                "seconds": round(seconds, 1),
+                "curve": curve,
+            }
+        )
+        self.path.parent.mkdir(exist_ok=True)
+        text = "[\n" + ",\n".join(json.dumps(run, ensure_ascii=False) for run in self.runs) + "\n]\n"
+        part = self.path.with_suffix(".part")
+        part.write_text(text)
+        os.replace(part, self.path)
+
+    def scores(self, setting: str, method: str) -> list[float]:
+        """The scores of all seeds."""
+        return [r["score"] for r in self.runs if (r["setting"], r["method"]) == (setting, method)]
+
+    def seconds(self, method: str) -> float | None:
+        """The mean time of a run of this method."""
+        found = [r["seconds"] for r in self.runs if r["method"] == method]
+        return sum(found) / len(found) if found else None
+
+    def methods(self) -> list[str]:
+        """Methods with a run, in the order in which they came."""
+        return list(dict.fromkeys(r["method"] for r in self.runs))

@@ -1,0 +1,220 @@
+"""Tasks whose updates come once per sequence: copying (F, H) and digits (I)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import etrace_bridge as eb
+from benchmarks.reproduce.tasks import Outcome, Size, Task
+from benchmarks.reproduce.training import Method, Readout
+
+
+def make_learner(model: nn.Module, method: Method, rate: float, loss=F.cross_entropy):
+    """A learner with Adam; a window is its chunk, a whole sequence for full BPTT."""
+    return eb.OnlineLearner(
+        eb.wrap(model, sequence=True),
+        method.rule,
+        loss,
+        torch.optim.Adam(model.parameters(), lr=rate),
+        chunk=10**6 if method.whole else max(method.window, 1),
+    )
+
+
+# -- F: copying with linear recurrent units ----------------------------------------------------------------------
+
+
+class LRULayer(nn.Module):
+    """A linear recurrent unit with 64 complex states by default, a gated readout and a residual."""
+
+    def __init__(self, width: int, states: int) -> None:
+        super().__init__()
+        size = torch.rand(states) * 0.099 + 0.9
+        self.nu_log = nn.Parameter((-size.log()).log())
+        self.theta_log = nn.Parameter((torch.rand(states) * math.pi / 10 + 1e-3).log())
+        scale = 1 / math.sqrt(2 * width)
+        self.B = nn.Parameter(torch.complex(torch.randn(states, width), torch.randn(states, width)) * scale)
+        scale = 1 / math.sqrt(states)
+        self.C = nn.Parameter(torch.complex(torch.randn(width, states), torch.randn(width, states)) * scale)
+        self.D = nn.Parameter(torch.randn(width))
+        self.norm, self.gate = nn.LayerNorm(width), nn.Linear(width, 2 * width)
+
+    def forward(self, xs: Tensor) -> Tensor:
+        """(T, batch, width) to the same."""
+        decay = torch.exp(torch.complex(-self.nu_log.exp(), self.theta_log.exp()))
+        gamma = (1 - decay.abs() ** 2).sqrt()
+        h = torch.zeros(xs.shape[1], self.B.shape[0], dtype=self.B.dtype)
+        outputs = []
+        for x in xs:
+            u = self.norm(x)
+            h = decay * h + gamma * (u.to(self.B.dtype) @ self.B.T)
+            y = (h @ self.C.T).real + self.D * u
+            outputs.append(x + F.glu(self.gate(F.gelu(y))))
+        return torch.stack(outputs)
+
+
+class LRUStack(nn.Module):
+    """Linear recurrent units one above the other."""
+
+    def __init__(self, inputs: int, width: int, states: int, outputs: int, layers: int) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(inputs, width)
+        self.layers = nn.ModuleList(LRULayer(width, states) for _ in range(layers))
+        self.decoder = nn.Linear(width, outputs)
+
+    def forward(self, xs: Tensor) -> Tensor:
+        """Logits of a sequence."""
+        xs = self.encoder(xs)
+        for layer in self.layers:
+            xs = layer(xs)
+        return self.decoder(xs)
+
+
+def pattern_batch(bits: int, length: int, pad: int, batch: int, generator: torch.Generator):
+    """Bits to be repeated after a pause; with the mask of the steps that count."""
+    pattern = torch.randint(2, (length, batch, bits), generator=generator).float()
+    steps = 2 * length + pad + 1
+    xs, ys = torch.zeros(steps, batch, bits + 1), torch.zeros(steps, batch, bits)
+    xs[:length, :, :bits] = pattern
+    xs[length + pad, :, bits] = 1
+    ys[-length:] = pattern
+    return xs, ys, (torch.arange(steps) >= steps - length).float()
+
+
+def copy_with_lru(setting: str, method: Method, seed: int, size: Size) -> Outcome:
+    """Train on fresh patterns; the score is the accuracy of bits at the end."""
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    bits, length = size.pick(7, 2), size.pick(20, 3)
+    if setting == "GRU":
+        model: nn.Module = Readout("gru", bits + 1, size.pick(134, 12), bits)
+    else:
+        layers = int(setting.split("×")[1])
+        model = LRUStack(bits + 1, size.pick(128, 8), size.pick(64, 4), bits, layers)
+    learner = make_learner(model, method, 1e-3, F.binary_cross_entropy_with_logits)
+    curve = []
+    for _ in range(size.pick(4_000, 6)):
+        xs, ys, mask = pattern_batch(bits, length, size.pick(7, 1), size.pick(50, 8), generator)
+        result = learner.update(xs, ys, mask)
+        right = (result.outputs > 0).float() == ys
+        curve.append(float(right[mask > 0].float().mean()))
+    return Outcome(float(np.mean(curve[-max(len(curve) // 20, 1) :])), np.array(curve))
+
+
+COPY_WITH_LRU = Task(
+    key="F",
+    title="Copying patterns with linear recurrent units",
+    measure="accuracy of bits, last twentieth of training",
+    lower_is_better=False,
+    settings=("LRU ×1", "LRU ×4", "GRU"),
+    source="Zucchet et al., online learning of long-range dependencies; curves without numbers",
+    published={},
+    setup=(
+        "7 bits, patterns of 20, pause of 7, T = 48, batch of 50, Adam 1e-3; LRUs 128 wide with 64 complex states, GRU of 134. "
+        "4,000 batches (the original: 20,000 samples, 25 epochs, 10,000 batches). One update per sequence."
+    ),
+    run=copy_with_lru,
+    without={"tbptt 1": "is `immediate` with one update per sequence"},
+)
+
+
+# -- H: copying with a curriculum --------------------------------------------------------------------------------
+
+
+def one_level(level: int, batch: int, generator: torch.Generator):
+    """Random bits of length U[max(1, level - 5), level], repeated after a cue; one length per batch."""
+    low = max(1, level - 5)
+    length = int(torch.randint(low, level + 1, (), generator=generator))
+    bits = torch.randint(2, (length, batch), generator=generator)
+    steps = 2 * level + 1  # padded to one shape, so that a level compiles once
+    xs, ys, mask = torch.zeros(steps, batch, 3), torch.zeros(steps, batch, dtype=torch.long), torch.zeros(steps)
+    xs[:length, :, :2] = F.one_hot(bits, 2).float()
+    xs[length, :, 2] = 1
+    ys[length + 1 : 2 * length + 1] = bits
+    mask[length + 1 : 2 * length + 1] = 1
+    return xs, ys, mask
+
+
+def climb(setting: str, method: Method, seed: int, size: Size) -> Outcome:
+    """Raise the level when bits per symbol fall below 0.15; the score is the level reached."""
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    model = Readout("gru", 3, size.pick(int(setting.split("-")[1]), 16), 2)
+    learner = make_learner(model, method, size.pick(1e-3, 1e-2))
+    level, average, levels = 1, 1.0, []
+    for _ in range(size.pick(10_000, 40)):
+        xs, ys, mask = one_level(level, 16, generator)
+        average = 0.9 * average + 0.1 * learner.update(xs, ys, mask).loss / math.log(2)
+        if average < 0.15:
+            level, average = level + 1, 1.0
+        levels.append(level)
+    return Outcome(float(level), np.array(levels))
+
+
+CURRICULUM = Task(
+    key="H",
+    title="Copying with a curriculum",
+    measure="level reached",
+    lower_is_better=False,
+    settings=("GRU-32", "GRU-128"),
+    source="Menick et al. (SnAp); curves without numbers",
+    published={},
+    setup=(
+        "binary strings of length U[max(1, L - 5), L] to be repeated, batch of 16, Adam 1e-3; L grows when the running bits per "
+        "symbol fall below 0.15; 10,000 batches, one update per sequence."
+    ),
+    run=climb,
+    without={"tbptt 1": "is `immediate` with one update per sequence"},
+)
+
+
+# -- I: sequential digits ----------------------------------------------------------------------------------------
+
+
+def digit_batches(seed: int) -> tuple[Iterator, tuple[Tensor, Tensor]]:
+    """scikit-learn's 8 × 8 digits read row by row: training batches for ever, and the test part."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    images = torch.tensor(images, dtype=torch.float32).reshape(-1, 8, 8).transpose(0, 1) / 16
+    labels = torch.tensor(labels)
+    order = torch.randperm(labels.numel(), generator=torch.Generator().manual_seed(0))
+    train, test = order[:1440], order[1440:]
+
+    def batches() -> Iterator:
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            for part in train[torch.randperm(1440, generator=generator)].split(48):
+                yield images[:, part], labels[part].expand(8, -1), torch.eye(8)[-1]
+
+    return batches(), (images[:, test], labels[test])
+
+
+def read_digits(setting: str, method: Method, seed: int, size: Size) -> Outcome:
+    """Train on digits; the score is the accuracy on the test part."""
+    torch.manual_seed(seed)
+    model = Readout("gru", 8, size.pick(48, 12), 10, layers=2)
+    learner = make_learner(model, method, size.pick(5e-3, 1e-2))
+    batches, (images, labels) = digit_batches(seed)
+    losses = [learner.update(*next(batches)).loss for _ in range(size.pick(360, 40))]
+    found = learner.predict(images)[-1].argmax(-1)
+    return Outcome(float((found == labels).float().mean()), np.array(losses))
+
+
+DIGITS = Task(
+    key="I",
+    title="Digits, row by row, two layers",
+    measure="test accuracy",
+    lower_is_better=False,
+    settings=("2 GRU layers",),
+    source="none; `bptt` is the ceiling",
+    published={},
+    setup="scikit-learn's digits, 8 rows of 8, two GRU layers of 48, Adam 5e-3, batches of 48, 12 epochs, the loss at the last row.",
+    run=read_digits,
+    without={"tbptt 1": "is `immediate` with one update per sequence"},
+)

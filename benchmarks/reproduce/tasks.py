@@ -1,0 +1,72 @@
+"""What a task of the reproduction is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+
+from benchmarks.reproduce.training import Method
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a run is.
+
+    Attributes:
+        small: a miniature that takes seconds, to see that the task runs and learns something.
+    """
+
+    small: bool = False
+
+    def pick(self, full: T, small: T) -> T:
+        """Choose a number by size."""
+        return small if self.small else full
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run gave.
+
+    Attributes:
+        score: the task's measure at the end.
+        curve: the course of training, of any length.
+    """
+
+    score: float
+    curve: np.ndarray
+
+
+@dataclass(frozen=True)
+class Task:
+    """One published experiment.
+
+    Attributes:
+        key: its letter.
+        title: what it is about.
+        measure: what the score is.
+        lower_is_better: whether a small score is a good one.
+        settings: variants of the task, each a column of its table.
+        source: where the published numbers are from.
+        published: the published score of each setting by method; None where there is none.
+        setup: the set-up in words, and how it differs from the published one.
+        run: `(setting, method, seed, size) -> Outcome`.
+        extra: methods of this task alone, by name.
+        without: methods that this task leaves out, and why.
+    """
+
+    key: str
+    title: str
+    measure: str
+    lower_is_better: bool
+    settings: tuple[str, ...]
+    source: str
+    published: Mapping[str, tuple[float | None, ...] | None]
+    setup: str
+    run: Callable[[str, Method, int, Size], Outcome]
+    extra: Mapping[str, Method] = field(default_factory=dict)
+    without: Mapping[str, str] = field(default_factory=dict)

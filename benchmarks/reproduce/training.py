@@ -1,0 +1,144 @@
+"""Train a torch model on a stream, one update per step, as one compiled program per episode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+
+import etrace_bridge as eb
+
+
+@dataclass(frozen=True)
+class Method:
+    """A learning rule, and after how many steps it updates.
+
+    Attributes:
+        rule: the rule's name or object.
+        window: steps per update; the rule sees them as one chunk.
+        whole: a window is a whole episode: with `bptt` that is full backpropagation through time.
+    """
+
+    rule: Any
+    window: int = 1
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class Episode:
+    """Steps between two resets of state and trace.
+
+    Attributes:
+        xs: inputs, (steps, batch, …).
+        ys: targets, (steps, batch, …).
+        weights: (steps,) factors of the losses.
+    """
+
+    xs: np.ndarray
+    ys: np.ndarray
+    weights: np.ndarray
+
+
+Loss = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def train_on_stream(
+    model: torch.nn.Module,
+    method: Method,
+    episodes: Iterable[Episode],
+    loss: Loss,
+    rate: float,
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Train with Adam; yield each episode's losses (steps,) and outputs, made while learning.
+
+    Args:
+        model: maps a sequence to a sequence; its weights are where training starts.
+        method: the rule and its window.
+        episodes: all of one shape; states and traces start anew with each.
+        loss: `(outputs, targets) -> (batch,)` of one step.
+        rate: Adam's learning rate.
+    """
+    run, params, opt = None, None, None
+    for episode in episodes:
+        if run is None:
+            example = torch.from_numpy(np.asarray(episode.xs[0]))
+            pure = eb.functional(model, example, rule=method.rule)
+            optimizer = optax.adam(rate)
+            params, opt = pure.params, optimizer.init(pure.params)
+            run = jax.jit(_episode_program(pure, optimizer, loss, method))
+        params, opt, losses, outputs = run(params, opt, episode.xs, episode.ys, episode.weights)
+        yield np.asarray(losses), np.asarray(outputs)
+
+
+def _episode_program(
+    pure: eb.Functional, optimizer: Any, loss: Loss, method: Method
+) -> Callable[..., tuple]:
+    def program(params: Any, opt: Any, xs: Any, ys: Any, weights: Any) -> tuple:
+        window = len(xs) if method.whole else min(method.window, len(xs))
+        count = len(xs) // window
+        fold = lambda a: a[: count * window].reshape(count, window, *a.shape[1:])  # noqa: E731
+
+        def objective(params: Any, carry: Any, part: Any) -> tuple[Any, Any]:
+            outputs, carry = pure.chunk(params, carry, part[0])
+            losses = jnp.mean(jax.vmap(loss)(outputs, part[1]), axis=1)
+            total = jnp.sum(losses * part[2]) / jnp.maximum(jnp.sum(part[2]), 1)
+            return total, (losses, outputs, carry)
+
+        def update(state: Any, part: Any) -> tuple[Any, Any]:
+            params, opt, carry = state
+            grads, (losses, outputs, carry) = jax.grad(objective, has_aux=True)(params, carry, part)
+            moved, opt_new = optimizer.update(grads, opt, params)
+            learns = jnp.sum(part[2]) > 0  # without a loss there is no update, of Adam's averages either
+            params, opt = jax.tree.map(
+                lambda new, old: jnp.where(learns, new, old),
+                (optax.apply_updates(params, moved), opt_new),
+                (params, opt),
+            )
+            return (params, opt, carry), (losses, outputs)
+
+        parts = (fold(xs), fold(ys), fold(weights))
+        (params, opt, _), (losses, outputs) = jax.lax.scan(
+            update, (params, opt, pure.init(params)), parts
+        )
+        unfold = lambda a: a.reshape(count * window, *a.shape[2:])  # noqa: E731
+        return params, opt, unfold(losses), unfold(outputs)
+
+    return program
+
+
+def squared_error(outputs: jax.Array, targets: jax.Array) -> jax.Array:
+    """Mean squared error of each batch element."""
+    return jnp.mean((outputs - targets) ** 2, axis=-1)
+
+
+def cross_entropy(outputs: jax.Array, targets: jax.Array) -> jax.Array:
+    """Cross entropy of each batch element."""
+    return optax.softmax_cross_entropy_with_integer_labels(outputs, targets)
+
+
+class Readout(torch.nn.Module):
+    """A recurrent layer and a linear readout.
+
+    Args:
+        kind: `"rnn"`, `"gru"` or `"lstm"`.
+        inputs: number of inputs.
+        hidden: number of units.
+        outputs: number of outputs.
+        layers: number of recurrent layers.
+    """
+
+    def __init__(self, kind: str, inputs: int, hidden: int, outputs: int, layers: int = 1) -> None:
+        super().__init__()
+        layer = {"rnn": torch.nn.RNN, "gru": torch.nn.GRU, "lstm": torch.nn.LSTM}[kind]
+        self.recurrent = layer(inputs, hidden, layers)
+        self.out = torch.nn.Linear(hidden, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Outputs of a sequence."""
+        return self.out(self.recurrent(x)[0])

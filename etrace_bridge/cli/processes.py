@@ -1,0 +1,121 @@
+"""`--processes N`: the same command in N processes of this machine, each with its part of a batch."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from etrace_bridge.cli.arguments import UsageError
+from etrace_bridge.learning.checkpoint_files import weights_file
+from etrace_bridge.learning.checkpoint_sharded import sharded_folder
+from etrace_bridge.learning.processes import COORDINATOR, COUNT, INDEX, distributed_mesh
+
+GRACE_SECONDS = 5.0  # for the others to end by themselves after one has failed
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which process this is, and its part of the data.
+
+    Attributes:
+        index: of this process.
+        count: of processes.
+        mesh: over all of them; None for a single one.
+    """
+
+    index: int = 0
+    count: int = 1
+    mesh: Any = None
+
+    @property
+    def devices(self) -> int:
+        """Devices of all processes."""
+        return 1 if self.mesh is None else self.mesh.size
+
+    def whole(self, index: Any) -> Any:
+        """As many of the sequences as can be divided evenly."""
+        return index[: len(index) // self.devices * self.devices]
+
+    def own(self, index: Any) -> Any:
+        """This process's part of a batch."""
+        each = len(index) // self.count
+        return index[self.index * each : (self.index + 1) * each]
+
+    def check_batch(self, batch: int) -> None:
+        """Raises if a batch cannot be divided."""
+        if batch % self.devices:
+            raise UsageError(f"--batch is {batch}; it must be a multiple of the {self.devices} devices of all processes.")
+
+    def checkpoint(self, output: str) -> Path:
+        """Where the learner is saved."""
+        return weights_file(output) if self.mesh is None else sharded_folder(output)
+
+
+def is_worker() -> bool:
+    """Whether this process was started by `run_processes`."""
+    return INDEX in os.environ
+
+
+def join_processes() -> Part:
+    """This process's part, once it has met the others; only the first one goes on printing.
+
+    The library that connects them reports to the standard output, which is for results, so that is
+    sent to the standard error.
+    """
+    index = int(os.environ[INDEX])
+    results = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(results, "w") if index == 0 else open(os.devnull, "w")  # noqa: SIM115 - until the process ends
+    return Part(index, int(os.environ[COUNT]), distributed_mesh())
+
+
+def run_processes(count: int, arguments: Sequence[str]) -> int:
+    """Runs `python -m etrace_bridge` with these arguments `count` times, side by side; the exit status.
+
+    If one fails, the others are ended, since they would wait for it.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command, workers = [sys.executable, "-m", "etrace_bridge", *arguments], []
+    try:
+        for index in range(count):
+            environment = os.environ | {COORDINATOR: address, COUNT: str(count), INDEX: str(index)}
+            workers.append(subprocess.Popen(command, env=environment))
+        return _wait(workers)
+    finally:
+        _end([w for w in workers if w.poll() is None])
+
+
+def _wait(workers: list[subprocess.Popen]) -> int:
+    while any(w.poll() is None for w in workers) and not any(w.poll() for w in workers):
+        time.sleep(0.1)
+    states = [w.poll() for w in workers]
+    failed = [(n, state) for n, state in enumerate(states) if state]
+    if not failed:
+        return 0
+    until = time.monotonic() + GRACE_SECONDS
+    while time.monotonic() < until and any(w.poll() is None for w in workers):
+        time.sleep(0.1)
+    first, status = failed[0]
+    how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+    print(f"error: process {first} {how}; the others were stopped. Go on with --resume, from the last checkpoint.", file=sys.stderr)
+    return status if status > 0 else 128 - status
+
+
+def _end(workers: list[subprocess.Popen]) -> None:
+    for worker in workers:
+        worker.terminate()
+    for worker in workers:
+        try:
+            worker.wait(5)
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            worker.wait()

@@ -1,0 +1,108 @@
+"""`evaluate` and `predict`: a checkpoint on the data of a file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from etrace_bridge._errors import InputError
+from etrace_bridge.cli.arguments import OK, UsageError, at_least_one
+from etrace_bridge.cli.data import CLASS_LOSSES, Sequences, make_sequences, read_arrays, read_inputs
+from etrace_bridge.cli.model import load_loss, load_model, load_object, load_state
+from etrace_bridge.cli.processes import Part
+from etrace_bridge.frontend import BridgedModule, wrap
+from etrace_bridge.learning.learner import OnlineLearner
+from etrace_bridge.learning.metrics import Metric, evaluate_with, named_metrics
+
+DEFAULTS: dict[str, Any] = {
+    "data": "", "targets": None, "target_columns": "", "window": None, "layout": "model", "loss_at": "all", "loss": "mse", "metric": "",
+    "batch": 32, "state": None, "output": "predictions.npy",
+}  # fmt: skip
+
+
+def run_evaluate(args: argparse.Namespace) -> int:
+    """Runs `evaluate`."""
+    settings = _with_defaults(args)
+    net = _wrapped(settings)
+    sequences = load_sequences(net.model, net.batch_first, settings)
+    learner = OnlineLearner.load(settings.checkpoint, net, loss=load_loss(settings.loss))
+    metrics = load_metrics(settings.metric, settings.loss)
+    found = evaluate_sequences(learner, sequences, torch.arange(len(sequences)), settings.batch, metrics, Part())
+    text = f"{len(sequences)} sequences of {sequences.xs.shape[0]} steps: " + ", ".join(f"{name} {x:.6g}" for name, x in found.items())
+    print(json.dumps({"sequences": len(sequences), **found}, indent=2) if args.json else text)
+    return OK
+
+
+def run_predict(args: argparse.Namespace) -> int:
+    """Runs `predict`."""
+    settings = _with_defaults(args)
+    net = _wrapped(settings)
+    xs, stream = read_inputs(settings.data, _columns(settings))
+    by_batch = net.batch_first if settings.layout == "model" else settings.layout == "batch"
+    nothing = np.zeros(xs.shape[:1] if stream else xs.shape[:2])
+    sequences = make_sequences(
+        xs, nothing, stream=stream, window=settings.window, batch_first=by_batch, loss_at="all", loss="mse", model=net.model
+    )
+    learner = OnlineLearner.load(settings.checkpoint, net)
+    parts = []
+    for index in torch.arange(len(sequences)).split(settings.batch):
+        outputs = learner.predict(sequences.pick(index, net.batch_first)[0])
+        if not isinstance(outputs, torch.Tensor):
+            raise InputError(
+                f"The model gives a {type(outputs).__name__}; `predict` writes one tensor. Use `OnlineLearner.predict` in Python."
+            )
+        parts.append(outputs.transpose(0, 1) if net.batch_first else outputs)
+    found = torch.cat(parts, 1)
+    found = found.transpose(0, 1) if by_batch and not stream else found
+    np.save(settings.output, found.numpy())
+    written = settings.output if settings.output.endswith(".npy") else f"{settings.output}.npy"
+    print(json.dumps({"output": written, "shape": list(found.shape)}) if args.json else f"{written}: {tuple(found.shape)}")
+    return OK
+
+
+def _with_defaults(args: argparse.Namespace) -> argparse.Namespace:
+    settings = argparse.Namespace(**(DEFAULTS | vars(args)))
+    if not settings.data:
+        raise UsageError("--data FILE is missing.")
+    at_least_one(settings.batch, "--batch")
+    return settings
+
+
+def _wrapped(settings: argparse.Namespace) -> BridgedModule:
+    return wrap(load_model(settings.model), load_state(settings.state))
+
+
+def _columns(settings: Any) -> list[str]:
+    return [name.strip() for name in settings.target_columns.split(",") if name.strip()]
+
+
+def load_sequences(model: torch.nn.Module, batch_first: bool, settings: Any) -> Sequences:
+    """The data that the settings name, for a model."""
+    xs, targets, stream = read_arrays(settings.data, settings.targets, _columns(settings))
+    by_batch = batch_first if settings.layout == "model" else settings.layout == "batch"
+    return make_sequences(
+        xs, targets, stream=stream, window=settings.window, batch_first=by_batch, loss_at=settings.loss_at, loss=settings.loss, model=model
+    )
+
+
+def load_metrics(names: str, loss: str) -> dict[str, Metric]:
+    """Metrics by name or from `path/to/file.py:name`; the accuracy for losses of classes."""
+    given = [name.strip() for name in names.split(",") if name.strip()] or (["accuracy"] if loss in CLASS_LOSSES else [])
+    return named_metrics([load_object(name) if ":" in name else name for name in given])
+
+
+def evaluate_sequences(
+    learner: OnlineLearner, sequences: Sequences, index: torch.Tensor, batch: int, metrics: Mapping[str, Metric], part: Part
+) -> dict[str, float]:
+    """Mean loss and metrics over some sequences, each counted alike; `part` is this process's share of each batch."""
+    totals: dict[str, float] = {}
+    for some in index.split(batch):
+        found = evaluate_with(learner, [sequences.pick(part.own(some), learner.runtime.batch_first)], metrics)
+        for name, value in found.items():
+            totals[name] = totals.get(name, 0.0) + value * len(some)
+    return {name: total / len(index) for name, total in totals.items()}

@@ -1,0 +1,213 @@
+"""The program of a whole sequence as a graph of single-step values, shared between traces of different lengths.
+
+A `Node` is one array. Its *level* is the latest input step that it depends on, 0 if it depends on none. Equal computations are
+one node, so the first steps of a long and of a short sequence are the same nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+
+from etrace_bridge._jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, keep_source
+
+_SMALL = 4096  # constants up to this size are compared by value
+
+
+@dataclass(eq=False)
+class Node:
+    """One array of the program.
+
+    Attributes:
+        kind: `"input"`, `"tensor"`, `"key"`, `"constant"` or the name of a primitive.
+        operands: What it is computed from.
+        shape: Its shape.
+        dtype: Its dtype.
+        level: The latest input step that it depends on; 0 if none.
+        eqn: The equation it stands for, for source line and module.
+        params: The equation's parameters, fitted to the node's shape.
+        key: What makes it the same as another node, besides its operands.
+        output: Which output of the equation it is.
+        value: The value of a constant; the number of an input or tensor.
+        trained: It depends on a trained parameter.
+    """
+
+    kind: str
+    operands: tuple[Node, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+    level: int
+    eqn: JaxprEqn | None = None
+    params: dict[str, Any] = field(default_factory=dict)
+    key: Any = None
+    output: int = 0
+    value: Any = None
+    trained: bool = False
+    number: int = 0
+    group: Any = None  # the outputs of one equation share it
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    def like(self, other: Node) -> bool:
+        """Whether both do the same to their operands."""
+        return (self.kind, self.key, self.output, self.shape, self.dtype) == (
+            other.kind, other.key, other.output, other.shape, other.dtype
+        ) and len(self.operands) == len(other.operands)  # fmt: skip
+
+
+class Graph:
+    """Makes nodes, each only once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Any] = {}
+        self._keys: dict[int, tuple[Any, Any]] = {}
+        self._count = 0
+
+    def _node(self, *args: Any, **kwargs: Any) -> Node:
+        self._count += 1
+        return Node(*args, **kwargs, number=self._count)
+
+    def input(self, index: int, step: int, shape: Sequence[int], dtype: Any) -> Node:
+        """Give one time step of an input."""
+        key = ("input", index, step, tuple(shape))
+        if key not in self._known:
+            self._known[key] = self._node("input", (), tuple(shape), dtype, step, value=(index, step))
+        return self._known[key]
+
+    def tensor(self, index: int, shape: Sequence[int], dtype: Any, trained: bool) -> Node:
+        """Give a parameter or buffer."""
+        key = ("tensor", index)
+        if key not in self._known:
+            self._known[key] = self._node("tensor", (), tuple(shape), dtype, 0, value=index, trained=trained)
+        return self._known[key]
+
+    def random_key(self, label: Any) -> Node:
+        """Give a fresh random key."""
+        known = ("key", label)
+        if known not in self._known:
+            self._known[known] = self._node("key", (), (2,), np.dtype(np.uint32), 0)
+        return self._known[known]
+
+    def constant(self, value: Any) -> Node:
+        """Give a constant; small ones are compared by value."""
+        array = np.asarray(value)
+        small = array.size <= _SMALL
+        key = ("constant", array.shape, str(array.dtype), array.tobytes() if small else id(value))
+        if key not in self._known:
+            self._known[key] = (self._node("constant", (), array.shape, array.dtype, 0, value=array), value)
+        return self._known[key][0]
+
+    def apply(
+        self, eqn: JaxprEqn, operands: Sequence[Node], shapes: Sequence[tuple] | None = None, params: dict | None = None
+    ) -> list[Node]:
+        """Give the outputs of an equation on other operands, with other output shapes and parameters where they differ."""
+        own = eqn.params if params is None else params
+        key = (eqn.primitive.name, self._key(eqn, params), tuple(id(o) for o in operands))
+        shapes = [v.aval.shape for v in eqn.outvars] if shapes is None else shapes
+        key = (*key, tuple(shapes))
+        if key not in self._known:
+            level = max((o.level for o in operands), default=0)
+            trained = any(o.trained for o in operands)
+            group = object()
+            self._known[key] = [
+                self._node(
+                    eqn.primitive.name, tuple(operands), tuple(shape), v.aval.dtype, level, eqn, own, key[1], i, trained=trained, group=group
+                )
+                for i, (shape, v) in enumerate(zip(shapes, eqn.outvars, strict=True))
+            ]  # fmt: skip
+        return self._known[key]
+
+    def make(self, function: Callable, *operands: Node, source: JaxprEqn | None = None) -> Node:
+        """Give what a JAX function of one equation computes."""
+        closed = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(o.shape, o.dtype) for o in operands])
+        known = dict(zip(closed.jaxpr.invars, operands, strict=True))
+        result = operands[0]
+        for eqn in closed.jaxpr.eqns:
+            if source is not None:
+                eqn = eqn.replace(source_info=source.source_info)
+            values = [known[v] if not hasattr(v, "val") else self.constant(v.val) for v in eqn.invars]
+            (result,) = self.apply(eqn, values)
+            known[eqn.outvars[0]] = result
+        return result
+
+    def _key(self, eqn: JaxprEqn, params: dict | None) -> Any:
+        """What identifies an equation's parameters; functions are compared by the programs beside them."""
+        if params is not None:
+            return _params_key(params)
+        known = self._keys.get(id(eqn))
+        if known is None:
+            known = self._keys[id(eqn)] = (eqn, _params_key(eqn.params))
+        return known[1]
+
+
+def _params_key(params: dict) -> tuple:
+    return tuple((name, _param_key(value)) for name, value in sorted(params.items()))
+
+
+def _param_key(value: Any) -> Any:
+    if isinstance(value, (Jaxpr, ClosedJaxpr)):
+        return str(value)
+    if isinstance(value, (int, float, bool, str, type(None))):
+        return value
+    if isinstance(value, (tuple, list)):
+        return tuple(_param_key(v) for v in value)
+    if isinstance(value, np.dtype) or not callable(value):
+        return str(value)
+    return getattr(value, "__name__", type(value).__name__)
+
+
+def keys_of(nodes: Sequence[Node]) -> list[Node]:
+    """Give the random keys that nodes depend on, each once."""
+    found: dict[int, Node] = {}
+    seen: set[int] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if node.kind == "key":
+            found[id(node)] = node
+        stack.extend(node.operands)
+    return sorted(found.values(), key=lambda node: node.number)
+
+
+def evaluate(nodes: Sequence[Node], known: dict[int, Any]) -> list[Any]:
+    """Compute nodes, given the values of some by `id`; inside a JAX trace this writes their equations."""
+    values = dict(known)
+    stack = list(reversed(nodes))
+    while stack:
+        node = stack[-1]
+        if id(node) in values:
+            stack.pop()
+            continue
+        waiting = [o for o in node.operands if id(o) not in values]
+        if waiting:
+            stack.extend(reversed(waiting))
+            continue
+        stack.pop()
+        if node.kind == "constant":
+            values[id(node)] = node.value if node.value.ndim else node.value[()]
+            continue
+        shared = ("outputs", id(node.group))
+        if shared not in values:
+            values[shared] = _bind(node, [values[id(o)] for o in node.operands])
+        values[id(node)] = values[shared][node.output]
+    return [values[id(node)] for node in nodes]
+
+
+def _bind(node: Node, operands: list[Any]) -> list[Any]:
+    eqn = node.eqn
+    if eqn is None:
+        raise KeyError(f"the value of an {node.kind} is missing")
+    bound = eqn.primitive.get_bind_params(node.params)
+    with keep_source(eqn), eqn.ctx.manager:
+        result = eqn.primitive.bind(*operands, **bound)
+    return list(result) if eqn.primitive.multiple_results else [result]

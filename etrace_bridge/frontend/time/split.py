@@ -1,0 +1,199 @@
+"""One step of a model that consumes whole sequences, found in the programs of a few short sequences.
+
+`forward` is traced for one length, and taken apart into single-step values (`sequences`). A minimum cut between two steps gives
+the state (`cut`). Then all steps are read side by side: what stands at the same place of the outputs at step t and at step t + 1
+is the same value one step later, so the state's next value, and its value before the first step, are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from etrace_bridge._errors import BridgeError, NotSupportedError
+from etrace_bridge._jax_compat import user_line
+from etrace_bridge.frontend.time.cut import find_cut
+from etrace_bridge.frontend.time.graph import Node, keys_of
+
+Column = tuple[Node | None, ...]  # one value, at step 1, 2, ...; None where it is not known
+
+
+class TooShort(Exception):
+    """The sequence is too short to see the state's next value."""
+
+
+@dataclass
+class State:
+    """A value that is carried from step to step.
+
+    Attributes:
+        before: It, before the step that is read.
+        after: It, after that step.
+        column: It, before each step.
+    """
+
+    before: Node
+    after: Node
+    column: Column
+
+
+@dataclass
+class Split:
+    """One step: how outputs and new states follow from inputs and old states.
+
+    Attributes:
+        step: The step that was read; its input nodes have this number.
+        outputs: What it gives.
+        first_outputs: What the first step gives.
+        states: What it carries.
+        keys: The random keys that it draws.
+    """
+
+    step: int
+    outputs: list[Node]
+    first_outputs: list[Node | None]
+    states: list[State]
+    keys: list[Node]
+
+
+def split_steps(outputs: Sequence[Column], step: int, named: set[int]) -> Split:
+    """Find the states and the step.
+
+    Args:
+        outputs: Each output, step by step.
+        step: The step to read, late enough to be like all later ones.
+        named: `id`s of nodes that have a name in the code.
+    """
+    for column in outputs:
+        _check_order(column)
+    demands = [node for column in outputs for node in column[step - 1 :] if node is not None]
+    cut = find_cut(demands, step, named)
+    if cut is None:
+        raise TooShort
+    side_by_side = _SideBySide(step, {id(node) for node in cut})
+    for column in outputs:
+        side_by_side.visit(column)
+    side_by_side.finish()
+    here = [node for column in outputs if (node := column[step - 1]) is not None]
+    return Split(step, here, [column[0] for column in outputs], list(side_by_side.states.values()), list(side_by_side.keys.values()))
+
+
+def _check_order(column: Column) -> None:
+    for step, node in enumerate(column, 1):
+        if node is not None and node.level > step:
+            raise looks_ahead(node, step)
+
+
+def looks_ahead(node: Node, step: int) -> BridgeError:
+    """The error for an output that depends on later inputs."""
+    seen: set[int] = set()
+    stack, joins = [node], []
+    while stack:
+        here = stack.pop()
+        if id(here) in seen or here.level <= step:
+            continue
+        seen.add(id(here))
+        if here.eqn is not None and (
+            any(0 < o.level <= step for o in here.operands) or all(o.level <= step or o.kind == "input" for o in here.operands)
+        ):
+            joins.append(here)
+        stack.extend(here.operands)
+    culprit = min(joins or [node], key=lambda n: n.number)
+    name = culprit.kind if culprit.eqn is not None else "the input"
+    return NotSupportedError(
+        f"The output at one step depends on later inputs: output {step} reads input {node.level}, through `{name}`{place_of(culprit)}. "
+        "An online learner has not seen those yet (a reversed or bidirectional pass, a centred convolution, attention or statistics over "
+        "the whole sequence). Use only the past there (a running statistic, a causal convolution), or train this model offline with torch."
+    )
+
+
+def place_of(node: Node) -> str:
+    """Describe where in the user's code a value is computed."""
+    line = "" if node.eqn is None else user_line(node.eqn, ("etrace_bridge/frontend", "/adapters/", "/torch/", "torch2jax"))
+    return f" at {line}" if line else ""
+
+
+class _SideBySide:
+    """Reads all steps at once, from the outputs back to states and inputs."""
+
+    def __init__(self, step: int, cut: set[int]) -> None:
+        self.step, self.cut = step, cut
+        self.states: dict[tuple[int, int], State] = {}
+        self.keys: dict[int, Node] = {}
+        self._seen: dict[tuple, Column] = {}
+        self._waiting: list[tuple[int, int]] = []
+
+    def visit(self, column: Column) -> None:
+        """Follow a column, and say what it cannot be."""
+        stack = [column]
+        while stack:
+            column = stack.pop()
+            base = column[self.step - 1]
+            if base is None:
+                raise TooShort
+            later = [node for node in column[self.step :] if node is not None]
+            key = (id(base), *map(id, later), *[id(n) for n in column[: self.step - 1]])
+            if key in self._seen:
+                continue
+            self._seen[key] = column
+            if base.level == 0 and base.kind != "key" and all(node is base for node in later):
+                if keys_of([base]):  # drawn once for the whole sequence, as a dropout mask over time: carried along
+                    self.states[id(base), id(base)] = State(base, base, column)
+                continue
+            if base.kind == "key" and all(node.kind == "key" for node in later):
+                self.keys[id(base)] = base
+            elif base.kind in ("constant", "tensor", "key"):
+                raise counts_steps(base)
+            elif id(base) in self.cut:
+                self._add_state(base, later, column)
+            elif base.kind == "input":
+                self._check_input(base, later)
+            else:
+                for node in later:
+                    if not base.like(node):
+                        raise unequal_steps(base, node)
+                early = [node if node is not None and base.like(node) else None for node in column[: self.step - 1]]
+                rows = [*early, *column[self.step - 1 :]]
+                for place in range(len(base.operands)):
+                    stack.append(tuple(None if node is None else node.operands[place] for node in rows))
+
+    def _check_input(self, base: Node, later: list[Node]) -> None:
+        index, number = base.value
+        for offset, node in enumerate(later, 1):
+            if node.kind != "input" or node.value != (index, number + offset) or number != self.step:
+                raise unequal_steps(base, node)
+
+    def _add_state(self, base: Node, later: list[Node], column: Column) -> None:
+        if not later:
+            raise TooShort
+        key = (id(base), id(later[0]))
+        known = self.states.get(key)
+        if known is None:
+            self.states[key] = State(base, later[0], column)
+            self._waiting.append(key)
+        else:
+            known.column = tuple(a if a is not None else b for a, b in zip(known.column, column, strict=True))
+
+    def finish(self) -> None:
+        """Follow the states' next values until no state is new."""
+        while self._waiting:
+            state = self.states[self._waiting.pop(0)]
+            self.visit((*state.column[1:], None))
+
+
+def counts_steps(node: Node) -> BridgeError:
+    """The error for a step that depends on its number."""
+    return NotSupportedError(
+        f"The step depends on its number in the sequence: a constant differs from step to step{place_of(node)} (a position table, a "
+        "schedule, `t` in a formula, a division by the length). A step of an endless stream has no number. Leave it out, or pass it "
+        "as a second input."
+    )
+
+
+def unequal_steps(a: Node, b: Node) -> BridgeError:
+    """The error for steps that are not alike."""
+    return NotSupportedError(
+        f"The steps of the loop over time are not alike: `{a.kind}`{place_of(a)} at one step stands where another step has "
+        f"`{b.kind}`{place_of(b)} (an `if` on the step's number, a clock, a list that grows). One step is compiled for all steps. "
+        "Write the choice with tensors (`torch.where`), or pass what differs as an input."
+    )

@@ -1,0 +1,162 @@
+"""The loss of single batch elements, where the loss of a batch is their mean or sum.
+
+A mask of single sequences needs the loss of each of them, and a loss gives one number for the batch.
+So the loss runs on every element as a batch of one. Whether that is the same loss is tried on random
+numbers: `loss(batch)` must be the mean of these losses, or their sum, or with class weights `c_b`
+torch's own mean `sum of c_b l_b / sum of c_b`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+
+from etrace_bridge._errors import InputError
+from etrace_bridge.frontend import InputRange
+
+_CLASS_LOSSES = (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss)
+
+
+def class_weights(loss: Any) -> np.ndarray | None:
+    """The class weights of a loss of torch, module or `functools.partial`; None if it has none."""
+    weight = None
+    if isinstance(loss, (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)):
+        weight = loss.weight
+    elif isinstance(loss, functools.partial) and loss.func in _CLASS_LOSSES:
+        weight = loss.keywords.get("weight")
+    return None if weight is None else weight.detach().cpu().numpy()
+
+
+def ignored_value(ranges: Sequence[InputRange]) -> tuple[int, int] | None:
+    """Which target has labels that may be ignored, and the value that says so."""
+    found = [(r.position, r.range.ignore) for r in ranges if r.range.ignore is not None and r.elements is None]
+    return found[0] if found else None
+
+
+def without_empty_steps(function: Callable, ignored: tuple[int, int] | None) -> Callable:
+    """A loss that is zero where every label is to be ignored, in place of torch's 0/0."""
+    if ignored is None:
+        return function
+    position, value = ignored
+
+    def loss(output: Any, target: Any) -> Any:
+        leaves, tree = jax.tree.flatten(target)
+        some = jnp.any(leaves[position] != value)
+        leaves[position] = jnp.where(some, leaves[position], 0)
+        found = function(output, jax.tree.unflatten(tree, leaves))
+        return jnp.where(some, found, jnp.zeros_like(found))
+
+    return loss
+
+
+class Weighted(NamedTuple):
+    """Targets, and the factors (…, B) of the batch elements' losses."""
+
+    target: Any
+    factors: Any
+
+
+class ElementLoss:
+    """A loss `(output, Weighted(target, factors)) -> scalar`: the losses of the batch elements, each times its factor.
+
+    Args:
+        function: the loss of a batch.
+        output: shapes of the output of one step.
+        target: shapes of its target.
+        ranges: what the loss demands of targets that are indices.
+        weights: class weights of its mean; None if it has none.
+        name: what the loss is called.
+
+    Attributes:
+        is_mean: the batch's loss is the mean of its elements' losses rather than their sum.
+    """
+
+    def __init__(self, function: Callable, output: Any, target: Any, ranges: Sequence[InputRange], weights: Any, name: str) -> None:
+        self.function, self.ranges = function, list(ranges)
+        self._weights, self._ignored, self._name = weights, ignored_value(ranges), name
+        self.is_mean = self._find_kind(output, target)
+
+    def __call__(self, output: Any, wanted: Weighted) -> Any:
+        """The masked loss of one step."""
+        target, factors = wanted
+        counts = factors != 0
+        losses = self.of_elements(*jax.tree.map(lambda x: _keep(counts, x), (output, target)))
+        found = jnp.where(counts, losses * factors.astype(losses.dtype), 0)
+        return jnp.mean(found) if self.is_mean else jnp.sum(found)
+
+    def of_elements(self, output: Any, target: Any) -> Any:
+        """The loss of each batch element."""
+
+        def one(output: Any, target: Any) -> Any:
+            return self.function(*jax.tree.map(lambda x: x[None], (output, target)))
+
+        return jax.vmap(one)(output, target)
+
+    def counts(self, targets: Sequence[Any]) -> np.ndarray | None:
+        """How much each element counts in the loss's mean, (T, B), from flat targets with time in front; None if nothing is ignored."""
+        if self._ignored is None:
+            return None
+        position, value = self._ignored
+        labels = np.asarray(targets[position])
+        valid = labels != value
+        if valid.all():
+            return None
+        share = valid.astype(np.float64)
+        if self.is_mean and self._weights is not None:
+            share = share * self._weights[np.where(valid, labels, 0)]
+        share = share.reshape(*share.shape[:2], -1)
+        return share.mean(-1) if self.is_mean else share.any(-1).astype(np.float64)
+
+    def _find_kind(self, output: Any, target: Any) -> bool:
+        sizes = {s.shape[:1] for s in jax.tree.leaves((output, target))}
+        if len(sizes) != 1 or sizes == {()}:
+            self._refuse("its output and target do not share a batch axis")
+        draw = np.random.default_rng(0)
+        count = max(2, next(iter(sizes))[0])
+        outputs = jax.tree.map(lambda s: jnp.asarray(draw.uniform(0.1, 0.9, (count, *s.shape[1:])), s.dtype), output)
+        targets = self._draw_targets(draw, count, target)
+        try:
+            whole = self.function(outputs, targets)
+            losses = self.of_elements(outputs, targets)
+        except Exception as error:  # user code may fail in any way on a batch of another size
+            self._refuse(f"it does not run on a batch of one ({type(error).__name__}: {error})")
+        share = np.ones(count)
+        if self._weights is not None and self._ignored is not None:
+            labels = np.asarray(jax.tree.leaves(targets)[self._ignored[0]])
+            share = self._weights[labels].reshape(count, -1).mean(-1)
+        whole, losses = np.float64(whole), np.asarray(losses, np.float64)
+        tolerance = 1e3 * float(jnp.finfo(jax.tree.leaves(outputs)[0].dtype).eps)
+        if np.isclose(whole, losses @ share / share.sum(), rtol=tolerance):
+            return True
+        if np.isclose(whole, losses.sum(), rtol=tolerance):
+            return False
+        return self._refuse("the loss of a batch is neither the mean nor the sum of the losses of its elements")
+
+    def _draw_targets(self, draw: np.random.Generator, count: int, target: Any) -> Any:
+        leaves, tree = jax.tree.flatten(target)
+        limits = {r.position: (r.range.low, r.range.high) for r in self.ranges}
+        made = []
+        for n, s in enumerate(leaves):
+            shape = (count, *s.shape[1:])
+            if jnp.issubdtype(s.dtype, jnp.inexact):
+                made.append(jnp.asarray(draw.uniform(0.1, 0.9, shape), s.dtype))
+            else:
+                made.append(jnp.asarray(draw.integers(*limits.get(n, (0, 2)), shape), s.dtype))
+        return jax.tree.unflatten(tree, made)
+
+    def _refuse(self, reason: str) -> Any:
+        raise InputError(
+            f"The loss `{self._name}` cannot leave out single sequences: {reason}. A mask of single sequences needs a loss that is a mean or "
+            "a sum over the batch. Write it so, or weight the whole batch with a mask (T,), one weight for each time step."
+        )
+
+
+def _keep(counts: Any, x: Any) -> Any:
+    """Zeros for the batch elements that do not count, so that nothing in them matters."""
+    return jnp.where(counts.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros_like(x))

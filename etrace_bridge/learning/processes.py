@@ -1,0 +1,97 @@
+"""Several processes: joining them, the usual mesh over all their devices, and what each has of an array."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from etrace_bridge._errors import InputError
+
+# What `python -m etrace_bridge train --processes N` tells the processes that it starts.
+COORDINATOR, COUNT, INDEX = (f"ETRACE_BRIDGE_{name}" for name in ("COORDINATOR", "PROCESSES", "PROCESS"))
+HEARTBEAT_SECONDS = 30  # after which a silent process counts as dead, and the others stop
+
+
+def distributed_mesh(
+    coordinator: str | None = None,
+    processes: int | None = None,
+    process: int | None = None,
+    *,
+    heartbeat_seconds: int = HEARTBEAT_SECONDS,
+) -> Mesh:
+    """The mesh over the devices of all processes, along which a learner divides its batch.
+
+    Joins the processes first, if `jax.distributed` is not initialised yet. Without arguments that is
+    left to JAX, which knows SLURM, Open MPI and Kubernetes, or to `JAX_COORDINATOR_ADDRESS`,
+    `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`; where there is none of these, this process is the only
+    one. Call it before anything else uses JAX.
+
+    A process that dies is noticed within `heartbeat_seconds`; the others then end with an error, and
+    a run goes on from its last checkpoint.
+
+    Args:
+        coordinator: `"host:port"` of process 0.
+        processes: how many there are.
+        process: which one this is, from 0.
+        heartbeat_seconds: after which a silent process counts as dead.
+    """
+    given = {"coordinator": coordinator, "processes": processes, "process": process}
+    missing = [name for name, value in given.items() if value is None]
+    if 0 < len(missing) < len(given):
+        raise InputError(f"`{missing[0]}` is missing: give `coordinator`, `processes` and `process`, or none of them.")
+    if not jax.distributed.is_initialized():
+        _join(coordinator, processes, process, heartbeat_seconds)
+    return Mesh(np.array(jax.devices()), ("batch",))
+
+
+def _join(coordinator: str | None, processes: int | None, process: int | None, seconds: int) -> None:
+    found = os.environ
+    if coordinator is None and COORDINATOR in found:
+        coordinator, processes, process = found[COORDINATOR], int(found[COUNT]), int(found[INDEX])
+    if coordinator is None and "JAX_NUM_PROCESSES" in found and "JAX_PROCESS_ID" in found:
+        coordinator = found.get("JAX_COORDINATOR_ADDRESS")
+        processes, process = int(found["JAX_NUM_PROCESSES"]), int(found["JAX_PROCESS_ID"])
+    if coordinator is None and not in_cluster(found):
+        return
+    jax.distributed.initialize(coordinator, processes, process, heartbeat_timeout_seconds=seconds)
+
+
+def in_cluster(environment: Mapping[str, str]) -> bool:
+    """Whether a scheduler has started several processes."""
+    sizes = [environment.get(name, "1") for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")]
+    return "JAX_COORDINATOR_ADDRESS" in environment or any(n.isdigit() and int(n) > 1 for n in sizes)
+
+
+# -- arrays of several processes -------------------------------------------------------------------
+
+
+def own_part(x: Any) -> Any:
+    """What this process has of an array: all of it, or its rows of a batch that is divided over processes."""
+    if not isinstance(x, jax.Array) or x.is_fully_addressable:
+        return x
+    if x.is_fully_replicated:
+        return x.addressable_data(0)
+    parts = {tuple((s.start or 0) for s in shard.index): shard.data for shard in x.addressable_shards}
+    starts = sorted(parts)
+    axes = [n for n in range(x.ndim) if len({start[n] for start in starts}) > 1]
+    if len(axes) > 1:
+        raise InputError(f"An array of shape {x.shape} is divided along several axes; gather it before it is read.")
+    return np.concatenate([np.asarray(parts[start]) for start in starts], axes[0] if axes else 0)
+
+
+def readable(x: Any, instead: Any) -> Any:
+    """An array that this process can read whole, else what stands in for it."""
+    is_whole = not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated
+    return x if is_whole else instead
+
+
+def gather_float64(x: np.ndarray) -> np.ndarray:
+    """An array of every process; JAX may be in 32-bit mode, so the bytes travel."""
+    found = multihost_utils.process_allgather(np.frombuffer(x.tobytes(), np.uint8))
+    return np.frombuffer(np.asarray(found).tobytes(), np.float64).reshape(-1, *x.shape)

@@ -1,0 +1,64 @@
+"""Ctrl-C and SIGTERM during training: they wait while arrays are being replaced or saved."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+TERMINATED = 128 + signal.SIGTERM  # the exit status of a process that SIGTERM has ended
+
+
+class Shield(AbstractContextManager):
+    """Holds Ctrl-C back while the learner is busy, so that it is never left without its arrays.
+
+    Args:
+        terminate: treat SIGTERM likewise, as a `SystemExit`; a handler of the user's own stays.
+    """
+
+    def __init__(self, terminate: bool = False) -> None:
+        self._terminate = terminate
+        self._busy = False
+        self._waiting: int | None = None
+        self._old: dict[int, Any] = {}
+
+    def __enter__(self) -> Shield:
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        if callable(signal.getsignal(signal.SIGINT)):
+            self._old[signal.SIGINT] = signal.signal(signal.SIGINT, self._on_signal)
+        if self._terminate and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._old[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._on_signal)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if self._busy:
+            self._waiting = number
+        elif number == signal.SIGTERM:
+            raise SystemExit(TERMINATED)
+        else:
+            self._old[number](number, frame)
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Within this, signals wait."""
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
+
+    def check(self) -> None:
+        """Lets a signal that waited happen."""
+        number, self._waiting = self._waiting, None
+        if number == signal.SIGTERM:
+            raise SystemExit(TERMINATED)
+        if number is not None:
+            raise KeyboardInterrupt

@@ -1,0 +1,46 @@
+"""`StreamLearner`: one example at a time, by the convention of libraries for data streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import torch
+
+from etrace_bridge.learning.learner import OnlineLearner
+
+
+class StreamLearner:
+    """Learns from a stream of single examples: `predict_one(x)`, then `learn_one(x, y)`.
+
+    Both see the same example: `predict_one` leaves states and traces as they are, and `learn_one` moves them on by one time step.
+
+    Args:
+        model: a torch or brainstate module.
+        **options: further arguments of `OnlineLearner`: `rule`, `loss`, `optimizer`, …
+
+    Attributes:
+        learner: the learner, with batch size 1.
+    """
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        self.learner = OnlineLearner(model, **options)
+
+    def predict_one(self, x: Any) -> Any:
+        """The output for the next example, in evaluation mode, without the batch axis."""
+        axis = 1 if self.learner.runtime.batch_first else 0
+        outputs = self.learner.predict(_as_tensor(x)[None, None], carry=True)
+        return jax.tree.map(lambda y: y.select(axis, 0)[0], outputs)
+
+    def learn_one(self, x: Any, y: Any) -> StreamLearner:
+        """One time step with update; returns the learner itself."""
+        self.learner.step(_as_tensor(x)[None], _as_tensor(y)[None])
+        return self
+
+    def reset(self) -> None:
+        """Start a new sequence."""
+        self.learner.reset()
+
+
+def _as_tensor(x: Any) -> torch.Tensor:
+    return x if isinstance(x, torch.Tensor) else torch.as_tensor(x)

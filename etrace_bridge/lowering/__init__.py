@@ -1,0 +1,21 @@
+"""Everything that exists because of XLA or of one backend, behind one interface.
+
+`Tuning`, and `jit`.
+
+The base class `Tuning` is plain JAX, and what a GPU or TPU gets. `CPUTuning` lays the same programs
+out for XLA's CPU compiler. No file outside this folder speaks of XLA, of a CPU or of barriers;
+tests/test_house.py holds this.
+"""
+
+from etrace_bridge.lowering.compile import compiler_options, jit, keep_programs
+from etrace_bridge.lowering.cpu import CPUTuning
+from etrace_bridge.lowering.tuning import Bind, Tuning
+
+__all__ = ["Bind", "CPUTuning", "Tuning", "compiler_options", "jit", "keep_programs", "tuning_for"]
+
+
+def tuning_for(platform: str | None = None) -> Tuning:
+    """The tuning for a kind of device (`"cpu"`, `"gpu"`, `"tpu"`); None: JAX's default."""
+    import jax
+
+    return CPUTuning() if (platform or jax.default_backend()) == "cpu" else Tuning()

@@ -1,0 +1,59 @@
+"""Products of data and weights in loops over time, for XLA's CPU compiler.
+
+torch's weights are (out, in), and the product of a few rows with such a matrix takes up to twice as
+long as it need. It is faster with the transposed matrix, made once before all loops, or with the
+matrix on the left and the small result transposed: the latter where the matrix is large, or there
+is no loop. A single row is not faster either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from etrace_bridge._jax_compat import JaxprEqn, Var
+
+LARGEST_TRANSPOSED = 2**20  # elements of a matrix
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """The key of a weight's transpose among values by variable."""
+
+    var: Var
+
+
+def transposed_weights(eqns: Sequence[JaxprEqn], env: dict[Any, Any]) -> dict[Any, Any]:
+    """The transposes that products in loops may want; the compiler drops those that none does."""
+    met = dict.fromkeys(eqn.invars[1] for eqn in eqns if _meets_rows(eqn) and eqn.invars[1] in env)
+    return {Transposed(v): env[v].T for v in met if v.aval.size <= LARGEST_TRANSPOSED}
+
+
+def multiply_in_loop(
+    eqn: JaxprEqn, operands: list[Any], env: dict[Any, Any], length: int
+) -> list[Any] | None:
+    """The result of a product with a weight, inside a loop; None for any other equation."""
+    if not (_meets_rows(eqn) and eqn.invars[1] in env):
+        return None
+    (left, right), batch = eqn.params["dimension_numbers"]
+    transposed = env.get(Transposed(eqn.invars[1]))
+    if length > 1 and transposed is not None:
+        params = {**eqn.params, "dimension_numbers": ((left, (0,)), batch)}
+        return [eqn.primitive.bind(operands[0], transposed, **params)]
+    params = {**eqn.params, "dimension_numbers": ((right, left), batch)}
+    result = eqn.primitive.bind(operands[1], operands[0], **params)
+    # Without the barrier XLA would take the transpose into the product again.
+    return [jnp.moveaxis(lax.optimization_barrier(result), 0, -1)]
+
+
+def _meets_rows(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a product of several rows of data with the rows of a matrix."""
+    if eqn.primitive.name != "dot_general" or not isinstance(eqn.invars[1], Var):
+        return False
+    (_, right), (_, batch) = eqn.params["dimension_numbers"]
+    data, matrix = eqn.invars[0].aval, eqn.invars[1].aval
+    return matrix.ndim == 2 and tuple(right) == (1,) and not batch and data.size > matrix.shape[1]

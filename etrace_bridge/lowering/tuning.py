@@ -1,0 +1,78 @@
+"""The interface between the engine and a backend; the base class is plain JAX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from etrace_bridge._jax_compat import JaxprEqn, Var, bind_equation
+from etrace_bridge.compiler.contacts import ContactForm
+
+Bind = Callable[[JaxprEqn, list[Any]], list[Any]]  # runs an equation on the values of its operands
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the engine's programs are laid out for a backend.
+
+    Attributes:
+        block_bytes: working buffers of one block of steps, at least: what is fast to write and read
+            again.
+        block_rows: rows of a product, batch times steps, that a block has at least.
+        whole_bytes: buffers of this size cost nothing worth saving, so such a chunk is one block.
+    """
+
+    block_bytes: int = 2**26
+    block_rows: int = 4096
+    whole_bytes: int = 2**28
+
+    def bind(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+        """Runs an equation outside of loops."""
+        return bind_equation(eqn, operands)
+
+    def is_patch_product(self, eqn: JaxprEqn) -> bool:
+        """Whether a convolution runs as a product of patches and kernel."""
+        return False
+
+    def before_loops(self, eqns: Sequence[JaxprEqn], env: dict[Var, Any]) -> dict[Any, Any]:
+        """Values to make before loops over time, from those of the weight tier."""
+        return {}
+
+    def bind_in_loop(self, env: dict[Any, Any], length: int) -> Bind:
+        """How equations run inside a loop over time.
+
+        Args:
+            env: values from outside the loop, those of `before_loops` among them or not.
+            length: how often the loop runs.
+        """
+        return self.bind
+
+    def gradient_letters(self, form: ContactForm) -> str:
+        """The letters of a view in the order in which its gradient is made and added up over time."""
+        return form.view
+
+    def finish_gradient(self, gradient: Any, steps: int) -> Any:
+        """A gradient over `steps` steps whose letters are not in the view's order, before it is transposed."""
+        return gradient
+
+    def reads_by_row(self, elements: int) -> bool:
+        """Whether traces of so many elements are read one batch element after the other."""
+        return False
+
+    def computed_once(self, arrays: Any) -> Any:
+        """A tree of arrays that several parts of a program read: not to be computed in each of them."""
+        return arrays
+
+    def any_not_finite(self, arrays: Sequence[Any]) -> Any:
+        """Whether any element of any array is NaN or infinite."""
+        return jnp.any(jnp.stack([jnp.any(~jnp.isfinite(x)) for x in arrays]))
+
+    def order_after(self, flag: Any, arrays: Sequence[Any]) -> Any:
+        """`flag`, known only after the arrays.
+
+        What depends on it may then overwrite what the arrays were computed from.
+        """
+        return flag

@@ -1,0 +1,154 @@
+"""Base of rules that carry some entries of the influence matrix, exactly moved.
+
+For unit i (`step.units`), with `theta_i` all weights that feed it and `S_i` a set of hidden values,
+
+    J_i,t = dh_t/dtheta_i restricted to S_i  =  F_t[S_i, S_i] J_i,t-1 + (dh_t/dy_i)[S_i] ⊗ x_t
+    g_t   = dl_t/dtheta |_(h_(t-1) fixed)  +  b_t[S_i] · J_i,t-1
+
+`F_t = dh_t/dh_(t-1)` is the Jacobian of the whole step over all n hidden values of a batch element,
+`y_i` what the weights make, `x_t` their features. A rule says what `S_i` is. Within a chunk the
+gradient is exact reverse mode; what came before it comes from `J`.
+
+Memory: m·B·P, with m the size of the largest set. Time per step: n vjps of the step and m²·B·P.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from etrace_bridge._errors import InputError
+from etrace_bridge.compiler.diagnostics import Path
+from etrace_bridge.compiler.graph import ETraceGraph
+from etrace_bridge.rules.base import APPROXIMATE, EXACT, Carry, Chunk, Promise, ReverseRule
+from etrace_bridge.step.connectivity import family_reach, step_connectivity
+from etrace_bridge.step.influence import Influence, step_influence, weights_of_views
+from etrace_bridge.step.program import StepProgram, make_program
+from etrace_bridge.step.time import scan_time
+from etrace_bridge.step.unit_arrays import at_elements, flat_rows, spread_features, to_view
+from etrace_bridge.step.units import Family, Layout, find_layout, single_block
+
+Memory = list[list[Any]]  # [family][piece]: (m, *shape of the trace)
+
+
+@dataclass(frozen=True)
+class SparseInfluence(ReverseRule):
+    """Influence of each unit on a set of hidden values."""
+
+    def sets(self, program: StepProgram, layout: Layout) -> list[np.ndarray]:
+        """`S_i` for each family: numbers of hidden values (units of a row, m), -1 for none."""
+        raise InputError(f"The rule `{type(self).__name__}` does not define `sets(...)`.")
+
+    def init(self, program: StepProgram) -> Memory:
+        layout, memory = find_layout(program), []
+        for family, S in zip(layout.families, self.sets(program, layout), strict=True):
+            forms = [piece.part.form for _, piece in family.pieces]
+            dtype = family.sums[0].var.aval.dtype
+            memory.append([jnp.zeros((S.shape[1], *f.shape(f.trace)), dtype) for f in forms])
+        return memory
+
+    def past(self, program: StepProgram, theta, memory: Memory, h0) -> dict[int, Any]:
+        layout, by_part = find_layout(program), {}
+        flat = flat_rows(layout, h0)
+        for family, S, old in zip(layout.families, self.sets(program, layout), memory, strict=True):
+            if not S.shape[1]:
+                continue
+            b = jnp.where(S >= 0, jnp.take(flat, np.maximum(S, 0), axis=1), 0)
+            b = b.reshape(family.units, -1).T  # (m, units)
+            for (summed, piece), J in zip(family.pieces, old, strict=True):
+                asked = jnp.sum(at_elements(single_block(summed, piece), b) * J, axis=0)
+                by_part[piece.part.var] = to_view(single_block(summed, piece), asked)
+        return weights_of_views(program, theta, by_part)
+
+    def advance(
+        self, program: StepProgram, theta, carry: Carry, data: Chunk, memory: Memory | None
+    ) -> Memory:
+        layout = find_layout(program)
+        sets = self.sets(program, layout)
+
+        def step(state: Any, args: Any) -> tuple[Any, None]:
+            hidden, other, memory = state
+            made, hidden, other = step_influence(program, layout, theta, hidden, other, args)
+            moved = zip(layout.families, sets, memory, strict=True)
+            return (hidden, other, [_move(family, S, made, old) for family, S, old in moved]), None
+
+        start = list(carry.hidden), list(carry.other), memory or self.init(program)
+        (_, _, new), _ = scan_time(step, start, list(data.args), data.args[0].shape[0])
+        return new
+
+    def reset(self, program: StepProgram, memory: Memory, keep: Any) -> Memory:
+        layout = find_layout(program)
+        if layout.rows != keep.shape[0]:
+            raise InputError(
+                f"The batch elements of this model depend on each other, so `{self.name}` cannot "
+                "reset single ones. Call `reset()` without a mask."
+            )
+        new = []
+        for family, old in zip(layout.families, memory, strict=True):
+            units = jnp.repeat(keep, family.units // layout.rows)
+            pairs = zip(family.pieces, old, strict=True)
+            new.append([J * at_elements(single_block(s, p), units).astype(J.dtype) for (s, p), J in pairs])
+        return new
+
+    @property
+    def dropped(self) -> str:
+        """What is left out where the sets are too small, for people."""
+        return "some of the influence is dropped"
+
+    def promise(self, certificate, length: int, chunk: int) -> Promise:
+        carried = [drop for drop in certificate.drops if drop.cut.primitive == "state"]
+        if carried and chunk < length:
+            return Promise(APPROXIMATE, f"drops {carried[0]} between chunks")
+        return Promise(EXACT, "the whole influence on every hidden state is carried")
+
+    def promises(self, graph: ETraceGraph, length: int, chunk: int) -> dict[Path, Promise]:
+        """Exact where a unit reaches nothing outside its set, however long it takes."""
+        found = super().promises(graph, length, chunk)
+        if chunk >= length:
+            return found
+        program, certificates = make_program(graph), graph.certificate()
+        for path in self._open_paths(program):
+            if found[path].kind == EXACT and not certificates[path].exact:
+                reason = f"{self.dropped}; {certificates[path].reason}"
+                found[path] = Promise(APPROXIMATE, reason)
+        return found
+
+    def _open_paths(self, program: StepProgram) -> set[Path]:
+        """Parameters of units that reach something outside their set."""
+        layout, paths = find_layout(program), set()
+        F, by_sum = step_connectivity(program, layout)
+        for family, S in zip(layout.families, self.sets(program, layout), strict=True):
+            inside = np.zeros((len(S), layout.size + 1), bool)
+            np.put_along_axis(inside, np.where(S >= 0, S, layout.size), True, 1)
+            inside = inside[:, : layout.size]
+            reached = family_reach(family, by_sum, layout.size) | (inside @ F.T)
+            if (reached & ~inside).any():
+                paths.update(p for _, piece in family.pieces for p in piece.contact.view.paths)
+        return paths
+
+
+def _move(family: Family, S: np.ndarray, made: Influence, old: Sequence[Any]) -> list[Any]:
+    """`F[S, S] J + G[S] ⊗ x` of a family's pieces."""
+    m = S.shape[1]
+    if not m:
+        return list(old)
+    at, real = np.maximum(S, 0), S >= 0
+    F = made.F[:, at[:, :, None], at[:, None, :]]  # (rows, units of a row, m, m)
+    F = jnp.where(real[:, :, None] & real[:, None, :], F, 0)
+    F = jnp.moveaxis(F.reshape(family.units, m, m), 0, 2)
+    rows = np.tile(at, (family.rows, 1)).T  # (m, units)
+    new = []
+    for (summed, piece), J in zip(family.pieces, old, strict=True):
+        form = piece.part.form
+        flat = J.reshape(m, -1, int(np.prod(form.shape(form.contracted), dtype=int)))
+        mix = at_elements(single_block(summed, piece), F).reshape(m, m, -1)
+        moved = jnp.einsum("kjo,jof->kof", mix, flat).reshape(J.shape)
+        G = jnp.take_along_axis(made.G[summed.var], rows, axis=0)
+        G = jnp.where(np.tile(real, (family.rows, 1)).T, G, 0)
+        added = at_elements(single_block(summed, piece), G) * spread_features(single_block(summed, piece), made.data)
+        new.append((moved + added).astype(J.dtype))
+    return new

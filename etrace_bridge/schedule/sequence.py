@@ -1,0 +1,92 @@
+"""A whole sequence, chunk after chunk, as one program.
+
+Many full chunks are one scan with one body. Outside it, a first chunk does not read a trace that is
+known to be zero, and a last one does not write a trace that nobody will read: a sequence of one
+chunk has no trace work at all, one of two writes and reads the trace once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from etrace_bridge.schedule.chunk_plan import ChunkPlan
+
+LOOP_FROM = 3  # from this many full chunks on, one loop body for all: unrolled, the buffers of several would exist at once
+
+# (carry, data of one chunk, fresh, final) -> (gradients, losses, outputs, carry)
+ChunkFunction = Callable[[Any, Any, bool, bool], tuple[Any, Any, Any, Any]]
+
+
+def run_sequence(
+    run: ChunkFunction, carry: Any, data: Any, plan: ChunkPlan, fresh: bool, final: bool
+):
+    """Runs a sequence.
+
+    Args:
+        run: runs one chunk.
+        carry: states and memory before the sequence.
+        data: a tree of arrays with time on the first axis.
+        plan: how to divide it.
+        fresh: the memory is zero.
+        final: the memory is not wanted afterwards.
+
+    Returns:
+        Summed gradients, losses, outputs, carry.
+    """
+    total, at, made = None, 0, []
+    sizes = [plan.steps] * plan.full + ([plan.rest] if plan.rest else [])
+    if plan.full >= LOOP_FROM:
+        total, losses, outputs, carry = _run_loop(run, carry, data, plan)
+        made, at, sizes, fresh = (
+            [(losses, outputs)],
+            plan.full * plan.steps,
+            sizes[plan.full :],
+            False,
+        )
+    for n, steps in enumerate(sizes):
+        part = jax.tree.map(lambda x, at=at, end=at + steps: lax.slice_in_dim(x, at, end), data)
+        is_first, is_last = n == 0, n == len(sizes) - 1
+        grads, losses, outputs, carry = run(carry, part, fresh and is_first, final and is_last)
+        total, at = add_trees(total, grads), at + steps
+        made.append((losses, outputs))
+    losses, outputs = jax.tree.map(
+        lambda *xs: xs[0] if len(xs) == 1 else jnp.concatenate(xs), *made
+    )
+    return total, losses, outputs, carry
+
+
+def _run_loop(run: ChunkFunction, carry: Any, data: Any, plan: ChunkPlan):
+    """The full chunks of a sequence, as one loop; results as in `run_sequence`."""
+    count, span = plan.full, plan.full * plan.steps
+    shape = count, plan.steps
+    parts = jax.tree.map(lambda x: lax.slice_in_dim(x, 0, span).reshape(*shape, *x.shape[1:]), data)
+
+    def body(state: Any, part: Any) -> tuple[Any, Any]:
+        inner, summed = state
+        grads, losses, outputs, inner = run(inner, part, False, False)
+        return (inner, add_trees(summed, grads)), (losses, outputs)
+
+    first = jax.tree.map(lambda x: x[0], parts)
+    shapes = jax.eval_shape(lambda c, p: run(c, p, False, False)[0], carry, first)
+    zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    (carry, total), made = lax.scan(body, (carry, zero), parts)
+    losses, outputs = jax.tree.map(lambda x: x.reshape(span, *x.shape[2:]), made)
+    return total, losses, outputs, carry
+
+
+def add_trees(a: Any, b: Any) -> Any:
+    """Sum of two trees of one structure; None counts as zero."""
+    if a is None or b is None:
+        return b if a is None else a
+    return jax.tree.map(jnp.add, a, b)
+
+
+def step_weights(length: int, mask: Any, reduction: str) -> Any:
+    """Factors of the steps' losses: `mask` normalised to a mean, or as it is for a sum."""
+    weights = jnp.ones(length) if mask is None else jnp.asarray(mask, dtype=float)
+    return weights / jnp.sum(weights) if reduction == "mean" else weights

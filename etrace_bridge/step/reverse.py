@@ -1,0 +1,72 @@
+"""Exact reverse mode inside a chunk: a scan of the unmodified step, differentiated as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from etrace_bridge.step.linearise import Grouped, group_states
+from etrace_bridge.step.program import StepProgram
+
+
+@dataclass(frozen=True)
+class ChunkGradient:
+    """Gradient of a chunk's losses.
+
+    Attributes:
+        grads: one array per weight.
+        h0: cotangent of the hidden states before the chunk, one array per leaf.
+        a0: the same as [group][state].
+        losses: (K,) unweighted losses.
+        outputs: outputs of the K steps.
+        hidden: hidden states after the chunk.
+        other: other states after the chunk.
+    """
+
+    grads: list[Any]
+    h0: list[Any]
+    a0: Grouped
+    losses: Any
+    outputs: Any
+    hidden: list[Any]
+    other: list[Any]
+
+
+def scan_steps(
+    program: StepProgram, theta: Sequence[Any], hidden: Sequence[Any], other, args: Sequence[Any]
+):
+    """Runs K steps: outputs, hidden and other states after them.
+
+    Differentiable in `theta` and `hidden`.
+    """
+    env = program.weight_env(theta) | program.loop_env(theta)
+    bind = program.tuning.bind_in_loop(env, args[0].shape[0])
+
+    def body(carry: Any, args_t: Sequence[Any]) -> tuple[Any, Any]:
+        output, hidden, other = program.step_from(env, *carry, args_t, bind)
+        return (hidden, other), output
+
+    (hidden, other), outputs = lax.scan(body, (list(hidden), list(other)), list(args))
+    return outputs, hidden, other
+
+
+def chunk_gradient(
+    program: StepProgram, theta: Sequence[Any], carry: Any, data: Any
+) -> ChunkGradient:
+    """Gradient of the chunk's weighted losses by reverse mode through its K steps."""
+
+    def total(theta: Sequence[Any], hidden: Sequence[Any]):
+        outputs, new_hidden, new_other = scan_steps(program, theta, hidden, carry.other, data.args)
+        losses = jax.vmap(data.loss)(outputs, data.targets)
+        return jnp.sum(losses * data.weights), (losses, outputs, new_hidden, new_other)
+
+    (_, aux), (grads, h0) = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(
+        list(theta), list(carry.hidden)
+    )
+    losses, outputs, hidden, other = aux
+    return ChunkGradient(grads, h0, group_states(program, h0), losses, outputs, hidden, other)

@@ -1,0 +1,140 @@
+"""Arrays of units, of hidden values, and of the elements of traces: from one to the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from etrace_bridge.step.linearise import CoreLinear
+from etrace_bridge.step.program import StepProgram
+from etrace_bridge.step.units import Block, Family, Layout, Sum, state_numbers
+
+
+def flat_rows(layout: Layout, leaves: Sequence[Any], lead: int = 0) -> Any:
+    """Hidden leaves as (…, rows, n)."""
+    return jnp.concatenate([x.reshape(*x.shape[:lead], layout.rows, -1) for x in leaves], axis=-1)
+
+
+def by_row(layout: Layout, A: Any) -> Any:
+    """(…, units, n) as (…, rows, units per row, n)."""
+    return A.reshape(*A.shape[:-2], layout.rows, A.shape[-2] // layout.rows, A.shape[-1])
+
+
+def take(array: Any, index: np.ndarray, axis: int) -> Any:
+    """`jnp.take` that is a slice where the index is a range."""
+    if len(index) and np.array_equal(index, index[0] + np.arange(len(index))):
+        return jax.lax.slice_in_dim(array, int(index[0]), int(index[0]) + len(index), axis=axis)
+    return jnp.take(array, index, axis=axis)
+
+
+def join(parts: Sequence[tuple[np.ndarray, Any]], zero: Any, axis: int) -> Any:
+    """Arrays put together along an axis, each with its places there; `zero` elsewhere."""
+    if not parts:
+        return zero
+    places = np.concatenate([at for at, _ in parts])
+    rest = np.setdiff1d(np.arange(zero.shape[axis]), places)
+    arrays = [x for _, x in parts] + ([take(zero, rest, axis)] if len(rest) else [])
+    whole = jnp.concatenate(arrays, axis) if len(arrays) > 1 else arrays[0]
+    return take(whole, np.argsort(np.concatenate([places, rest])), axis)
+
+
+def to_units(summed: Sum, array: Any) -> Any:
+    """Values of a sum's elements (…, elements), at their units (…, units)."""
+    return take(array, np.argsort(summed.unit), array.ndim - 1)
+
+
+def at_elements(block: Block, values: Any) -> Any:
+    """Values of units (…, units) at the elements of a block, to be multiplied with its trace.
+
+    `values` is one array for all pieces, or a list with one for each.
+    """
+    form = block.form
+    each = values if isinstance(values, list) else [values] * len(block.pieces)
+    lead = each[0].ndim - 1
+    spread = [
+        take(v, s.unit, lead).reshape(*v.shape[:lead], *p.part.form.shape(form.out))
+        for v, (s, p) in zip(each, block.pieces, strict=True)
+    ]
+    if block.letter:
+        spread = [jnp.concatenate(spread, lead + form.out.index(block.letter))]
+    order = [*range(lead), *(form.out.index(c) + lead for c in form.trace_out)]
+    whole = jnp.transpose(spread[0], order)
+    return whole.reshape(*whole.shape, *(1 for _ in form.contracted))
+
+
+def sum_features(block: Block, array: Any) -> list[Any]:
+    """An array of a trace's shape, summed over features, at the units of each piece."""
+    form = block.form
+    array = jnp.sum(array, axis=tuple(range(len(form.trace_out), array.ndim)))
+    array = jnp.transpose(array, [form.trace_out.index(c) for c in form.out])
+    parts = [array]
+    if block.letter:
+        starts = [p.part.start for _, p in block.pieces[1:]]
+        parts = jnp.split(array, starts, form.out.index(block.letter))
+    return [to_units(s, x.reshape(-1)) for x, (s, _) in zip(parts, block.pieces, strict=True)]
+
+
+def spread_features(block: Block, data: dict[int, Any]) -> Any:
+    """The features of a block's contact at every element of its trace."""
+    form, x = block.form, data.get(block.contact.index)
+    ones = jnp.ones(form.shape(form.trace_out), block.contact.y.aval.dtype)
+    if x is None or form.phi is None:
+        return ones.reshape(form.shape(form.trace))
+    phi = form.phi(x).reshape(form.shape(form.feature))
+    return jnp.einsum(f"{form.trace_out},{form.feature}->{form.trace}", ones, phi)
+
+
+def to_view(block: Block, array: Any) -> Any:
+    """An array of a trace's shape, summed to the letters of the block's view."""
+    form = block.form
+    axes = tuple(n for n, c in enumerate(form.trace) if c not in form.view)
+    left = [c for c in form.trace if c in form.view]
+    return jnp.transpose(jnp.sum(array, axis=axes), [left.index(c) for c in form.view])
+
+
+def contact_data(
+    program: StepProgram, layout: Layout, start: dict, saved: Sequence[Any]
+) -> dict[int, Any]:
+    """The data operand of every contact that feeds a unit, in one step, by contact."""
+    contacts = {b.contact.index: b.contact.x for f in layout.families for b in f.blocks}
+    contacts = {n: x for n, x in contacts.items() if x is not None}
+    return dict(zip(contacts, program.values(start, saved, list(contacts.values())), strict=True))
+
+
+# -- the core at units -----------------------------------------------------------------------------
+
+
+def df_of(program: StepProgram, family: Family, summed: Sum, core: CoreLinear, i: int) -> Any:
+    """How state i of the units depends on a sum that feeds them, through the core: (units,)."""
+    g, k = family.groups[i]
+    leg = next(leg for leg in summed.pieces[0].legs if program.group_index(leg) == g)
+    rows = core.df.units[program.colour_of(leg)][k]
+    return to_units(summed, rows[program.tap_index(leg)].reshape(-1))
+
+
+def at_positions(family: Family, s: int, values: Any) -> Any:
+    """Values at a group's positions (1, …), at the units whose state s they belong to; 0 where none."""
+    at = family.positions[:, s]
+    if (at >= 0).all():
+        return take(values.reshape(-1), at, 0)
+    return jnp.where(at >= 0, take(values.reshape(-1), np.maximum(at, 0), 0), 0)
+
+
+def core_times(program: StepProgram, layout: Layout, core: CoreLinear, A: Any) -> Any:
+    """`D A` for (…, rows, units per row, n)."""
+    parts = []
+    for g, states in enumerate(state_numbers(program, layout.rows, layout.size)):
+        numbers = [state[: len(state) // layout.rows] for state in states]
+        for i, target in enumerate(numbers):
+            terms = [
+                core.D[g][i][j].reshape(layout.rows, 1, -1) * take(A, source, A.ndim - 1)
+                for j, source in enumerate(numbers)
+                if core.D[g][i][j] is not None
+            ]
+            if terms:
+                parts.append((target, sum(terms).astype(A.dtype)))
+    return join(parts, jnp.zeros_like(A), A.ndim - 1)

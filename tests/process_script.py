@@ -1,0 +1,152 @@
+"""One of several processes that train together over loopback; `test_processes` starts them and compares.
+
+Usage: process_script.py INDEX COUNT PORT FOLDER DTYPE [LOAD]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import torch
+from torch.nn.functional import mse_loss
+
+BATCH, STEPS, LENGTH = 8, 20, 6
+MEMORIES = ("d_rtrl", "pp_prop", "rtrl")  # a rule of each kind of memory
+
+
+def rules(count: int) -> tuple[str, ...]:
+    """Which rules so many processes run: a few, since compiling takes seconds; PROCESS_RULES names others, or is "all"."""
+    from etrace_bridge.rules import rule_names
+
+    named = os.environ.get("PROCESS_RULES")
+    if named is not None:
+        return rule_names() if named == "all" else tuple(named.split(","))
+    return MEMORIES if count == 2 else MEMORIES[:1]
+
+
+def make_learner(rule: str, dtype: torch.dtype, **where: Any):
+    import etrace_bridge as eb
+    from learner_models import make_net
+
+    model = make_net(dtype)
+    return eb.OnlineLearner(model, rule=rule, loss=mse_loss, optimizer=optax.adam(0.01), chunk=2, **where)
+
+
+def data(dtype: torch.dtype, part: slice = slice(None)):
+    """Inputs and targets of a sequence, or a process's part of them."""
+    from learner_models import make_data
+
+    xs, ys = make_data(steps=LENGTH, batch=BATCH, dtype=dtype)
+    return xs[:, part], ys[:, part]
+
+
+def run_steps(learner: Any, xs: torch.Tensor, ys: torch.Tensor, steps: int) -> dict[str, list]:
+    """Online steps: losses and outputs."""
+    infos = [learner.step(xs[n % LENGTH], ys[n % LENGTH]) for n in range(steps)]
+    return {"losses": [info.loss for info in infos], "outputs": [infos[-1].output]}
+
+
+def whole_state(learner: Any) -> dict[str, list]:
+    """Weights, states and trace, gathered from all processes."""
+    state = learner.runtime.store.state
+    parts = {"weights": state.theta, "hidden": state.hidden, "trace": jax.tree.leaves(state.trace)}
+    return {name: [np.array(gather(x)) for x in arrays] for name, arrays in parts.items()}
+
+
+def gather(x: jax.Array) -> Any:
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return x
+    return jax.jit(lambda x: x, out_shardings=jax.sharding.NamedSharding(x.sharding.mesh, jax.sharding.PartitionSpec()))(x)
+
+
+def all_calls(learner: Any, xs: torch.Tensor, ys: torch.Tensor, rows: slice) -> dict[str, list]:
+    """What else a learner can do; sequences, masks, a loader."""
+    found: dict[str, list] = {}
+    gone = (torch.arange(BATCH) % 3 == 0)[rows]
+    learner.reset(gone)
+    found["after reset"] = [learner.step(xs[0], ys[0]).loss]
+    found["update"] = [learner.update(xs, ys).loss, learner.update(xs, ys, carry=True, every="chunk").loss]
+    result = learner.gradients(xs, ys)
+    found["gradients"] = [*result.grads.values()]
+    found["sequence outputs"] = [result.outputs, learner.predict(xs)]
+    found["evaluate"] = [learner.evaluate([(xs, ys)])]
+    loader = [(xs, ys), (ys.flip(0) + xs, ys)]
+    history = learner.fit(loader, epochs=2, validation=loader, metrics={"size": lambda o, t: (o - t).abs().mean()})
+    found["fit"] = [*history["loss"], *history["validation_loss"], *history["size"], *history["validation_size"]]
+    learner.sync_to_torch()
+    found["synced"] = [t.clone() for t in learner.runtime.net.model.state_dict().values()]
+    return found
+
+
+def save(path: Path, found: dict[str, list]) -> None:
+    np.savez(path, **{f"{name}/{n}": np.asarray(x) for name, xs in found.items() for n, x in enumerate(xs)})
+
+
+def main() -> None:
+    index, count, port, folder, kind, *load = sys.argv[1:]
+    index, count, folder = int(index), int(count), Path(folder)
+    import etrace_bridge as eb
+
+    jax.config.update("jax_enable_x64", kind == "float64")
+    mesh = eb.distributed_mesh(f"127.0.0.1:{port}", count, index, heartbeat_seconds=20)
+    dtype = getattr(torch, kind)
+    each = BATCH // count
+    rows = slice(index * each, (index + 1) * each)
+    xs, ys = data(dtype, rows)
+    for rule in rules(count):
+        learner = make_learner(rule, dtype, mesh=mesh)
+        found = run_steps(learner, xs, ys, STEPS) | whole_state(learner)
+        save(folder / f"{rule}-{index}.npz", found)
+    checkpoints(eb, mesh, index, rows, folder, load)
+    if load:
+        learner = make_learner("d_rtrl", dtype, mesh=mesh)
+        run_steps(learner, xs, ys, 3)
+        save(folder / f"calls-{index}.npz", all_calls(learner, xs, ys, rows))
+        messages(eb, mesh, learner, xs, ys, index, folder)
+    elif index == count - 1:  # the last process dies while the others go on
+        os.kill(os.getpid(), 9)
+    else:
+        while True:
+            learner.step(xs[0], ys[0])
+
+
+def messages(eb: Any, mesh: Any, learner: Any, xs: Any, ys: Any, index: int, folder: Path) -> None:
+    """Errors that every process gets, and global arrays in place of parts."""
+    lines = []
+    whole = jax.make_array_from_process_local_data(
+        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "batch")), xs.numpy()
+    )
+    lines.append(str(float(abs(learner.evaluate([(whole, ys)]) - learner.evaluate([(xs, ys)])))))
+    for bad in (xs[:, :0] if index else xs, torch.cat([xs, xs], 1) if index else xs):
+        try:
+            learner.predict(bad)
+        except eb.InputError as error:
+            lines.append(str(error))
+    lines.append(str(eb.check_gradients(learner.runtime.net.model, xs, ys, mse_loss, rule="rtrl").ok))
+    (folder / f"messages-{index}.txt").write_text("\n".join(lines))
+
+
+def checkpoints(eb: Any, mesh: Any, index: int, rows: slice, folder: Path, load: list[str]) -> None:
+    """Steps, saved; or a checkpoint of another number of processes, and steps after it."""
+    from learner_models import make_net
+
+    xs, ys = data(torch.float32, rows)
+    if load:
+        options = {"loss": mse_loss, "optimizer": optax.adam(0.01), "mesh": mesh}
+        learner = eb.OnlineLearner.load(load[0], make_net(torch.float32), **options)
+        save(folder / f"loaded-{index}.npz", whole_state(learner))
+    else:
+        learner = make_learner("d_rtrl", torch.float32, mesh=mesh)
+    run_steps(learner, xs, ys, 4)
+    learner.save(folder / "checkpoint")
+    save(folder / f"saved-{index}.npz", whole_state(learner))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Programs for GPUs and TPUs, seen without having one: they are lowered, not run."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import brainstate
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import snntorch
+import torch
+from torch import Tensor, nn
+
+import etrace_bridge as eb
+from etrace_bridge.learning.compiled_step import CompiledStep
+from etrace_bridge.learning.guard import new_alarm
+from etrace_bridge.learning.online_core import OnlineCore
+from etrace_bridge.learning.optimizers import make_updater
+from etrace_bridge.learning.programs import ProgramSpec, make_gradients, make_step
+from etrace_bridge.learning.state import LearnerState
+from etrace_bridge.lowering import CPUTuning, Tuning, compiler_options, tuning_for
+from etrace_bridge.rules import make_rule
+from etrace_bridge.schedule.chunk_plan import divide
+
+PLATFORMS = ("cuda", "rocm", "tpu")
+RULES = ("bptt", "d_rtrl", "eprop", "low_rank", "pp_prop", "rflo", "rtrl", "snap1")
+B, I, O, T = 2, 9, 2, 7  # noqa: E741
+SOLVERS = {"cusolver_syevd_ffi", "hipsolver_syevd_ffi", "Eigh"}  # of `low_rank`
+
+
+class Everything(nn.Module):
+    """A convolution, spiking neurons, an LSTM and a GRU: one trace for all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 2, 3, padding=1)
+        self.lif = snntorch.Leaky(beta=0.8, learn_beta=True, init_hidden=True)
+        self.lstm, self.gru = nn.LSTMCell(18, 3), nn.GRUCell(3, O)
+
+    def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
+        memory, h = (None, None) if state is None else state
+        spikes = self.lif(self.conv(x.reshape(-1, 1, 3, 3)))
+        memory = self.lstm(spikes.flatten(1), memory)
+        h = self.gru(memory[0], h)
+        return h, (memory, h)
+
+
+class Mixed(nn.Module):
+    """A group of two states of different precision; the weights have that of the first."""
+
+    def __init__(self, first: torch.dtype, second: torch.dtype) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+        self.w, self.u, self.out = (nn.Linear(n, m, dtype=first) for n, m in ((I, 4), (4, 4), (4, O)))
+
+    def forward(self, x: Tensor, state: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        if state is None:
+            state = torch.zeros(x.shape[0], 4, dtype=self.first), torch.zeros(x.shape[0], 4, dtype=self.second)
+        h, c = state
+        drive = torch.tanh(self.w(x) + self.u(h)).to(self.second)
+        c = 0.7 * c + 0.3 * drive + 0.1 * h.to(self.second)
+        h = torch.tanh(c).to(self.first)
+        return self.out(h), (h, c)
+
+
+class Programs:
+    """A learner's programs and the shapes that they take; nothing is run.
+
+    Args:
+        compiled: the compiled model.
+        rule: the learning rule.
+    """
+
+    def __init__(self, compiled: CompiledStep, rule: Any) -> None:
+        updater = make_updater(optax.adam(1e-3), None, None, None, 1, None, False)
+        self.spec = ProgramSpec(OnlineCore(compiled, rule), _squares, updater, "mean", True)
+        theta, hidden, other = compiled.read()
+        dtype = jnp.dtype(compiled.signature[0][1])
+        self.state = jax.eval_shape(
+            lambda: LearnerState(
+                list(theta), updater.init(compiled.by_weight_name(theta)), list(hidden), list(other), rule.init(compiled.program),
+                jnp.asarray(new_alarm(0, 1 + len(theta) + len(hidden))),
+            )
+        )  # fmt: skip
+        shape = lambda *s: jax.ShapeDtypeStruct(s, dtype)  # noqa: E731
+        self.one, self.many = ([shape(B, I)], shape(B, O)), ([shape(T, B, I)], shape(T, B, O), None)
+
+    def step(self) -> tuple[Any, tuple]:
+        return make_step(self.spec, True), (self.state, *self.one)
+
+    def gradients(self) -> tuple[Any, tuple]:
+        state = self.state
+        carry = (state.hidden, state.other, state.trace)
+        return make_gradients(self.spec, divide(T, 2), True), (state.theta, carry, *self.many)
+
+
+def _squares(output: Any, target: Any) -> Any:
+    return jnp.mean((output - target) ** 2)
+
+
+@pytest.fixture(scope="module")
+def everything() -> CompiledStep:
+    with brainstate.environ.context(precision=32):
+        return CompiledStep(eb.wrap(Everything()), [np.zeros((B, I), np.float32)], "gpu")
+
+
+@pytest.mark.x32
+@pytest.mark.parametrize("rule", RULES)
+def test_every_program_lowers_for_accelerators(everything: CompiledStep, rule: str) -> None:
+    """Step and chunks, for all platforms at once: no float64, callback or barrier in them."""
+    assert len(everything.hidden_names) == 4, everything.hidden_names
+    programs = Programs(everything, make_rule(rule))
+    for function, shapes in (programs.step(), programs.gradients()):
+        text = jax.jit(function).trace(*shapes).lower(lowering_platforms=PLATFORMS).as_text()
+        assert "stablehlo.dot_general" in text and "f64" not in text and "barrier" not in text
+        called = set(re.findall(r"custom_call @(\w+)", text))
+        assert called == (SOLVERS if rule == "low_rank" else set()), called
+
+
+def test_tuning_and_options_follow_the_platform() -> None:
+    for platform in ("gpu", *PLATFORMS):
+        assert type(tuning_for(platform)) is Tuning
+        assert compiler_options(platform=platform) == compiler_options(one_step=True, platform=platform) == {}
+    assert type(tuning_for("cpu")) is CPUTuning and compiler_options(platform="cpu")
+
+
+@pytest.mark.x32
+@pytest.mark.parametrize(
+    ("dtypes", "rules"),
+    [((torch.bfloat16, torch.float32), RULES), ((torch.float32, torch.float16), ("rtrl", "rflo"))],
+    ids=["bfloat16 weights", "float16 state"],
+)
+def test_mixed_precision_keeps_every_dtype(dtypes: tuple[torch.dtype, torch.dtype], rules: tuple[str, ...]) -> None:
+    """The state comes back as it went in, and gradients have the weights' precision, with every rule; `rtrl` failed."""
+    example = np.zeros((B, I), jnp.dtype(str(dtypes[0]).removeprefix("torch.")))
+    compiled = CompiledStep(eb.wrap(Mixed(*dtypes)), [example], "cpu")
+    assert len({leaf.invar.aval.dtype for leaf in compiled.program.leaves}) == 2
+    for name in rules:
+        programs = Programs(compiled, make_rule(name))
+        function, shapes = programs.step()
+        assert _kinds(jax.eval_shape(function, *shapes)[0]) == _kinds(programs.state), name
+        function, shapes = programs.gradients()
+        assert _kinds(jax.eval_shape(function, *shapes)[0]) == _kinds(programs.state.theta), name
+
+
+def _kinds(tree: Any) -> list[tuple]:
+    return [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+
+
+@pytest.mark.x32
+def test_mixed_precision_gradients_of_rtrl() -> None:
+    """Those of the same model in float32, up to rounding."""
+    half, whole = Mixed(torch.bfloat16, torch.float32), Mixed(torch.float32, torch.float32)
+    whole.load_state_dict({n: p.float() for n, p in half.state_dict().items()})
+    xs, ys = torch.randn(T, B, I).bfloat16(), torch.randn(T, B, O).bfloat16()
+    loss = nn.functional.mse_loss
+    found = eb.OnlineLearner(half, rule="rtrl", loss=loss, chunk=2).gradients(xs, ys).grads
+    wanted = eb.OnlineLearner(whole, rule="rtrl", loss=loss, chunk=2).gradients(xs.float(), ys.float()).grads
+    for name, grad in wanted.items():
+        assert found[name].dtype == torch.bfloat16 and grad.norm() > 1e-4
+        assert (found[name].float() - grad).norm() < 0.05 * grad.norm(), name

@@ -1,0 +1,148 @@
+"""brainstate modules as models: gradients beside `jax.grad`, units, random keys, sparse products, the user's own weights."""
+
+from __future__ import annotations
+
+import brainstate
+import brainunit as u
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import etrace_bridge as eb
+from etrace_bridge.check.module_reference import flat_gradient, module_reference
+
+T, B, I, H = 6, 3, 2, 4  # noqa: E741
+
+
+class RNN(brainstate.nn.Module):
+    """A plain recurrent module with a readout."""
+
+    def __init__(self, noise: float = 0.0) -> None:
+        super().__init__()
+        self.inner, self.recurrent, self.out = brainstate.nn.Linear(I, H), brainstate.nn.Linear(H, H), brainstate.nn.Linear(H, 2)
+        self.noise, self.rng = noise, brainstate.random.RandomState(3)
+
+    def init_state(self, batch_size: int, **_) -> None:
+        self.h = brainstate.HiddenState(jnp.zeros((batch_size, H)))
+
+    def update(self, x):
+        x = x + self.noise * self.rng.normal(size=x.shape) if self.noise else x
+        self.h.value = jnp.tanh(self.inner(x) + self.recurrent(self.h.value))
+        return self.out(self.h.value)
+
+
+class Membrane(brainstate.nn.Module):
+    """A leaky membrane in mV, driven through weights in mA, with a time constant in ms that is learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = brainstate.ParamState(brainstate.random.randn(I, H) * u.mA)
+        self.tau = brainstate.ParamState(jnp.asarray(5.0) * u.ms)
+
+    def init_state(self, batch_size: int, **_) -> None:
+        self.V = brainstate.HiddenState(jnp.zeros((batch_size, H)) * u.mV)
+
+    def update(self, x):
+        current = x @ self.w.value
+        self.V.value = self.V.value + (current * (1.0 * u.ohm) - self.V.value) / self.tau.value * (1.0 * u.ms)
+        return self.V.value / u.mV
+
+
+def data(outputs: int = 2):
+    draw = np.random.default_rng(1)
+    return jnp.asarray(draw.standard_normal((T, B, I))), jnp.asarray(draw.standard_normal((T, B, outputs)))
+
+
+def squared(output, target):
+    return jnp.mean((output - target) ** 2)
+
+
+def reference(net, xs, targets):
+    brainstate.nn.init_all_states(net, batch_size=B)
+    return module_reference(net, [xs], targets, squared, np.full(T, 1 / T)).grads
+
+
+def assert_grads(found: dict, wanted: dict, tolerance: float = 1e-9) -> None:
+    assert set(found) == set(wanted)
+    for name, e in wanted.items():
+        assert np.abs(e).max() > 1e-6, f"{name}: nothing to compare"
+        np.testing.assert_allclose(flat_gradient(found[name]), e, rtol=0, atol=tolerance * np.abs(e).max())
+
+
+def test_gradients_have_the_names_of_the_report_and_the_module_learns() -> None:
+    net, (xs, targets) = RNN(), data()
+    wanted = reference(net, xs, targets)
+    learner = eb.OnlineLearner(net, "rtrl", squared, optax.sgd(0.1), chunk=2)
+    result = learner.gradients(xs, targets)
+    assert_grads(result.grads, wanted)
+    assert set(result.grads["inner.weight"]) == {"weight", "bias"}
+    assert all(name in learner.graph.report() for name in result.grads)
+    assert isinstance(result.outputs, jax.Array) and isinstance(learner.predict(xs), jax.Array)
+    before = np.asarray(net.inner.weight.value["weight"]).copy()
+    learner.update(xs, targets)
+    moved = (before - np.asarray(net.inner.weight.value["weight"])) / 0.1
+    np.testing.assert_allclose(moved, np.asarray(result.grads["inner.weight"]["weight"]), atol=1e-9)
+
+
+def test_check_gradients_of_a_module() -> None:
+    net, (xs, targets) = RNN(), data()
+    report = eb.check_gradients(net, xs, targets, squared, rule="rtrl")
+    assert report.ok and {p.name for p in report} == {"inner.weight", "recurrent.weight", "out.weight"}
+    wrong = eb.check_gradients(net, xs, targets, squared, rule="d_rtrl")
+    assert 0.5 < min(p.cosine for p in wrong) < 1 - 1e-6
+    silent = eb.check_gradients(net, 0 * xs, targets, squared, rule="rtrl")
+    assert not silent.ok
+
+
+def test_units_stay_and_gradients_have_the_inverse() -> None:
+    net, (xs, targets) = Membrane(), data(H)
+    wanted = reference(net, xs, targets)
+    learner = eb.OnlineLearner(net, "rtrl", squared, optax.sgd(0.1), chunk=2)
+    grads = learner.gradients(xs, targets).grads
+    assert_grads(jax.tree.map(u.get_magnitude, grads, is_leaf=lambda x: isinstance(x, u.Quantity)), wanted)
+    assert grads["w"].unit == 1 / u.mA and grads["tau"].unit == 1 / u.ms
+    learner.update(xs, targets)
+    assert net.w.value.unit == u.mA and net.V.value.unit == u.mV
+    np.testing.assert_allclose(net.tau.value.to_decimal(u.ms), 5.0 - 0.1 * wanted["tau"][0], rtol=1e-9)
+
+
+def test_random_numbers_of_a_module() -> None:
+    net, (xs, targets) = RNN(noise=0.5), data()
+    wanted = reference(net, xs, targets)
+    learner = eb.OnlineLearner(net, "rtrl", squared, chunk=2)
+    first = learner.gradients(xs, targets)
+    assert_grads(first.grads, wanted)
+    assert learner.gradients(xs, targets).loss != first.loss
+
+
+class Leaky(brainstate.nn.Module):
+    """A leaky state behind a layer."""
+
+    def __init__(self, layer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def init_state(self, batch_size: int, **_) -> None:
+        self.h = brainstate.HiddenState(jnp.zeros((batch_size, H)))
+
+    def update(self, x):
+        self.h.value = 0.8 * self.h.value + jnp.tanh(self.layer(x))
+        return self.h.value
+
+
+@pytest.mark.parametrize("library", ["brainunit", "brainevent", "braintrace"])
+def test_sparse_products_are_contacts(library: str) -> None:
+    """The reference is the same model with a dense matrix: JAX differentiates `x @ CSR` wrongly, brainevent needs numba for it."""
+    from brainevent import CSR
+
+    dense = np.random.default_rng(2).uniform(0.2, 1, (I, H)) * (np.arange(I * H).reshape(I, H) % 3 != 0)
+    matrix = (u.sparse.CSR if library == "brainunit" else CSR).fromdense(jnp.asarray(dense))
+    layers = pytest.importorskip("braintrace").nn if library == "braintrace" else brainstate.nn
+    xs, targets = data(H)
+    plain = brainstate.nn.Linear(I, H, w_init=lambda *_, **__: jnp.asarray(dense), b_init=None)
+    wanted = reference(Leaky(plain), xs, targets)["layer.weight"].reshape(I, H)[dense != 0]
+    learner = eb.OnlineLearner(Leaky(layers.SparseLinear(matrix)), "d_rtrl", squared, chunk=2)
+    assert_grads(learner.gradients(xs, targets).grads, {"layer.weight": wanted})
+    assert learner.graph.certificate()["layer", "weight"].exact

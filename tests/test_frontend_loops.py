@@ -1,0 +1,587 @@
+"""Models that loop over time inside `forward`, written as people write them: the step found equals the whole sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import etrace_bridge as eb
+
+pytestmark = pytest.mark.usefixtures("without_single_steps", "quick_compile")
+B, IN, H, T = 2, 3, 4, 9
+
+
+class Spike(torch.autograd.Function):
+    """The surrogate gradient of the tutorials."""
+
+    @staticmethod
+    def forward(ctx: Any, v: Tensor) -> Tensor:
+        ctx.save_for_backward(v)
+        return (v > 0).to(v.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (v,) = ctx.saved_tensors
+        return grad / (1 + 10 * v.abs()) ** 2
+
+
+class Inline(nn.Module):
+    """An inline loop, batch-first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.rec = nn.Linear(IN, H), nn.Linear(H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros(x.shape[0], H, dtype=x.dtype)
+        out = []
+        for t in range(x.shape[1]):
+            h = torch.tanh(self.inp(x[:, t]) + self.rec(h))
+            out.append(h)
+        return torch.stack(out, 1)
+
+
+class NoneFirst(Inline):
+    """A loop over `x` itself, with no state at the first step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, out = None, []
+        for x_t in x:
+            h = torch.tanh(self.inp(x_t)) if h is None else torch.tanh(self.inp(x_t) + self.rec(h))
+            out.append(h)
+        return torch.stack(out)
+
+
+class CellInLoop(nn.Module):
+    """An `LSTMCell` in a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.LSTMCell(IN, H), nn.Linear(H, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = c = torch.zeros(x.size(0), H, dtype=x.dtype)
+        out = []
+        for t in range(x.size(1)):
+            h, c = self.cell(x[:, t, :], (h, c))
+            out.append(self.out(h))
+        return torch.stack(out, dim=1)
+
+
+class Projected(nn.Module):
+    """One projection of the whole sequence before the loop, an output written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.rec, self.out = nn.Linear(IN, 3 * H), nn.Linear(H, 3 * H), nn.Linear(H, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps, batch, _ = x.shape
+        gates = self.inp(x.reshape(steps * batch, -1)).view(steps, batch, -1)
+        h = x.new_zeros(batch, H)
+        out = torch.zeros(steps, batch, H, dtype=x.dtype)
+        for t, g in enumerate(gates.unbind(0)):
+            r, z, n = g.chunk(3, -1)
+            hr, hz, hn = self.rec(h).chunk(3, -1)
+            z = torch.sigmoid(z + hz)
+            h = (1 - z) * torch.tanh(n + torch.sigmoid(r + hr) * hn) + z * h
+            out[t] = h
+        return self.out(out)
+
+
+class TwoLoops(nn.Module):
+    """Two loops one after the other, the first in a submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mid = NoneFirst(), nn.Linear(H, H)
+        self.decay = nn.Parameter(torch.rand(H))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.mid(self.first(x)))
+        v, out = torch.zeros_like(y[0]), []
+        for t in range(len(y)):
+            v = torch.sigmoid(self.decay) * v + y[t]
+            out.append(v)
+        return torch.stack(out)
+
+
+class TwoStepsAgo(Inline):
+    """A state of two steps ago."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        old = older = torch.zeros(x.shape[0], H, dtype=x.dtype)
+        out = []
+        for t in range(x.shape[1]):
+            new = torch.tanh(self.inp(x[:, t]) + self.rec(older) - 0.3 * old)
+            older, old = old, new
+            out.append(new)
+        return torch.stack(out, 1)
+
+
+class Tutorial(nn.Module):
+    """The surrogate-gradient tutorial: weights as parameters, synapse and membrane, einsum, recordings in lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w2 = nn.Parameter(torch.empty(IN, H)), nn.Parameter(torch.empty(H, 2))
+        nn.init.normal_(self.w1, std=2.0)
+        nn.init.normal_(self.w2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        batch, steps = inputs.shape[:2]
+        h1 = torch.einsum("abc,cd->abd", (inputs, self.w1))
+        syn, mem = torch.zeros(batch, H, dtype=inputs.dtype), torch.zeros(batch, H, dtype=inputs.dtype)
+        spikes = []
+        for t in range(steps):
+            out = Spike.apply(mem - 1.0)
+            rst = out.detach()
+            syn, mem = 0.8 * syn + h1[:, t], (0.9 * mem + syn) * (1.0 - rst)
+            spikes.append(out)
+        h2 = torch.einsum("abc,cd->abd", (torch.stack(spikes, dim=1), self.w2))
+        flt, out = torch.zeros(batch, 2, dtype=inputs.dtype), torch.zeros(batch, 2, dtype=inputs.dtype)
+        recorded = [out]
+        for t in range(steps):
+            flt, out = 0.8 * flt + h2[:, t], 0.9 * out + flt
+            recorded.append(out)
+        return torch.stack(recorded[1:], dim=1)
+
+
+class Selective(nn.Module):
+    """A selective state space: everything before the recurrence is computed for the whole sequence."""
+
+    def __init__(self, states: int = 3) -> None:
+        super().__init__()
+        self.log_a = nn.Parameter(torch.rand(H, states))
+        self.inp, self.delta, self.bc = nn.Linear(IN, H), nn.Linear(H, H), nn.Linear(H, 2 * states)
+        self.skip, self.states = nn.Parameter(torch.ones(H)), states
+
+    def forward(self, x: Tensor) -> Tensor:
+        u = F.silu(self.inp(x))
+        delta = F.softplus(self.delta(u))
+        b, c = self.bc(u).split(self.states, dim=-1)
+        a = torch.exp(-delta.unsqueeze(-1) * torch.exp(self.log_a))
+        bu = delta.unsqueeze(-1) * b.unsqueeze(2) * u.unsqueeze(-1)
+        h = torch.zeros(x.shape[0], H, self.states, dtype=x.dtype)
+        ys = []
+        for i in range(x.shape[1]):
+            h = a[:, i] * h + bu[:, i]
+            ys.append(torch.einsum("bhn,bn->bh", h, c[:, i]))
+        return torch.stack(ys, 1) + u * self.skip
+
+
+@dataclass
+class Carry:
+    """A state in a dataclass."""
+
+    h: Tensor
+    trace: Tensor
+
+
+class Packed(Inline):
+    """State in a dataclass inside a dict, `permute`, `torch.cat`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.permute(1, 0, 2)
+        state = {"s": Carry(torch.zeros_like(x[0] @ x[0].T @ self.inp(x[0])), torch.full((x.shape[1], H), 0.5, dtype=x.dtype))}
+        out = []
+        for x_t in x:
+            old = state["s"]
+            h = torch.tanh(self.inp(x_t) + self.rec(old.h) * old.trace)
+            state = {"s": Carry(h, 0.7 * old.trace + h)}
+            out.append(h[None])
+        return torch.cat(out, 0).permute(1, 0, 2)
+
+
+class LearnedStart(Inline):
+    """An initial state that is a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h0 = nn.Parameter(torch.randn(1, H))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, out = self.h0.expand(x.shape[0], H), []
+        for t in range(x.shape[1]):
+            h = torch.tanh(self.inp(x[:, t]) + self.rec(h))
+            out.append(h)
+        return torch.stack(out, 1)
+
+
+class StartsFromInput(Inline):
+    """An initial state computed from the first input, and an `if t == 0`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Linear(IN, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, out = torch.sin(self.start(x[:, 0])), []
+        for t in range(x.shape[1]):
+            h = torch.tanh(self.inp(x[:, t]) + self.rec(h))
+            out.append(h if t > 0 else h + 0)
+        return torch.stack(out, 1)
+
+
+class FirstDiffers(Inline):
+    """A first step with weights of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = nn.Linear(IN, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = []
+        for t, x_t in enumerate(x):
+            h = torch.sin(self.start(x_t)) if t == 0 else torch.tanh(self.inp(x_t) + self.rec(h))  # noqa: F821
+            out.append(h)
+        return torch.stack(out)
+
+
+class TokenShift(nn.Module):
+    """The last input mixed in before a GRU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.mix = nn.GRU(IN, H), nn.Parameter(torch.rand(IN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        last = torch.cat([torch.zeros_like(x[:1]), x[:-1]])
+        return self.gru(x + self.mix * (last - x))[0]
+
+
+class CausalConvolution(nn.Module):
+    """A causal convolution over time before a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.rec = nn.Conv1d(IN, H, 3), nn.Linear(H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        u = self.conv(F.pad(x.transpose(1, 2), (2, 0))).transpose(1, 2)
+        h, out = torch.zeros_like(u[:, 0]), []
+        for t in range(x.shape[1]):
+            h = torch.tanh(u[:, t] + self.rec(h))
+            out.append(h)
+        return torch.stack(out, 1)
+
+
+class Mixed(nn.Module):
+    """`nn.GRU`, an own loop and an `nn.LSTM`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru, self.own, self.lstm = nn.GRU(IN, IN, batch_first=True), Inline(), nn.LSTM(H, 2, num_layers=2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lstm(self.own(self.gru(x)[0]))[0]
+
+
+class LayerStartsFromInput(nn.Module):
+    """A layer whose initial state is computed from the first input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.rnn = nn.Linear(IN, H), nn.GRU(IN, H)
+
+    def forward(self, xs: Tensor) -> Tensor:
+        return self.rnn(xs, self.start(xs[0])[None])[0]
+
+
+class Running(nn.Module):
+    """A running sum, without a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(IN, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inp(x).cumsum(1))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], bool, set[str]]] = {
+    "inline": (Inline, True, {"h"}),
+    "none first": (NoneFirst, False, {"h"}),
+    "cell in loop": (CellInLoop, True, {"h", "c"}),
+    "projected": (Projected, False, {"h"}),
+    "two loops": (TwoLoops, False, {"first.h", "v"}),
+    "two steps ago": (TwoStepsAgo, True, set()),
+    "tutorial": (Tutorial, True, {"syn", "mem", "flt", "out"}),
+    "selective": (Selective, True, {"h"}),
+    "packed": (Packed, True, {"h", "old.trace"}),
+    "learned start": (LearnedStart, True, {"h"}),
+    "starts from input": (StartsFromInput, True, {"h"}),
+    "first differs": (FirstDiffers, False, {"h"}),
+    "token shift": (TokenShift, False, set()),
+    "causal convolution": (CausalConvolution, True, set()),
+    "mixed": (Mixed, True, set()),
+    "layer starts from input": (LayerStartsFromInput, False, set()),
+    "running": (Running, True, set()),
+}
+
+
+def make(name: str) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(1)
+    kind, batch_first, _ = MODELS[name]
+    return kind().double(), torch.randn(*((B, T) if batch_first else (T, B)), IN, dtype=torch.float64)
+
+
+def hidden(net: eb.BridgedModule) -> set[str]:
+    return {".".join(path) for path in net.hidden_paths}
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_the_step_of_a_loop_equals_the_whole_sequence(name: str) -> None:
+    model, x = make(name)
+    _, batch_first, names = MODELS[name]
+    net = eb.wrap(model)
+    net.init_state(B)
+    time = 1 if batch_first else 0
+    found = np.stack([np.asarray(net(x.select(time, t))) for t in range(T)], time)
+    assert net.batch_first is batch_first
+    wanted = model(x).detach().numpy()
+    assert np.abs(np.diff(wanted, axis=time)).max() > 1e-3
+    np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
+    if names:
+        assert hidden(net) == names
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_online_gradients_of_a_loop_equal_bptt(name: str) -> None:
+    model, x = make(name)
+    with torch.no_grad():
+        target = torch.randn_like(model(x))
+    report = eb.check_gradients(model, x, target, loss=F.mse_loss, rule="rtrl")
+    assert report.ok, report
+    for name, parameter in model.named_parameters():
+        row = report[name]
+        assert row.norm > 1e-6, f"the gradient of {name} vanishes"
+        assert row.relative_error < 1e-9, report
+        assert row.torch_gradient.shape == tuple(parameter.shape)
+
+
+# ---- outputs that are reduced over time
+
+
+class Ends(Inline):
+    """A classifier that ends in a reduction over time."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.out, self.how = nn.Linear(H, 2), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        ys = super().forward(x)
+        if self.how == "last":
+            return self.out(ys[:, -1])
+        if self.how == "mean":
+            return self.out(ys.mean(1))
+        if self.how == "sum of logits":
+            return self.out(ys).sum(1)
+        return self.out(ys).amax(1)
+
+
+@pytest.mark.parametrize(("how", "reduction"), [("last", "last"), ("mean", "mean"), ("sum of logits", "sum"), ("max", "last")])
+def test_a_reduction_over_time_is_known(how: str, reduction: str) -> None:
+    torch.manual_seed(2)
+    model, x = Ends(how).double(), torch.randn(B, T, IN, dtype=torch.float64)
+    net = eb.wrap(model)
+    net.init_state(B)
+    outputs = np.stack([np.asarray(net(x[:, t])) for t in range(T)])
+    assert net.reduction == reduction
+    found = {"last": outputs[-1], "sum": outputs.sum(0), "mean": outputs.mean(0)}[reduction]
+    np.testing.assert_allclose(found, model(x).detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_no_reduction_where_every_step_is_given() -> None:
+    net = eb.wrap(Inline().double())
+    net.init_state(B)
+    assert net.reduction is None
+
+
+@pytest.mark.parametrize("how", ["last", "mean", "max"])
+def test_online_gradients_of_a_reduced_output_equal_bptt(how: str) -> None:
+    torch.manual_seed(2)
+    model, x = Ends(how).double(), torch.randn(B, T, IN, dtype=torch.float64)
+    mask = torch.zeros(T)
+    mask[-1] = 1
+    targets = torch.randn(B, T, 2, dtype=torch.float64)
+    report = eb.check_gradients(model, x, targets, loss=F.mse_loss, rule="rtrl", mask=mask if how != "mean" else None)
+    assert report.ok, report
+    assert report["rec.weight"].norm > 1e-6
+    assert report["rec.weight"].relative_error < 1e-9
+
+
+# ---- what cannot be one step
+
+
+class Normalised(Inline):
+    """Looks ahead in one of several ways before the loop."""
+
+    def __init__(self, how: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.how(x))
+
+
+LOOK_AHEAD: dict[str, Callable[[Tensor], Tensor]] = {
+    "statistics": lambda x: x - x.mean(1, keepdim=True),
+    "reversed": lambda x: x.flip(1),
+    "centred convolution": lambda x: F.avg_pool1d(x.transpose(1, 2), 3, 1, 1).transpose(1, 2),
+    "attention": lambda x: torch.softmax(x @ x.transpose(1, 2), -1) @ x,
+}
+
+
+@pytest.mark.parametrize("how", list(LOOK_AHEAD))
+def test_a_loop_that_looks_ahead_is_refused_with_the_line(how: str) -> None:
+    with pytest.raises(eb.NotSupportedError, match=r"depends on later inputs.*test_frontend_loops\.py:\d+"):
+        eb.wrap(Normalised(LOOK_AHEAD[how]).double()).init_state(B)
+
+
+class Clocked(Inline):
+    """Every other step is different."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, out = torch.zeros(x.shape[0], H, dtype=x.dtype), []
+        for t in range(x.shape[1]):
+            h = torch.tanh(self.inp(x[:, t]) + self.rec(h)) if t % 2 else 0.5 * h + self.inp(x[:, t])
+            out.append(h)
+        return torch.stack(out, 1)
+
+
+class Positions(Inline):
+    """A table of positions is added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(30, IN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.table[: x.shape[1]])
+
+
+@pytest.mark.parametrize(("kind", "reason"), [(Clocked, "not alike"), (Positions, "not alike|depends on its number")])
+def test_steps_that_differ_are_refused(kind: type[nn.Module], reason: str) -> None:
+    with pytest.raises(eb.NotSupportedError, match=reason):
+        eb.wrap(kind().double()).init_state(B)
+
+
+def test_a_layout_that_was_assumed_wrong_is_not_trained_on() -> None:
+    learner = eb.OnlineLearner(Tutorial().double(), rule="d_rtrl", loss=F.mse_loss)
+    with pytest.raises(eb.InputError, match=r"batch_first=True"):
+        learner.gradients(torch.randn(B, T, IN, dtype=torch.float64), torch.randn(B, T, 2, dtype=torch.float64))
+
+
+@pytest.mark.x32
+def test_a_loop_in_default_precision() -> None:
+    torch.manual_seed(1)
+    model, x = Inline(), torch.randn(B, T, IN)
+    net = eb.wrap(model)
+    net.init_state(B)
+    found = np.stack([np.asarray(net(x[:, t])) for t in range(T)], 1)
+    np.testing.assert_allclose(found, model(x).detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_dropout_in_a_loop_draws_new_numbers_at_each_step() -> None:
+    class Noisy(Inline):
+        def forward(self, x: Tensor) -> Tensor:
+            h, out = torch.zeros(x.shape[0], H, dtype=x.dtype), []
+            for t in range(x.shape[1]):
+                h = 0.9 * h + F.dropout(self.inp(x[:, t]), 0.5, self.training)
+                out.append(h)
+            return F.dropout(torch.stack(out, 1), 0.5, self.training)
+
+    net = eb.wrap(Noisy().double())
+    net.init_state(64)
+    x = torch.ones(64, IN, dtype=torch.float64)
+    outputs = np.stack([np.asarray(net(x)) for _ in range(3)])
+    dropped = outputs == 0
+    # an output is zero if it is dropped itself, or if all inputs so far were
+    np.testing.assert_allclose(dropped.mean((1, 2)), [0.75, 0.625, 0.5625], atol=0.1)
+    assert (dropped[1] != dropped[2]).any()
+    eb.wrap(Noisy().double().eval()).init_state(B)
+
+
+def test_a_loop_that_is_random_in_evaluation_mode_is_compared_by_its_draws() -> None:
+    class Noisy(Inline):
+        def forward(self, x: Tensor) -> Tensor:
+            h, out = torch.zeros(x.shape[0], H, dtype=x.dtype), []
+            for t in range(x.shape[1]):
+                h = 0.9 * h + self.inp(x[:, t]) + 0.1 * torch.randn_like(h)
+                out.append(h)
+            return torch.stack(out, 1)
+
+    net = eb.wrap(Noisy().double().eval())
+    net.init_state(B)
+    x = np.ones((B, IN))
+    first, second = net(x), net(x)
+    assert not np.allclose(first, second)  # fresh noise in every step
+
+
+def test_a_loop_that_writes_running_statistics_is_refused_in_training_mode():
+    """The step that is found in a loop carries no buffers, so the statistics would silently stay as they are."""
+
+    class Measuring(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.cell = nn.BatchNorm1d(3), nn.GRUCell(3, 4)
+
+        def forward(self, x):
+            h, outputs = torch.zeros(x.shape[1], 4, dtype=x.dtype), []
+            for x_t in x:
+                h = self.cell(self.norm(x_t), h)
+                outputs.append(h)
+            return torch.stack(outputs)
+
+    model = Measuring().double()
+    x = torch.randn(5, 3).double()
+    with pytest.raises(eb.NotSupportedError, match="writes to `norm.running_mean`, `norm.running_var`"):
+        eb.wrap(model, example_input=x).init_state(batch_size=5)
+    net = eb.wrap(model.eval(), example_input=x)
+    net.init_state(batch_size=5)
+    expected = model(x[None])[0]
+    torch.testing.assert_close(eb.to_torch(net(x)), expected, rtol=1e-9, atol=1e-12)
+
+
+class Pooled(nn.Module):
+    """A loop whose input size no layer tells: the states cannot be made before the first input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.u = nn.Parameter(torch.randn(IN, H)), nn.Parameter(torch.randn(H, H) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, out = x.new_zeros(x.shape[0], H), []
+        for t in range(x.shape[1]):
+            h = torch.tanh(x[:, t] @ self.w + h @ self.u)
+            out.append(h)
+        return torch.stack(out, 1)
+
+
+def test_a_module_that_has_run_is_reset_before_a_sequence() -> None:
+    torch.manual_seed(0)
+    model = Pooled().double()
+    x = torch.randn(B, 5, IN, dtype=torch.float64)
+    net = eb.wrap(model)
+    net.init_state(batch_size=B)
+    first = np.asarray(net(x[:, 0]))
+    net(x[:, 1])
+    learner = eb.OnlineLearner(net, rule="bptt", loss=F.mse_loss, reduction="sum")
+    found = learner.gradients(x, torch.zeros(B, 5, H, dtype=torch.float64)).grads
+    loss = sum((y**2).mean() for y in model(x).unbind(1))
+    for (name, _), wanted in zip(model.named_parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True):
+        assert wanted.abs().max() > 0
+        np.testing.assert_allclose(found[name], wanted, rtol=0, atol=1e-12)
+    net.reset_state()
+    np.testing.assert_array_equal(np.asarray(net(x[:, 0])), first)
+    net.init_state(batch_size=B)
+    assert np.asarray(net(x[:, 0])).shape == (B, H)

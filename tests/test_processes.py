@@ -1,0 +1,219 @@
+"""Several processes that train together, over loopback: each has its part of the batch, and all is as on one device.
+
+Two groups are started, since every start costs seconds: four processes of one device in float32, of which one dies at the end, and
+two of two devices in float64, which go on from the checkpoint of the first. They run one rule of each kind of memory;
+`PROCESS_RULES=all` runs all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import brainstate
+import numpy as np
+import optax
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+
+import etrace_bridge as eb
+import process_script
+from etrace_bridge.cli import main
+from etrace_bridge.learning.placement import Placement
+from etrace_bridge.learning.processes import in_cluster
+from learner_models import make_net
+
+SCRIPT = Path(process_script.__file__)
+LIMIT = 900  # seconds
+
+
+@dataclass
+class Group:
+    """Processes that have ended.
+
+    Attributes:
+        folder: where they wrote.
+        count: how many there were.
+        status: their exit status.
+        errors: what each of them wrote about errors.
+        seconds: from the end of the first one to that of the last one.
+    """
+
+    folder: Path
+    count: int
+    status: list[int]
+    errors: list[str]
+    seconds: float
+
+    def read(self, name: str, process: int = 0) -> dict[str, list[np.ndarray]]:
+        found: dict[str, list[np.ndarray]] = {}
+        with np.load(self.folder / f"{name}-{process}.npz") as arrays:
+            for key in arrays:
+                found.setdefault(key.split("/")[0], []).append(arrays[key])
+        return found
+
+
+def start(folder: Path, count: int, devices: int, kind: str, *load: str) -> Group:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {
+        "PYTHONPATH": str(SCRIPT.parent), "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "NPROC": "1",
+    }  # fmt: skip
+    errors = [(folder / f"errors-{n}.txt").open("w+") for n in range(count)]
+    arguments = [[sys.executable, str(SCRIPT), str(n), str(count), str(port), str(folder), kind, *load] for n in range(count)]
+    workers = [subprocess.Popen(a, env=environment, stderr=e, stdout=e) for a, e in zip(arguments, errors, strict=True)]
+    begun, first = time.monotonic(), None
+    try:
+        while any(w.poll() is None for w in workers) and time.monotonic() < begun + LIMIT:
+            if first is None and any(w.poll() is not None for w in workers):
+                first = time.monotonic()
+            time.sleep(0.2)
+        seconds = time.monotonic() - (first or begun)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    texts = []
+    for file in errors:
+        file.seek(0)
+        texts.append(file.read())
+        file.close()
+    return Group(folder, count, [w.returncode for w in workers], texts, seconds)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Group:
+    return start(tmp_path_factory.mktemp("four"), 4, 1, "float32")
+
+
+@pytest.fixture(scope="module")
+def two(four: Group, tmp_path_factory: pytest.TempPathFactory) -> Group:
+    group = start(tmp_path_factory.mktemp("two"), 2, 2, "float64", str(four.folder / "checkpoint"))
+    assert group.status == [0, 0], group.errors[0][-3000:]
+    return group
+
+
+def apart(one: list, other: list) -> float:
+    pairs = list(zip(one, other, strict=True))
+    assert pairs and all(np.shape(a) == np.shape(b) for a, b in pairs)
+    return max(float(np.abs(np.asarray(a) - np.asarray(b)).max(initial=0)) for a, b in pairs)
+
+
+def compare(group: Group, dtype: torch.dtype, tolerance: float) -> None:
+    xs, ys = process_script.data(dtype)
+    start = [np.asarray(p.detach()) for n, p in make_net(dtype).named_parameters() if not n.startswith("spare")]
+    for rule in process_script.rules(group.count):
+        learner = process_script.make_learner(rule, dtype)
+        expected = process_script.run_steps(learner, xs, ys, process_script.STEPS) | process_script.whole_state(learner)
+        parts = [group.read(rule, n) for n in range(group.count)]
+        for name in ("losses", "weights", "hidden", "trace"):
+            if expected[name]:
+                assert apart(parts[0][name], expected[name]) <= tolerance, (rule, name)
+        assert apart([np.concatenate([p["outputs"][0] for p in parts])], expected["outputs"]) <= tolerance
+        assert apart(start, expected["weights"]) > 1e-2, "the weights have moved"
+
+
+@pytest.mark.x32
+def test_four_processes_equal_one_device(four: Group) -> None:
+    compare(four, torch.float32, 1e-6)
+
+
+def test_two_processes_of_two_devices_equal_one_device(two: Group) -> None:
+    compare(two, torch.float64, 1e-12)
+
+
+def test_every_call(two: Group) -> None:
+    """Sequences, `fit` with validation and metrics, `reset` with a mask, and weights back in torch."""
+    dtype = torch.float64
+    learner, (xs, ys) = process_script.make_learner("d_rtrl", dtype), process_script.data(dtype)
+    process_script.run_steps(learner, xs, ys, 3)
+    expected = process_script.all_calls(learner, xs, ys, slice(None))
+    parts = [two.read("calls", n) for n in range(2)]
+    for name, wanted in expected.items():
+        if name == "sequence outputs":
+            found = [np.concatenate(pair, 1) for pair in zip(*(p[name] for p in parts), strict=True)]
+        else:
+            found = parts[0][name]
+            assert apart(found, parts[1][name]) == 0, f"{name}: the same in every process"
+        assert apart(found, wanted) <= 1e-12, name
+
+
+def test_errors_reach_every_process(two: Group) -> None:
+    for index in range(2):
+        same, empty, unequal, ok = (two.folder / f"messages-{index}.txt").read_text().splitlines()
+        assert float(same) == 0.0, "global arrays in place of parts"
+        assert ("the batch is empty" if index else "process 1 refused its data") in empty.lower()
+        assert "The processes do not do the same" in unequal and "`drop_last=True`" in unequal
+        assert ok == "True", "check_gradients"
+
+
+# -- checkpoints and death ----------------------------------------------------------------------------------------
+
+
+def test_the_others_stop_when_a_process_dies(four: Group) -> None:
+    assert four.status[3] == -9 and all(four.status[:3]), four.errors[0][-3000:]
+    assert four.seconds < 60
+    for text in four.errors[:3]:
+        assert "another task died" in text or "heartbeat" in text, text[-2000:]
+
+
+@pytest.mark.x32
+def test_checkpoints_go_from_four_processes_to_two_to_one(four: Group, two: Group) -> None:
+    """Bit for bit, and what comes after the restart is what would have come without it."""
+    saved, loaded, later = four.read("saved"), two.read("loaded"), two.read("saved")
+    for name in ("weights", "hidden", "trace"):
+        assert apart(saved[name], loaded[name]) == 0, name
+    options = {"loss": mse_loss, "optimizer": optax.adam(0.01)}
+    with brainstate.environ.context(precision=32):
+        learner = eb.OnlineLearner.load(two.folder / "checkpoint", make_net(torch.float32), **options)
+        here = process_script.whole_state(learner)
+        for name in ("weights", "hidden", "trace"):
+            assert apart(later[name], here[name]) == 0, name
+        alone, (xs, ys) = process_script.make_learner("d_rtrl", torch.float32), process_script.data(torch.float32)
+        process_script.run_steps(alone, xs, ys, 4), process_script.run_steps(alone, xs, ys, 4)
+        assert learner.steps == alone.steps == 8
+        assert apart(here["weights"], process_script.whole_state(alone)["weights"]) <= 1e-6
+        assert abs(learner.step(xs[2], ys[2]).loss - alone.step(xs[2], ys[2]).loss) <= 1e-6
+
+
+def test_train_in_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """`train --processes 2` learns what one process learns, and its checkpoint is read by one."""
+    (tmp_path / "model.py").write_text("import torch\n\n\ndef make():\n    torch.manual_seed(0)\n    return torch.nn.RNN(2, 3)\n")
+    draw = np.random.default_rng(0)
+    arrays = {"xs": draw.standard_normal((5, 8, 2)), "targets": draw.standard_normal((5, 8, 3))}
+    np.savez(tmp_path / "data.npz", **{name: x.astype(np.float32) for name, x in arrays.items()})
+    given = ["train", f"{tmp_path / 'model.py'}:make", "--data", str(tmp_path / "data.npz"), "--epochs", "2", "--batch", "4", "--json"]
+    several = [*given, "--processes", "2", "--output", str(tmp_path / "several")]
+    done = subprocess.run([sys.executable, "-m", "etrace_bridge", *several], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    together = json.loads(done.stdout)
+    with brainstate.environ.context(precision=32):
+        assert main([*given, "--output", str(tmp_path / "one")]) == 0
+        alone = json.loads(capsys.readouterr().out)
+        found = [[epoch["loss"] for epoch in run["epochs"]] for run in (together, alone)]
+        assert apart(*found) <= 1e-6 and found[0][0] > found[0][1] > 0
+        loaded = eb.OnlineLearner.load(tmp_path / "several", torch.nn.RNN(2, 3), loss=mse_loss, optimizer=optax.adam(1e-3))
+        assert loaded.updates == alone["updates"] == 4
+
+
+# -- one process --------------------------------------------------------------------------------------------------
+
+
+def test_the_usual_mesh_of_one_process() -> None:
+    mesh = eb.distributed_mesh()
+    assert mesh.axis_names == ("batch",) and not Placement(mesh=mesh).spans_processes
+    with pytest.raises(eb.InputError, match="`process` is missing: give `coordinator`, `processes` and `process`"):
+        eb.distributed_mesh("host:1", 2)
+
+
+def test_what_counts_as_a_cluster() -> None:
+    assert not in_cluster({}) and not in_cluster({"SLURM_NTASKS": "1"})
+    assert in_cluster({"SLURM_NTASKS": "8"}) and in_cluster({"JAX_COORDINATOR_ADDRESS": "host:1"})

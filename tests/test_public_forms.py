@@ -1,0 +1,410 @@
+"""Ways to write a model that were met in public repositories, each in a small model of our own, against torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import etrace_bridge as eb
+
+B, IN, H, T = 2, 3, 4, 5
+
+
+def inputs(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def agrees(model: nn.Module, xs: object, outputs: tuple[int, ...], **options: object) -> eb.GradientReport:
+    """Compare outputs and gradients of a sequence with torch's own; `outputs` is the shape of the targets."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0, 0.5)
+    report = eb.check_gradients(model, xs, inputs(*outputs), F.mse_loss, rule="bptt", chunk=T, **options)
+    assert report.ok, report
+    return report
+
+
+class StateRequired(nn.Module):
+    """A required state argument that goes to a cell, which takes None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.LSTMCell(IN + 2, H), nn.Linear(H, 2)
+
+    def forward(self, action: Tensor, x: Tensor, hidden: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        hidden = self.cell(torch.cat([action, x], 1), hidden)
+        return self.out(hidden[0]), hidden
+
+
+class LanguageModel(nn.Module):
+    """Ids in, a required state, and time and batch as one axis of the output."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.embed, self.rnn = nn.Embedding(7, IN), nn.LSTM(IN, H, batch_first=batch_first)
+        self.out = nn.Linear(H, 6)
+
+    def forward(self, ids: Tensor, hidden: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        y, hidden = self.rnn(self.embed(ids), hidden)
+        return F.log_softmax(self.out(y.reshape(-1, H)), 1), hidden
+
+
+class FlatLoop(nn.Module):
+    """A loop of its own whose outputs have time and batch as one axis."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out = nn.GRUCell(IN, H), nn.Linear(H, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, ys = x.new_zeros(x.shape[0], H), []
+        for t in range(x.shape[1]):
+            h = self.cell(x[:, t], h)
+            ys.append(h)
+        return self.out(torch.stack(ys, 1).view(-1, H))
+
+
+class TimeSpans(nn.Module):
+    """A second input, required or with a default of None, and a third argument that may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Linear(IN + H, H)
+
+    def forward(self, x: Tensor, timespans: Tensor | None = None, extra: Tensor | None = None) -> Tensor:
+        h, ys = x.new_zeros(x.shape[0], H), []
+        for t in range(x.size(1)):
+            span = timespans[:, t].reshape(-1, 1)  # type: ignore[index]
+            h = h + span * torch.tanh(self.cell(torch.cat([x[:, t], h], 1)))
+            ys.append(h)
+        return torch.stack(ys, 1)
+
+
+class Bounded(nn.Module):
+    """Writes bounds to its weight in `forward`, if any are set; no unit drives itself."""
+
+    def __init__(self, bound: float | None = None) -> None:
+        super().__init__()
+        self.w, self.u, self.bound = nn.Parameter(torch.randn(IN, H)), nn.Parameter(torch.randn(H, H)), bound
+
+    def bounded(self, weight: Tensor) -> Tensor:
+        return weight if self.bound is None else weight.clamp(-self.bound, self.bound)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.u.data = self.bounded(self.u.data)
+        u, h, ys = self.u.clone().fill_diagonal_(0), x.new_zeros(x.shape[1], H), []
+        for x_t in x:
+            h = torch.tanh(x_t @ self.w + h @ u)
+            ys.append(h)
+        return torch.stack(ys)
+
+
+class LogScan(nn.Module):
+    """A gated recurrence as a parallel scan in logarithms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(IN, 2 * H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, gate = self.lin(x).chunk(2, -1)
+        decay = -F.softplus(gate)
+        total = decay.cumsum(1)
+        value = -F.softplus(-gate) + F.logsigmoid(hidden)
+        return (total + (value - total).logcumsumexp(1)).exp()
+
+
+class Unbatched(nn.Module):
+    """A loop over a sequence without batch, into an empty tensor, with the state in an attribute that it clears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.a = nn.Parameter(torch.randn(H, IN)), nn.Parameter(torch.rand(H))
+        self.state = torch.zeros(H, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.empty(*x.shape[:-1], H, dtype=x.dtype)
+        if x.dim() == 2:
+            for i, step in enumerate(x):
+                self.state = self.a * self.state + self.w @ step
+                out[i] = self.state
+            self.state = torch.zeros_like(self.state)
+        return out
+
+
+def test_a_required_state_that_a_cell_takes_needs_no_state_argument() -> None:
+    agrees(StateRequired(), (inputs(T, B, 2), inputs(T, B, IN)), (T, B, 2))
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_time_and_batch_may_be_one_axis_of_the_output(batch_first: bool) -> None:
+    shape = (B, T) if batch_first else (T, B)
+    ids = torch.randint(0, 7, shape, generator=torch.Generator().manual_seed(0))
+    agrees(LanguageModel(batch_first), ids, (*shape, 6))
+
+
+def test_a_loop_may_flatten_its_outputs() -> None:
+    agrees(FlatLoop(), inputs(B, T, IN), (B, T, 2))
+
+
+class TimeSpansRequired(TimeSpans):
+    def forward(self, x: Tensor, timespans: Tensor, extra: Tensor | None = None) -> Tensor:
+        return super().forward(x, timespans, extra)
+
+
+@pytest.mark.parametrize("model", [TimeSpans, TimeSpansRequired])
+def test_an_argument_that_is_no_state_may_be_an_input(model: type[nn.Module]) -> None:
+    agrees(model(), (inputs(B, T, IN), inputs(B, T, 1).abs()), (B, T, H))
+
+
+def test_a_write_of_the_same_data_to_a_parameter_is_none() -> None:
+    agrees(Bounded(), inputs(T, B, IN), (T, B, H))
+    with pytest.raises(eb.TracingError, match="writes to its parameter `u` in place"):
+        agrees(Bounded(0.1), inputs(T, B, IN), (T, B, H))
+
+
+def test_a_scan_in_logarithms_is_a_recurrence() -> None:
+    agrees(LogScan(), inputs(B, T, IN), (B, T, H))
+
+
+def test_a_loop_over_a_sequence_without_batch() -> None:
+    torch.manual_seed(0)
+    model, x = Unbatched().double(), inputs(T, IN)
+    net = eb.wrap(model)
+    net.init_state()
+    found = np.stack([np.asarray(net(step)) for step in x])
+    np.testing.assert_allclose(found, model(x).detach(), rtol=0, atol=1e-12)
+
+
+class RandomStart(nn.Module):
+    """Starts from a random state, as some spiking models do, and adds noise to each step in evaluation mode too."""
+
+    def __init__(self, noise: float = 0.0) -> None:
+        super().__init__()
+        self.lin, self.noise = nn.Linear(IN, H), noise
+
+    def step(self, x: Tensor, u: Tensor) -> Tensor:
+        return 0.9 * u + torch.tanh(self.lin(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        u, ys = torch.rand(x.shape[0], H, dtype=x.dtype), []
+        for t in range(x.shape[1]):
+            u = self.step(x[:, t], u)
+            if self.noise:
+                u = u + self.noise * torch.randn_like(u)
+            ys.append(u)
+        return torch.stack(ys, 1)
+
+
+def test_a_random_start_is_drawn_for_every_sequence() -> None:
+    model, x = RandomStart().double().eval(), inputs(B, T, IN)
+    net = eb.wrap(model)
+    starts = []
+    for _ in range(2):
+        net.init_state(batch_size=B)
+        ys = [torch.tensor(np.asarray(net(x[:, t]))) for t in range(3)]
+        starts.append((ys[0] - torch.tanh(model.lin(x[:, 0]))) / 0.9)
+        for t in (1, 2):
+            torch.testing.assert_close(ys[t], model.step(x[:, t], ys[t - 1]).detach(), rtol=0, atol=1e-12)
+    assert not torch.equal(*starts) and all(s.min() >= 0 and s.max() <= 1 for s in starts)
+
+
+def test_noise_in_a_loop_is_drawn_for_every_step() -> None:
+    model, x = RandomStart(0.1).double().eval(), inputs(B, T, IN)
+    net = eb.wrap(model)
+    net.init_state(batch_size=B)
+    ys = [torch.tensor(np.asarray(net(x[:, t]))) for t in range(3)]
+    noise = [ys[t] - model.step(x[:, t], ys[t - 1]).detach() for t in (1, 2)]
+    assert not torch.allclose(*noise) and all(0 < n.abs().max() < 1 for n in noise)
+
+
+class Locked(nn.Module):
+    """Dropout with one mask for a whole sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(IN, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, h, ys = self.lin(x), x.new_zeros(x.shape[1], 32), []
+        if self.training:
+            y = y * torch.empty(1, *y.shape[1:], dtype=y.dtype).bernoulli_(0.5)
+        for y_t in y:
+            h = 0.5 * h + y_t
+            ys.append(h)
+        return torch.stack(ys)
+
+
+def test_a_mask_for_a_whole_sequence_is_drawn_once() -> None:
+    net = eb.wrap(Locked().double())
+    x, patterns = inputs(T, B, IN), []
+    for _ in range(2):
+        net.init_state(batch_size=B)
+        zeros = [np.asarray(net(step)) == 0 for step in x]
+        assert all(np.array_equal(z, zeros[0]) for z in zeros) and 0 < zeros[0].mean() < 1
+        patterns.append(zeros[0])
+    assert not np.array_equal(*patterns)
+
+
+class Centred(nn.Module):
+    """Runs on one step, but mixes the steps of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(IN, IN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x - x.mean(1, keepdim=True))
+
+
+def test_a_model_without_state_that_mixes_the_steps_of_a_sequence_warns() -> None:
+    net = eb.wrap(Centred().double())
+    with pytest.warns(UserWarning, match="keeps no state.*sequence=False"):
+        net.init_state(batch_size=B)
+        net(inputs(B, IN))
+
+
+class Exploding(nn.Module):
+    """Exponential gates without a bound: on inputs of size one its values explode, and rounding errors with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.rec = nn.Linear(IN, 2 * H), nn.Linear(H, 2 * H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, ys = x.new_zeros(x.shape[0], H), []
+        for t in range(x.shape[1]):
+            i, f = (self.inp(x[:, t]) + self.rec(h)).exp().chunk(2, 1)
+            h = f * h + i
+            ys.append(h)
+        return torch.stack(ys, 1)
+
+
+def test_a_model_that_explodes_on_random_inputs_is_compared_on_small_ones() -> None:
+    torch.manual_seed(0)
+    model = Exploding().double()
+    nn.init.constant_(model.inp.bias, -2)
+    net, x = eb.wrap(model), 0.05 * inputs(B, T, IN)
+    net.init_state(batch_size=B)
+    found = np.stack([np.asarray(net(x[:, t])) for t in range(T)], 1)
+    np.testing.assert_allclose(found, model(x).detach(), rtol=1e-9)
+
+
+class NormedCell(nn.Module):
+    """A state that ends in a bias: the value before the bias would do as a state, but starts at minus the bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.rec, self.norm = nn.Linear(IN, H), nn.Linear(H, H), nn.LayerNorm(H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        c, ys = x.new_zeros(x.shape[1], H), []
+        for x_t in x:
+            c = self.norm(0.9 * c + torch.tanh(self.inp(x_t) + self.rec(c)))
+            ys.append(torch.tanh(c))
+        return torch.stack(ys)
+
+
+def test_a_state_does_not_start_right_by_a_bias_that_happens_to_be_zero() -> None:
+    torch.manual_seed(0)
+    model = NormedCell().double()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert model.norm.bias.abs().max() == 0
+    report = eb.check_gradients(model, inputs(T, B, IN), inputs(T, B, H), F.mse_loss, rule="bptt", chunk=T)
+    assert report.ok, report
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class FiringRates(nn.Module):
+    """Returns its last potential and firing rates, a mean over batch and time; on inputs of size one no unit fires."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(IN, H)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        u, spikes = x.new_zeros(x.shape[0], H), []
+        for t in range(x.shape[1]):
+            u = 0.9 * u + self.lin(x[:, t])
+            spikes.append(torch.sigmoid(50 * (u - 12)).round() * u)
+        return u, torch.stack(spikes, 1).mean((0, 1))
+
+
+def test_a_mean_over_batch_and_time_is_a_mean_also_where_it_is_zero_at_first() -> None:
+    torch.manual_seed(0)
+    model, x = FiringRates().double(), 20 * inputs(B, 7, IN)
+    net = eb.wrap(model)
+    net.init_state(batch_size=B)
+    rates = np.stack([np.asarray(net(x[:, t])[1]) for t in range(7)])
+    wanted = model(x)[1].detach()
+    assert wanted.abs().max() > 0
+    np.testing.assert_allclose(rates.mean(0), wanted, rtol=0, atol=1e-12)
+
+
+def test_a_mean_of_spikes_that_are_zero_at_first_is_no_last_step() -> None:
+    from spikingjelly.activation_based import functional, layer, neuron
+
+    class Rate(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            node = layer.LinearRecurrentContainer(neuron.IFNode(v_threshold=4.0), H, H, bias=True, step_mode="m")
+            self.fc = nn.Sequential(layer.Linear(IN, H, step_mode="m"), node)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(x).mean(0)
+
+    torch.manual_seed(0)
+    model, x = Rate(), 30 * inputs(T, B, IN).float()
+    wanted = model(x).detach()
+    functional.reset_net(model)
+    assert wanted.abs().max() > 0
+    net = eb.wrap(model)
+    net.init_state(batch_size=B)
+    found = np.stack([np.asarray(net(step)) for step in x])
+    assert net.reduction == "mean"
+    np.testing.assert_allclose(found.mean(0), wanted, rtol=0, atol=1e-6)
+
+
+class Adaptive(nn.Module):
+    """A threshold that starts at one where no state is given, and shows in the output only later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(IN, H)
+
+    def forward(self, x: Tensor, state: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        v, b = (x.new_zeros(x.shape[0], H), x.new_ones(x.shape[0], H)) if state is None else state
+        y, v = torch.relu(v - b), 0.9 * v + self.lin(x)
+        return y, (v, 0.5 * b)
+
+
+def test_a_start_that_is_not_zero_is_refused_also_where_the_first_output_does_not_show_it() -> None:
+    net = eb.wrap(Adaptive().double())
+    with pytest.raises(eb.StateError, match="starts from a state that is not zero"):
+        net.init_state(batch_size=B)
+        net(inputs(B, IN))
+
+
+def test_a_state_that_inner_layers_make_starts_as_they_start() -> None:
+    from norse.torch.module.lsnn import LSNNParameters, LSNNRecurrentCell
+
+    class Cells(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = LSNNRecurrentCell(IN, H, LSNNParameters(v_th=torch.as_tensor(0.3)), dt=0.001)
+
+        def forward(self, x: Tensor, state: object) -> tuple[Tensor, object]:
+            spikes, state = self.cell(x, state)
+            return spikes, state
+
+    torch.manual_seed(0)
+    report = eb.check_gradients(Cells(), 20 * torch.rand(8, B, IN), torch.randn(8, B, H), F.mse_loss, rule="bptt", chunk=8, dtype=None)
+    assert report.ok, report
+    net = eb.wrap(Cells())
+    net.init_state(batch_size=B)
+    net(torch.rand(B, IN))
+    net.reset_state()
+    assert any(np.allclose(value, 0.3) for value in net.hidden_values())
