@@ -120,13 +120,13 @@ class LogScan(nn.Module):
 class Unbatched(nn.Module):
     """A loop over a sequence without batch, into an empty tensor, with the state in an attribute that it clears."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = H) -> None:
         super().__init__()
-        self.w, self.a = nn.Parameter(torch.randn(H, IN)), nn.Parameter(torch.rand(H))
-        self.state = torch.zeros(H, dtype=torch.float64)
+        self.w, self.a = nn.Parameter(torch.randn(width, IN)), nn.Parameter(torch.rand(width))
+        self.state = torch.zeros(width, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = torch.empty(*x.shape[:-1], H, dtype=x.dtype)
+        out = torch.empty(*x.shape[:-1], len(self.a), dtype=x.dtype)
         if x.dim() == 2:
             for i, step in enumerate(x):
                 self.state = self.a * self.state + self.w @ step
@@ -170,13 +170,33 @@ def test_a_scan_in_logarithms_is_a_recurrence() -> None:
     agrees(LogScan(), inputs(B, T, IN), (B, T, H))
 
 
-def test_a_loop_over_a_sequence_without_batch() -> None:
-    torch.manual_seed(0)
-    model, x = Unbatched().double(), inputs(T, IN)
+def steps_equal_the_sequence(model: nn.Module, x: Tensor) -> None:
     net = eb.wrap(model)
     net.init_state()
-    found = np.stack([np.asarray(net(step)) for step in x])
-    np.testing.assert_allclose(found, model(x).detach(), rtol=0, atol=1e-12)
+    outputs = np.stack([np.asarray(net(step)) for step in x])
+    np.testing.assert_allclose(outputs, model(x).detach(), rtol=0, atol=1e-12)
+
+
+def test_a_loop_over_a_sequence_without_batch() -> None:
+    torch.manual_seed(0)
+    steps_equal_the_sequence(Unbatched().double(), inputs(T, IN))
+
+
+class Uninitialised(Unbatched):
+    """Leaves other numbers in the memory of its output at every call, as any program may."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Uninitialised.calls += 1
+        dirty = [torch.full((*x.shape[:-1], len(self.a)), float(self.calls), dtype=x.dtype) for _ in range(64)]
+        del dirty  # the next tensor of this size gets the memory of one of them
+        return super().forward(x)
+
+
+def test_memory_that_is_never_written_is_not_taken_for_a_hidden_change() -> None:
+    torch.manual_seed(0)
+    steps_equal_the_sequence(Uninitialised(width=256).double(), inputs(T, IN))
 
 
 class RandomStart(nn.Module):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 # Patching `nn.Module.__call__` is global: one thread at a time, and others pass straight through.
 LOCK = threading.RLock()
@@ -38,3 +39,16 @@ def intercepted_calls(handler: Handler) -> Iterator[None]:
 def as_written() -> contextlib.AbstractContextManager:
     """Run what `torch.compile` has compiled as it was written; nothing to do where it was never used, since it imports much."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+
+
+class DefinedMemory(TorchFunctionMode):
+    """Fill uninitialized tensors with NaN, so that two runs of a model can be compared: it may return what it never writes."""
+
+    _CREATE = {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty, torch.Tensor.new_empty_strided}
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func in self._CREATE and type(out) is torch.Tensor and out.device.type != "meta":
+            with torch.no_grad():
+                out.fill_(float("nan") if out.is_floating_point() or out.is_complex() else 0)
+        return out

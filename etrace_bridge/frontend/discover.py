@@ -14,7 +14,7 @@ from torch import nn
 from etrace_bridge._errors import BridgeError, InputError, NotSupportedError, StateError
 from etrace_bridge.frontend import messages
 from etrace_bridge.frontend.attributes import find_attribute_slots
-from etrace_bridge.frontend.calls import LOCK, as_written, intercepted_calls, plain_call
+from etrace_bridge.frontend.calls import LOCK, DefinedMemory, as_written, intercepted_calls, plain_call
 from etrace_bridge.frontend.examples import random_like, scaled, with_sample_changed
 from etrace_bridge.frontend.names import NamedTensor
 from etrace_bridge.frontend.plan import ArgumentSlot, StateLeaf, StepPlan, TimeAxis, add_time_axis, native_call
@@ -103,7 +103,7 @@ def find_plan(
         The plan, with initial values for `inputs`' batch size.
     """
     check_modules(model)
-    with LOCK, restored(model), torch.enable_grad(), as_written():
+    with LOCK, restored(model), torch.enable_grad(), as_written(), DefinedMemory():
         for module in model.modules():  # a run before `wrap` must not show
             if (adapter := find_adapter(module)) is not None:
                 adapter.reset(module)
