@@ -1,4 +1,6 @@
-"""Where ncps keeps the state of its liquid networks: in the argument `hx`, which comes back as the second result."""
+"""Where ncps keeps the state of its liquid networks: in the argument `hx`, which comes back as the
+second result.
+"""
 
 from __future__ import annotations
 

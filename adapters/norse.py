@@ -1,4 +1,6 @@
-"""Where Norse keeps the state of its neurons: always in the argument `state`, which comes back as the second result."""
+"""Where Norse keeps the state of its neurons: always in the argument `state`, which comes back as
+the second result.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,13 @@ import torch
 from norse.torch.module.snn import SNN, SNNCell, SNNRecurrent, SNNRecurrentCell
 from torch import nn
 
-from etrace_bridge.frontend.state import Adapter, Path, flatten_state, register_adapter, unflatten_state
+from etrace_bridge.frontend.state import (
+    Adapter,
+    Path,
+    flatten_state,
+    register_adapter,
+    unflatten_state,
+)
 
 _BASES = (SNNCell, SNNRecurrentCell, SNN, SNNRecurrent)
 
@@ -35,9 +43,14 @@ class NeuronAdapter(Adapter):
         return (_initial_state(module, inputs[0]),)
 
     def constants(self, module: Any) -> tuple[torch.Tensor, ...]:
-        # `IAFCell` sets `requires_grad` on the reset voltage of its default arguments, which all cells share.
+        # `IAFCell` sets `requires_grad` on the reset voltage of its default arguments, which all
+        # cells share.
         kinds = (norse.IAFCell, norse.IAF)
-        return (module.p.v_reset,) if isinstance(module, kinds) and not isinstance(module.p.v_reset, nn.Parameter) else ()
+        return (
+            (module.p.v_reset,)
+            if isinstance(module, kinds) and not isinstance(module.p.v_reset, nn.Parameter)
+            else ()
+        )
 
 
 class ContainerAdapter(Adapter):
@@ -53,7 +66,9 @@ class ContainerAdapter(Adapter):
         return (_initial_state(module, inputs[0]),)
 
     def state_path(self, module: nn.Module, path: Path) -> Path:
-        """Name a layer's state by the layer's own path: a list of states is indexed like the list of layers."""
+        """Name a layer's state by the layer's own path: a list of states is indexed like the list
+        of layers.
+        """
         if path[0] != "state":
             return path
         return ("module", *path[1:]) if isinstance(module, norse.RecurrentSequential) else path[1:]
@@ -69,15 +84,21 @@ def _initial_state(module: Any, x: torch.Tensor) -> Any:
         return states
     if isinstance(module, norse.RecurrentSequential):
         output, _ = module(x)
-        return norse.RecurrentSequentialState(torch.zeros_like(output), _initial_state(module.module, x))
+        return norse.RecurrentSequentialState(
+            torch.zeros_like(output), _initial_state(module.module, x)
+        )
     leaves, skeleton = flatten_state(module(x)[1])
     if hasattr(module, "state_fallback"):
         start = [tensor for _, tensor in flatten_state(module.state_fallback(x))[0]]
     else:  # LILinearCell and CobaLIFCell make their state inside `forward`: zeros, but for v
         v_leak = getattr(module.p, "v_leak", torch.zeros(()))
         start = [v_leak if path == ("v",) else torch.zeros(()) for path, _ in leaves]
-    # Norse starts some tensors as scalars or in float32 and lets the first step broadcast and promote them.
-    settled = [first.detach().to(leaf.dtype).expand(leaf.shape).clone() for first, (_, leaf) in zip(start, leaves, strict=True)]
+    # Norse starts some tensors as scalars or in float32 and lets the first step broadcast and
+    # promote them.
+    settled = [
+        first.detach().to(leaf.dtype).expand(leaf.shape).clone()
+        for first, (_, leaf) in zip(start, leaves, strict=True)
+    ]
     return unflatten_state(skeleton, settled)
 
 

@@ -11,7 +11,8 @@ from torch import nn
 from etrace_bridge._errors import NotSupportedError
 from etrace_bridge.frontend.state import Adapter, register_adapter
 
-# The state arguments of each neuron's `forward`; with `init_hidden=True` the same names are buffers.
+# The state arguments of each neuron's `forward`; with `init_hidden=True` the same names are
+# buffers.
 _STATES: dict[type[nn.Module], tuple[str, ...]] = {
     snntorch.Leaky: ("mem",),
     snntorch.Lapicque: ("mem",),
@@ -25,7 +26,9 @@ _STATES: dict[type[nn.Module], tuple[str, ...]] = {
 
 
 class NeuronAdapter(Adapter):
-    """Neurons called as `spk, *states = neuron(x, *states)`, or as `neuron(x)` with `init_hidden=True`."""
+    """Neurons called as `spk, *states = neuron(x, *states)`, or as `neuron(x)` with
+    `init_hidden=True`.
+    """
 
     library = "snntorch"
     layers = tuple(_STATES)
@@ -33,11 +36,12 @@ class NeuronAdapter(Adapter):
     def check(self, module: nn.Module, path: str) -> None:
         if isinstance(module, snntorch.SLSTM) and module.input_size != module.hidden_size:
             raise NotSupportedError(
-                f"`{path or 'SLSTM'}` is a snntorch.SLSTM({module.input_size}, {module.hidden_size}). snnTorch "
-                "compares the shapes of state and input and, unless input_size == hidden_size, sets the state to zero "
-                "at every step, so there is no recurrence to train. Put "
-                f"nn.Linear({module.input_size}, {module.hidden_size}) in front of an "
-                f"SLSTM({module.hidden_size}, {module.hidden_size})."
+                f"`{path or 'SLSTM'}` is a snntorch.SLSTM({module.input_size}, "
+                f"{module.hidden_size}). snnTorch compares the shapes of state and input and, "
+                "unless input_size == hidden_size, sets the state to zero at every step, so there "
+                f"is no recurrence to train. Put nn.Linear({module.input_size}, "
+                f"{module.hidden_size}) in front of an SLSTM({module.hidden_size}, "
+                f"{module.hidden_size})."
             )
 
     def arguments(self, module: nn.Module) -> tuple[str, ...]:
@@ -49,12 +53,17 @@ class NeuronAdapter(Adapter):
         # Not `reset_mem`, which makes float32 zeros whatever the module's dtype is.
         for name in next(_STATES[cls] for cls in type(module).__mro__ if cls in _STATES):
             value = getattr(module, name, None)
-            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and value.any():
+            if (
+                isinstance(value, torch.Tensor)
+                and not isinstance(value, nn.Parameter)
+                and value.any()
+            ):
                 setattr(module, name, torch.zeros_like(value))
 
     def split(self, module: nn.Module, returned: Any) -> tuple[Any, tuple]:
         spikes = returned[0]
-        if isinstance(module, (snntorch.RLeaky, snntorch.RSynaptic)):  # the last spikes are a state too
+        # the last spikes are a state too
+        if isinstance(module, (snntorch.RLeaky, snntorch.RSynaptic)):
             return spikes, tuple(returned)
         return spikes, tuple(returned[1:])
 
@@ -76,8 +85,9 @@ class ParallelAdapter(Adapter):
     def check(self, module: nn.Module, path: str) -> None:
         name = type(module).__name__
         raise NotSupportedError(
-            f"`{path or name}` is a snntorch.{name}, which computes a whole sequence at once and keeps no "
-            "state between calls, so it cannot run one step at a time. Use snntorch.Leaky with the same beta."
+            f"`{path or name}` is a snntorch.{name}, which computes a whole sequence at once and "
+            "keeps no state between calls, so it cannot run one step at a time. Use "
+            "snntorch.Leaky with the same beta."
         )
 
 

@@ -1,4 +1,6 @@
-"""Where SpikingJelly keeps state: in the memories of its modules, and in the arguments of its spiking RNNs."""
+"""Where SpikingJelly keeps state: in the memories of its modules, and in the arguments of its
+spiking RNNs.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,8 @@ class MemoryAdapter(Adapter):
         return path[1:] if path[0] == "_memories" else path
 
     def is_hidden(self, module: nn.Module, path: Path) -> bool:
-        return not isinstance(module, (layer.Dropout, layer.DropConnectLinear))  # their memory is a random mask
+        # their memory is a random mask
+        return not isinstance(module, (layer.Dropout, layer.DropConnectLinear))
 
 
 class CellAdapter(Adapter):
@@ -96,8 +99,9 @@ class LayerAdapter(Adapter):
         if module.bidirectional:
             name = type(module).__name__
             raise NotSupportedError(
-                f"`{path or name}` is a bidirectional {name}: its backward direction starts at the end of the "
-                "sequence, which an online learner has not seen. Use bidirectional=False."
+                f"`{path or name}` is a bidirectional {name}: its backward direction starts at the "
+                "end of the sequence, which an online learner has not seen. Use "
+                "bidirectional=False."
             )
 
     def arguments(self, module: nn.Module) -> tuple[str, ...]:
@@ -106,7 +110,11 @@ class LayerAdapter(Adapter):
     def initial(self, module: Any, inputs: tuple) -> tuple | None:
         x = inputs[0]
         h = torch.zeros(module.num_layers, x.shape[1], module.hidden_size, dtype=x.dtype)
-        return (h,) if module.states_num() == 1 else (tuple(h.clone() for _ in range(module.states_num())),)
+        return (
+            (h,)
+            if module.states_num() == 1
+            else (tuple(h.clone() for _ in range(module.states_num())),)
+        )
 
     def sequence(self, module: nn.Module) -> str | None:
         return "time_major"

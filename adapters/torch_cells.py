@@ -1,6 +1,8 @@
-"""The equations of torch's recurrent cells, and the adapters of `nn.RNNCell`, `nn.GRUCell` and `nn.LSTMCell`.
+"""The equations of torch's recurrent cells, and the adapters of `nn.RNNCell`, `nn.GRUCell` and
+`nn.LSTMCell`.
 
-Written in torch operations: one `linear` per weight, split into gates afterwards, so a traced cell has one product per weight.
+Written in torch operations: one `linear` per weight, split into gates afterwards, so a traced cell
+has one product per weight.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from torch.nn import functional as F
 
 from etrace_bridge.frontend.state import Adapter, Path, register_adapter
 
-Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # weight_ih, weight_hh, bias_ih, bias_hh
+# weight_ih, weight_hh, bias_ih, bias_hh
+Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def rnn_step(x: Tensor, h: Tensor, weights: Weights, nonlinearity: str) -> Tensor:
@@ -24,7 +27,9 @@ def rnn_step(x: Tensor, h: Tensor, weights: Weights, nonlinearity: str) -> Tenso
 
 
 def gru_step(x: Tensor, h: Tensor, weights: Weights) -> Tensor:
-    """`h' = n + z (h - n)` with r, z = sigmoid(...) and `n = tanh(W_in x + b_in + r (W_hn h + b_hn))`."""
+    """`h' = n + z (h - n)` with r, z = sigmoid(...) and `n = tanh(W_in x + b_in + r (W_hn h +
+    b_hn))`.
+    """
     w_ih, w_hh, b_ih, b_hh = weights
     x_r, x_z, x_n = F.linear(x, w_ih, b_ih).chunk(3, -1)
     h_r, h_z, h_n = F.linear(h, w_hh, b_hh).chunk(3, -1)
@@ -34,8 +39,12 @@ def gru_step(x: Tensor, h: Tensor, weights: Weights) -> Tensor:
     return n + z * (h - n)
 
 
-def lstm_step(x: Tensor, h: Tensor, c: Tensor, weights: Weights, projection: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`c' = f c + i g`, `h' = o tanh(c')` (times `W_hr` with a projection), gates in torch's order i, f, g, o."""
+def lstm_step(
+    x: Tensor, h: Tensor, c: Tensor, weights: Weights, projection: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`c' = f c + i g`, `h' = o tanh(c')` (times `W_hr` with a projection), gates in torch's order
+    i, f, g, o.
+    """
     w_ih, w_hh, b_ih, b_hh = weights
     i, f, g, o = (F.linear(x, w_ih, b_ih) + F.linear(h, w_hh, b_hh)).chunk(4, -1)
     c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)

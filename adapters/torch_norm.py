@@ -1,4 +1,6 @@
-"""The adapter of batch and instance norm: running statistics are carried from step to step, and are no hidden state."""
+"""The adapter of batch and instance norm: running statistics are carried from step to step, and are
+no hidden state.
+"""
 
 from __future__ import annotations
 

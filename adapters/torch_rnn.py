@@ -1,4 +1,6 @@
-"""The adapter of `nn.RNN`, `nn.GRU` and `nn.LSTM`: one step of the fused kernel, one hidden state per layer."""
+"""The adapter of `nn.RNN`, `nn.GRU` and `nn.LSTM`: one step of the fused kernel, one hidden state
+per layer.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ States = dict[str, Tensor]  # h_l0, h_l1, ... and for an LSTM c_l0, c_l1, ...
 
 
 class RecurrentAdapter(Adapter):
-    """State of layer k is `h_lk` (and `c_lk`); torch's stacked `h_n` is assembled only where it is read."""
+    """State of layer k is `h_lk` (and `c_lk`); torch's stacked `h_n` is assembled only where it is
+    read.
+    """
 
     library = "torch"
     layers = (nn.RNN, nn.GRU, nn.LSTM)
@@ -29,7 +33,8 @@ class RecurrentAdapter(Adapter):
             raise messages.not_online(
                 f"nn.{type(module).__name__}",
                 path,
-                "it is bidirectional, so the output at one step depends on inputs that have not arrived yet.",
+                "it is bidirectional, so the output at one step depends on inputs that have not "
+                "arrived yet.",
                 "Use `bidirectional=False`, or train it offline with torch.",
             )
 
@@ -81,7 +86,9 @@ class RecurrentAdapter(Adapter):
         if states[0] is None:
             current = dict(self.initial(module, inputs)[0])
         else:
-            current = dict(states[0] if isinstance(states[0], dict) else self.adopt(module, states)[0])
+            current = dict(
+                states[0] if isinstance(states[0], dict) else self.adopt(module, states)[0]
+            )
         axis = 1 if module.batch_first and x.dim() == 3 else 0
         sequence = list(x.unbind(axis)) if x.shape[axis] != 1 else [x.squeeze(axis)]
         for layer in range(module.num_layers):
@@ -94,7 +101,10 @@ class RecurrentAdapter(Adapter):
 
 def _step(module: Any, layer: int, x: Tensor, states: States) -> Tensor:
     """Run one layer for one step, and put its new state into `states`."""
-    weights = tuple(getattr(module, f"{name}_l{layer}", None) for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh"))
+    weights = tuple(
+        getattr(module, f"{name}_l{layer}", None)
+        for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+    )
     h = states[f"h_l{layer}"]
     if isinstance(module, nn.LSTM):
         projection = getattr(module, f"weight_hr_l{layer}", None)
@@ -119,8 +129,10 @@ def _packed() -> Exception:
     return messages.not_online(
         "PackedSequence",
         "",
-        "a packed sequence interleaves the time steps of many sequences, and a step has none to unpack.",
-        "Feed one padded time step at a time and pass a `mask` to the learner, or sort sequences into batches of equal length.",
+        "a packed sequence interleaves the time steps of many sequences, and a step has none to "
+        "unpack.",
+        "Feed one padded time step at a time and pass a `mask` to the learner, or sort sequences "
+        "into batches of equal length.",
     )
 
 

@@ -1,6 +1,6 @@
 """Times of online steps and sequences on this machine's device, as JSON to send back.
 
-    python benchmarks/accelerator.py [--small] > result.json
+python benchmarks/accelerator.py [--small] > result.json
 """
 
 from __future__ import annotations
@@ -33,11 +33,15 @@ def best_of(call: Callable[[], Any], repeats: int) -> float:
     return min(times)
 
 
-def measure(rule: str, units: int, inputs: int, batch: int, steps: int, repeats: int) -> dict[str, Any]:
+def measure(
+    rule: str, units: int, inputs: int, batch: int, steps: int, repeats: int
+) -> dict[str, Any]:
     """Seconds of a step, and of a sequence's gradients, of a GRU."""
     torch.manual_seed(0)
     xs, targets = torch.randn(steps, batch, inputs), torch.randn(steps, batch, units)
-    make = lambda: eb.OnlineLearner(torch.nn.GRU(inputs, units), rule, torch.nn.functional.mse_loss, optax.sgd(1e-3))  # noqa: E731
+    make = lambda: eb.OnlineLearner(
+        torch.nn.GRU(inputs, units), rule, torch.nn.functional.mse_loss, optax.sgd(1e-3)
+    )
     online, whole = make(), make()
 
     def stream() -> Any:
@@ -64,10 +68,27 @@ def main(arguments: list[str]) -> int:
             try:
                 rows.append(measure(rule, *size, repeats=1 if small else 5))
             except Exception as error:  # out of memory is a result, too
-                rows.append({"rule": rule, "sizes": size, "error": f"{type(error).__name__}: {error}"[:500]})
+                rows.append(
+                    {"rule": rule, "sizes": size, "error": f"{type(error).__name__}: {error}"[:500]}
+                )
     device = jax.devices()[0]
-    about = {"device": device.device_kind, "platform": device.platform, "memory": device.memory_stats(), "jax": jax.__version__}
-    print(json.dumps({**about, "torch": torch.__version__, "python": platform.python_version(), "rows": rows}, indent=1))
+    about = {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "memory": device.memory_stats(),
+        "jax": jax.__version__,
+    }
+    print(
+        json.dumps(
+            {
+                **about,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "rows": rows,
+            },
+            indent=1,
+        )
+    )
     return 0
 
 

@@ -1,7 +1,7 @@
 """What the online gradients are compared with: torch BPTT, JAX BPTT, braintrace, and the yardstick.
 
-Each `make_*(workload)` returns a `Program`; its `run()` takes the workload's torch tensors, computes once and waits.
-None means that the program does not exist for this workload.
+Each `make_*(workload)` returns a `Program`; its `run()` takes the workload's torch tensors,
+computes once and waits. None means that the program does not exist for this workload.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ DECAY = 0.9  # of pp-prop
 
 @dataclass(frozen=True)
 class Program:
-    """Something to measure: `run` computes once, `memory` returns a peak in bytes and how it was counted.
+    """Something to measure: `run` computes once, `memory` returns a peak in bytes and how it was
+    counted.
 
-    `untrained` names the parameters whose gradient the program leaves at exactly zero, where that is in question.
+    `untrained` names the parameters whose gradient the program leaves at exactly zero, where that
+    is in question.
     """
 
     run: Callable[[], Any]
@@ -37,7 +39,8 @@ class Program:
 
 
 def executables_memory(call: Callable[[], Any], aside: int) -> tuple[int, str]:
-    """Return the largest temp + output + argument size among the XLA programs that `call` compiles or uses.
+    """Return the largest temp + output + argument size among the XLA programs that `call` compiles
+    or uses.
 
     Args:
         call: Compiles on its first call, so call this before anything else has run it.
@@ -50,7 +53,9 @@ def executables_memory(call: Callable[[], Any], aside: int) -> tuple[int, str]:
     for program in client.live_executables():
         if all(program is not old for old in known):
             stats = program.get_compiled_memory_stats()
-            total = stats.temp_size_in_bytes + stats.output_size_in_bytes + stats.argument_size_in_bytes
+            total = (
+                stats.temp_size_in_bytes + stats.output_size_in_bytes + stats.argument_size_in_bytes
+            )
             sizes.append(total - stats.alias_size_in_bytes)
     return max(max(sizes) - aside, 0), "XLA memory_analysis"
 
@@ -65,7 +70,9 @@ def sequence_bytes(workload: Workload, outputs: bool) -> int:
 
 
 def _torch_outputs(workload: Workload, model: nn.Module, xs: torch.Tensor) -> torch.Tensor:
-    """Run a whole sequence as its author would: at once where the layer takes sequences, in a loop elsewhere."""
+    """Run a whole sequence as its author would: at once where the layer takes sequences, in a loop
+    elsewhere.
+    """
     if workload.model in ("gru", "lstm"):
         return model(xs)
     outputs, state = [], None
@@ -81,7 +88,9 @@ def _torch_outputs(workload: Workload, model: nn.Module, xs: torch.Tensor) -> to
 
 
 def make_torch_bptt(workload: Workload) -> Program:
-    """Backpropagation through time in torch; for one step, the step's own backward pass and an SGD update."""
+    """Backpropagation through time in torch; for one step, the step's own backward pass and an SGD
+    update.
+    """
     model, (xs, targets) = torch_model(workload), data(workload)
     parameters = list(model.parameters())
     optimizer = torch.optim.SGD(parameters, RATE)
@@ -113,7 +122,9 @@ def make_torch_bptt(workload: Workload) -> Program:
         del loss
         known = {tensor.untyped_storage().data_ptr() for tensor in (xs, targets)}
         saved = sum(size for pointer, size in storages.items() if pointer not in known)
-        return saved + sum(parameter.nbytes for parameter in parameters), "tensors saved for the backward pass"
+        return saved + sum(
+            parameter.nbytes for parameter in parameters
+        ), "tensors saved for the backward pass"
 
     return Program(step if workload.mode == "step" else gradients, memory)
 
@@ -134,10 +145,14 @@ TORCH_NAMES = {
 def gru_params(workload: Workload) -> yardstick.Params:
     """Return the weights of the workload's torch GRU under the yardstick's names."""
     weights = torch_model(workload).state_dict()
-    return {name: jnp.array(weights[torch_name].numpy()) for name, torch_name in TORCH_NAMES.items()}
+    return {
+        name: jnp.array(weights[torch_name].numpy()) for name, torch_name in TORCH_NAMES.items()
+    }
 
 
-def _jax_loss(params: yardstick.Params, h0: jax.Array, xs: jax.Array, targets: jax.Array) -> jax.Array:
+def _jax_loss(
+    params: yardstick.Params, h0: jax.Array, xs: jax.Array, targets: jax.Array
+) -> jax.Array:
     """Mean-squared error of a whole sequence, written as a JAX user writes a GRU."""
 
     def step(h: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -161,13 +176,17 @@ def make_jax_bptt(workload: Workload) -> Program | None:
     gradients = jax.jit(jax.value_and_grad(_jax_loss))
 
     def run() -> Any:
-        return jax.block_until_ready(gradients(params, h0, jnp.array(xs.numpy()), jnp.array(targets.numpy())))
+        return jax.block_until_ready(
+            gradients(params, h0, jnp.array(xs.numpy()), jnp.array(targets.numpy()))
+        )
 
     return Program(run, lambda: executables_memory(run, sequence_bytes(workload, outputs=False)))
 
 
 def make_yardstick(workload: Workload) -> Program | None:
-    """The hand-written programs of `benchmarks.yardstick` (D-RTRL) and `benchmarks.yardstick_pp_prop`."""
+    """The hand-written programs of `benchmarks.yardstick` (D-RTRL) and
+    `benchmarks.yardstick_pp_prop`.
+    """
     if workload.model != "gru" or (workload.rule == "pp_prop" and workload.mode == "step"):
         return None
     params, (xs, targets) = gru_params(workload), data(workload)
@@ -188,7 +207,9 @@ def make_yardstick(workload: Workload) -> Program | None:
 
     def step() -> Any:
         nonlocal state
-        *carried, loss, _ = yardstick.online_step(*state, x.numpy().copy(), target.numpy().copy(), RATE)
+        *carried, loss, _ = yardstick.online_step(
+            *state, x.numpy().copy(), target.numpy().copy(), RATE
+        )
         state = tuple(carried)
         return loss.block_until_ready()
 
@@ -202,9 +223,12 @@ def make_yardstick(workload: Workload) -> Program | None:
 def make_braintrace(workload: Workload) -> Program | None:
     """braintrace's `D_RTRL` or `pp_prop` on its own per-gate GRU cell, driven as its README does.
 
-    Its `D_RTRL` streams the whole trace at every step; where one gradient would take minutes, there is none.
+    Its `D_RTRL` streams the whole trace at every step; where one gradient would take minutes, there
+    is none.
     """
-    traffic = workload.steps * workload.batch * 3 * workload.hidden * (workload.hidden + workload.inputs)
+    traffic = (
+        workload.steps * workload.batch * 3 * workload.hidden * (workload.hidden + workload.inputs)
+    )
     if workload.model != "gru" or (workload.rule == "d_rtrl" and traffic > 2e9):
         return None
     try:
@@ -230,7 +254,9 @@ def make_braintrace(workload: Workload) -> Program | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says here which weights get no trace
         example = jnp.zeros((workload.batch, workload.inputs))
-        learner = braintrace.compile(model, algorithm, example, batch_size=workload.batch, **options)
+        learner = braintrace.compile(
+            model, algorithm, example, batch_size=workload.batch, **options
+        )
 
     def loss(x: jax.Array, target: jax.Array) -> jax.Array:
         return jnp.mean((learner(x) - target) ** 2)
@@ -246,9 +272,13 @@ def make_braintrace(workload: Workload) -> Program | None:
 
     @brainstate.transform.jit
     def step(x: jax.Array, target: jax.Array) -> jax.Array:
-        grads, value = brainstate.transform.grad(lambda: loss(x, target), weights, return_value=True)()
+        grads, value = brainstate.transform.grad(
+            lambda: loss(x, target), weights, return_value=True
+        )()
         for path, weight in weights.items():
-            weight.value = jax.tree.map(lambda old, grad: old - RATE * grad, weight.value, grads[path])
+            weight.value = jax.tree.map(
+                lambda old, grad: old - RATE * grad, weight.value, grads[path]
+            )
         return value
 
     def run() -> Any:
@@ -258,7 +288,11 @@ def make_braintrace(workload: Workload) -> Program | None:
 
     def untrained() -> list[str]:
         grads, _ = run()
-        return [".".join(path) for path, tree in grads.items() if not any(np.any(leaf) for leaf in jax.tree.leaves(tree))]
+        return [
+            ".".join(path)
+            for path, tree in grads.items()
+            if not any(np.any(leaf) for leaf in jax.tree.leaves(tree))
+        ]
 
-    memory = lambda: executables_memory(run, sequence_bytes(workload, outputs=False))  # noqa: E731
+    memory = lambda: executables_memory(run, sequence_bytes(workload, outputs=False))
     return Program(run, memory, untrained if workload.mode == "gradients" else None)

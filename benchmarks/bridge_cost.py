@@ -2,8 +2,9 @@
 
     python benchmarks/bridge_cost.py
 
-Targets: a 2-layer GRU with readout traced in at most 0.2 s, 50 stacked Linear + snnTorch Leaky layers in at most 3 s, and
-the jitted step no slower than torch's. Times are the least of several; the first trace of a process warms imports up.
+Targets: a 2-layer GRU with readout traced in at most 0.2 s, 50 stacked Linear + snnTorch Leaky
+layers in at most 3 s, and the jitted step no slower than torch's. Times are the least of several;
+the first trace of a process warms imports up.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def spiking_stack(layers: int = 50) -> nn.Module:
     """Linear and Leaky, many times."""
     import snntorch
 
-    blocks = [(nn.Linear(16, 16), snntorch.Leaky(beta=0.9, init_hidden=True)) for _ in range(layers)]
+    blocks = [
+        (nn.Linear(16, 16), snntorch.Leaky(beta=0.9, init_hidden=True)) for _ in range(layers)
+    ]
     return nn.Sequential(*(part for block in blocks for part in block))
 
 
@@ -53,7 +56,8 @@ def trace_seconds(make: Callable[[], nn.Module], x: torch.Tensor) -> float:
 
 
 def step_times(repeats: int = 300) -> tuple[float, float, float]:
-    """Microseconds of one step at batch 1, taken turn by turn: `steady_step`, `brainstate.transform.jit`, torch eager.
+    """Microseconds of one step at batch 1, taken turn by turn: `steady_step`,
+    `brainstate.transform.jit`, torch eager.
 
     `steady_step` gets the torch tensor that torch gets; brainstate's gets a JAX array.
     """
@@ -86,8 +90,14 @@ def main() -> None:
     stack = min(trace_seconds(spiking_stack, torch.randn(1, 16)) for _ in range(2))
     print(f"trace 50 x (Linear + Leaky)      {stack:6.3f} s   (at most 3)")
     ours, theirs, torchs = step_times()
-    print(f"step at batch 1, ours / torch    {ours:6.0f} / {torchs:.0f} us = {ours / torchs:.2f}   (at most 1)")
-    print(f"  by brainstate.transform.jit    {theirs:6.0f} / {torchs:.0f} us = {theirs / torchs:.2f}   (reads and writes every state)")
+    print(
+        f"step at batch 1, ours / torch    {ours:6.0f} / {torchs:.0f} us = {ours / torchs:.2f}   "
+        "(at most 1)"
+    )
+    print(
+        f"  by brainstate.transform.jit    {theirs:6.0f} / {torchs:.0f} us = "
+        f"{theirs / torchs:.2f}   (reads and writes every state)"
+    )
 
 
 if __name__ == "__main__":

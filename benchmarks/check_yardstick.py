@@ -1,4 +1,6 @@
-"""Check the yardstick against D-RTRL's definition with dense Jacobians: `python -m benchmarks.check_yardstick`."""
+"""Check the yardstick against D-RTRL's definition with dense Jacobians: `python -m
+benchmarks.check_yardstick`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from benchmarks import yardstick
 
 
 def _cell(params: yardstick.Params, h_product: Array, h_direct: Array, x: Array) -> Array:
-    """One GRU step; `h_product` enters through the recurrent matrix and `h_direct` through the interpolation."""
+    """One GRU step; `h_product` enters through the recurrent matrix and `h_direct` through the
+    interpolation.
+    """
     i_r, i_z, i_n = jnp.split(x @ params["weight_ih"].T + params["bias_ih"], 3, -1)
     h_r, h_z, h_n = jnp.split(h_product @ params["weight_hh"].T + params["bias_hh"], 3, -1)
     r, z = jax.nn.sigmoid(i_r + h_r), jax.nn.sigmoid(i_z + h_z)
@@ -25,8 +29,12 @@ def _loss(params: yardstick.Params, h: Array, x: Array, target: Array) -> Array:
     return jnp.mean((output - target) ** 2)
 
 
-def definition(params: yardstick.Params, h: Array, xs: Array, targets: Array) -> yardstick.Gradients:
-    """Return the D-RTRL gradient with credit "step", from a dense trace that is carried step by step."""
+def definition(
+    params: yardstick.Params, h: Array, xs: Array, targets: Array
+) -> yardstick.Gradients:
+    """Return the D-RTRL gradient with credit "step", from a dense trace that is carried step by
+    step.
+    """
     total = jax.tree.map(jnp.zeros_like, params)
     trace = jax.tree.map(lambda value: jnp.zeros(h.shape + value.shape, h.dtype), params)
     for x, target in zip(xs, targets, strict=True):
@@ -41,7 +49,9 @@ def definition(params: yardstick.Params, h: Array, xs: Array, targets: Array) ->
 
 
 def worst_difference(first: yardstick.Gradients, second: yardstick.Gradients) -> float:
-    """Return the largest difference, relative to each parameter's largest element; a zero gradient is an error."""
+    """Return the largest difference, relative to each parameter's largest element; a zero gradient
+    is an error.
+    """
     worst = 0.0
     for name, expected in first.items():
         size = float(jnp.abs(expected).max())
@@ -61,14 +71,22 @@ def main() -> None:
     targets = jax.random.normal(keys[1], (steps, batch, outputs), jnp.float64)
     h0 = jax.random.normal(keys[2], (batch, hidden), jnp.float64)
     expected = definition(params, h0, xs, targets)
-    for size, feature_major, blocks in itertools.product((1, 2, 3, 4, 6, 7, 100), (False, True), (1, 2)):
-        grads, _, _ = yardstick.sequence_gradients(params, h0, xs, targets, chunk_size=size, feature_major=feature_major, max_blocks=blocks)
+    for size, feature_major, blocks in itertools.product(
+        (1, 2, 3, 4, 6, 7, 100), (False, True), (1, 2)
+    ):
+        grads, _, _ = yardstick.sequence_gradients(
+            params, h0, xs, targets, chunk_size=size, feature_major=feature_major, max_blocks=blocks
+        )
         worst = worst_difference(expected, grads)
-        print(f"chunks of {size:3d}, feature_major={feature_major!s:5}, blocks <= {blocks}: difference {worst:.1e}")
+        print(
+            f"chunks of {size:3d}, feature_major={feature_major!s:5}, blocks <= {blocks}: "
+            f"difference {worst:.1e}"
+        )
         if worst > 1e-10:
             raise AssertionError("the yardstick does not compute the D-RTRL gradient")
 
-    # Each online step starts from the same weights, so what it subtracts at a rate of one is its gradient.
+    # Each online step starts from the same weights, so what it subtracts at a rate of one is its
+    # gradient.
     h, trace, total = h0, yardstick.zero_trace(params, batch), jax.tree.map(jnp.zeros_like, params)
     for x, target in zip(xs, targets, strict=True):
         copy = jax.tree.map(jnp.array, params)

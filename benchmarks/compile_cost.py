@@ -2,8 +2,8 @@
 
     python benchmarks/compile_cost.py [layers ...]
 
-The target is growth about linear in the number of equations, and at most 5 s for 50 layers. Tracing the model (which
-brainstate does) and compiling the trace into an `ETraceGraph` are timed apart.
+The target is growth about linear in the number of equations, and at most 5 s for 50 layers. Tracing
+the model (which brainstate does) and compiling the trace into an `ETraceGraph` are timed apart.
 """
 
 from __future__ import annotations
@@ -60,7 +60,10 @@ def measure(layers: int) -> tuple[int, float, float]:
 
 def main(counts: list[int]) -> int:
     measure(1)  # imports and first-call costs of JAX itself
-    print(f"{'layers':>6}  {'equations':>9}  {'trace (s)':>9}  {'compile (s)':>11}  {'ms an equation':>14}")
+    print(
+        f"{'layers':>6}  {'equations':>9}  {'trace (s)':>9}  {'compile (s)':>11}  "
+        f"{'ms an equation':>14}"
+    )
     slow = False
     for layers in counts:
         equations, trace, compile_ = measure(layers)

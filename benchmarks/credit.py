@@ -1,7 +1,7 @@
 """What credit through the whole step is worth in training: `python benchmarks/credit.py`.
 
-Trains the models of two examples by D-RTRL and by pp-prop, with `core` and `step` credit, from several seeds, and prints the accuracy on
-new data. Nothing is written.
+Trains the models of two examples by D-RTRL and by pp-prop, with `core` and `step` credit, from
+several seeds, and prints the accuracy on new data. Nothing is written.
 """
 
 from __future__ import annotations
@@ -21,12 +21,20 @@ import delayed_copy_gru as copying
 import digits_lstm as digits
 
 SEEDS = range(3)
-RULES = {f"{rule.name} {rule.credit}": rule for rule in (DRTRL("core"), DRTRL("step"), PPProp(credit="core"), PPProp(credit="step"))}
+RULES = {
+    f"{rule.name} {rule.credit}": rule
+    for rule in (DRTRL("core"), DRTRL("step"), PPProp(credit="core"), PPProp(credit="step"))
+}
 
 
 def learner_for(model: torch.nn.Module, rule: Rule, rate: float) -> eb.OnlineLearner:
     """A learner as the examples have it."""
-    return eb.OnlineLearner(model, rule=rule, loss=cross_entropy, optimizer=torch.optim.Adam(model.parameters(), lr=rate))
+    return eb.OnlineLearner(
+        model,
+        rule=rule,
+        loss=cross_entropy,
+        optimizer=torch.optim.Adam(model.parameters(), lr=rate),
+    )
 
 
 def copy_after(delay: int) -> Callable[[Rule, int], float]:
@@ -55,7 +63,11 @@ def read_digits(rule: Rule, seed: int) -> float:
 
 def main() -> None:
     """Print a row a task: the mean accuracy, and each seed's."""
-    for task, run in {"copy after 3": copy_after(3), "copy after 5": copy_after(5), "digits by row": read_digits}.items():
+    for task, run in {
+        "copy after 3": copy_after(3),
+        "copy after 5": copy_after(5),
+        "digits by row": read_digits,
+    }.items():
         for name, rule in RULES.items():
             found = [run(rule, seed) for seed in SEEDS]
             each = ", ".join(f"{a:.3f}" for a in found)

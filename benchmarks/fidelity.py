@@ -1,11 +1,12 @@
-"""How close every rule comes to torch BPTT, over the zoo of torch modules: `python benchmarks/fidelity.py`.
+"""How close every rule comes to torch BPTT, over the zoo of torch modules: `python
+benchmarks/fidelity.py`.
 
-Keeps what it measured in `fidelity.json` beside this file and measures only what is missing there, so a new
-rule costs only its own column. Then writes `docs/fidelity.md` and its picture.
+Keeps what it measured in `fidelity.json` beside this file and measures only what is missing there,
+so a new rule costs only its own column. Then writes `docs/fidelity.md` and its picture.
 
-Every module runs eight steps in chunks of four in float64, so that the rule's memory is used. Cosine and
-relative error are those of all parameters that enter the recurrence, together, to torch's own BPTT on the
-torch module. Memory and time are those of an online step of a larger model.
+Every module runs eight steps in chunks of four in float64, so that the rule's memory is used.
+Cosine and relative error are those of all parameters that enter the recurrence, together, to
+torch's own BPTT on the torch module. Memory and time are those of an online step of a larger model.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ LAYERS, WIDTH, ROUNDS = 2, 64, 30  # the model of memory and time, and how often
 
 
 def shown_rules() -> dict[str, Callable[[], Any]]:
-    """Makers of the rules by their name in the tables: every registered one, and other kinds of credit."""
+    """Makers of the rules by their name in the tables: every registered one, and other kinds of
+    credit.
+    """
     from etrace_bridge.rules import DRTRL, PPProp, make_rule, rule_names
 
     found: dict[str, Callable[[], Any]] = {}
@@ -110,7 +113,10 @@ def measure_costs(results: dict[str, Any]) -> None:
             print(f"{name}: {error}")
             continue
         values = learner.runtime.store.state
-        results["costs"][name] = {"weights": tree_bytes(values.theta), "memory": tree_bytes(values.trace)}
+        results["costs"][name] = {
+            "weights": tree_bytes(values.theta),
+            "memory": tree_bytes(values.trace),
+        }
         steppers[name] = lambda learner=learner: learner.step(x, torch.zeros(1, WIDTH)).loss
     plain = eb.OnlineLearner(torch.nn.GRU(WIDTH, WIDTH, LAYERS), "bptt", guard=False)
     steppers["forward"] = lambda: plain.step(x).output  # no loss, and this rule has no memory
@@ -134,8 +140,12 @@ def save(results: dict[str, Any]) -> None:
 def main() -> None:
     """Measure what is missing and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="measure only every N-th module")
-    parser.add_argument("--only", default="", metavar="TEXT", help="measure only modules with this in their name")
+    parser.add_argument(
+        "--every", type=int, default=1, metavar="N", help="measure only every N-th module"
+    )
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="measure only modules with this in their name"
+    )
     parser.add_argument("--fresh", action="store_true", help="measure everything again")
     parser.add_argument("--costs", action="store_true", help="measure memory and time again")
     options = parser.parse_args()

@@ -95,7 +95,9 @@ def _meter(modules: dict[str, Any]) -> str:
     return f"{worst(False):.0e} of both norms, or {worst(True):.0e} where a module computes in float32 inside."
 
 
-def _by_module(modules: dict[str, Any], rules: Sequence[str], which: int, shape: str, more: Sequence[str]) -> str:
+def _by_module(
+    modules: dict[str, Any], rules: Sequence[str], which: int, shape: str, more: Sequence[str]
+) -> str:
     rows = []
     for name, module in modules.items():
         cells = []
@@ -122,7 +124,9 @@ def _draw(results: dict[str, Any], rules: Sequence[str]) -> None:
     labels = ("memory of the rule / weights", "time of an online step / step without learning")
     for which, (axes, label) in enumerate(zip(panels, labels, strict=True)):
         points = _points(results, rules, which)
-        axes.set_xscale("symlog" if which == 0 else "log", **({"linthresh": 0.1} if which == 0 else {}))
+        axes.set_xscale(
+            "symlog" if which == 0 else "log", **({"linthresh": 0.1} if which == 0 else {})
+        )
         axes.set_yscale("log")
         axes.set_ylim(LOWEST / 2, 2 * max(max(y for _, y, _, _ in points), 1))
         axes.set_xlim(-0.02 if which == 0 else 0.5, 4 * max(x for x, _, _, _ in points))
@@ -140,7 +144,9 @@ def _draw(results: dict[str, Any], rules: Sequence[str]) -> None:
     figure.savefig(PICTURE)
 
 
-def _points(results: dict[str, Any], rules: Sequence[str], which: int) -> list[tuple[float, float, str, str]]:
+def _points(
+    results: dict[str, Any], rules: Sequence[str], which: int
+) -> list[tuple[float, float, str, str]]:
     """Cost, error, name and colour of every rule whose cost is known."""
     found = []
     for n, rule in enumerate(rules):
@@ -151,7 +157,9 @@ def _points(results: dict[str, Any], rules: Sequence[str], which: int) -> list[t
 
 
 def _label(axes: Any, points: Sequence[tuple[float, float, str, str]]) -> None:
-    """Names beside the points; one that would lie on another is moved down, with a line to its point."""
+    """Names beside the points; one that would lie on another is moved down, with a line to its
+    point.
+    """
     taken: list[tuple[float, float]] = []
     scale = 72 / axes.figure.dpi
     for x, y, rule, colour in sorted(points, key=lambda p: -p[1]):
@@ -162,4 +170,6 @@ def _label(axes: Any, points: Sequence[tuple[float, float, str, str]]) -> None:
         taken.append((left, low))
         line = {"arrowstyle": "-", "color": colour, "lw": 0.6, "shrinkA": 0, "shrinkB": 3}
         at = 16 if abs(low - level) < 13 else 50, (low - level) * scale - 3
-        axes.annotate(rule, (x, y), at, textcoords="offset points", fontsize=8, color=colour, arrowprops=line)
+        axes.annotate(
+            rule, (x, y), at, textcoords="offset points", fontsize=8, color=colour, arrowprops=line
+        )

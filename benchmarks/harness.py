@@ -14,7 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.baselines import Program, make_braintrace, make_jax_bptt, make_torch_bptt, make_yardstick
+from benchmarks.baselines import (
+    Program,
+    make_braintrace,
+    make_jax_bptt,
+    make_torch_bptt,
+    make_yardstick,
+)
 from benchmarks.ours import make_ours
 from benchmarks.quiet import ForeignLoad, wait_until_quiet
 from benchmarks.workloads import Workload
@@ -31,8 +37,12 @@ REFERENCE = "torch BPTT"
 FOLDER = Path(__file__).parent
 
 
-def _prepare(makers: dict[str, Maker], workload: Workload) -> tuple[dict[str, Program], dict[str, Any]]:
-    """Build, compile and warm up every program that exists for the workload; one that fails is reported, not fatal."""
+def _prepare(
+    makers: dict[str, Maker], workload: Workload
+) -> tuple[dict[str, Program], dict[str, Any]]:
+    """Build, compile and warm up every program that exists for the workload; one that fails is
+    reported, not fatal.
+    """
     programs, memory = {}, {}
     for name, make in makers.items():
         start = time.perf_counter()
@@ -42,7 +52,8 @@ def _prepare(makers: dict[str, Maker], workload: Workload) -> tuple[dict[str, Pr
                 continue
             size, method = program.memory()  # the first run, which compiles
             seconds = time.perf_counter() - start
-            if name != REFERENCE:  # torch returns when it is done, but its OpenMP threads spin on for a while
+            # Torch returns when it is done, but its OpenMP threads spin on for a while
+            if name != REFERENCE:
                 _run_and_require_finished(name, program)
         except Exception as error:
             traceback.print_exc()
@@ -53,12 +64,15 @@ def _prepare(makers: dict[str, Maker], workload: Workload) -> tuple[dict[str, Pr
         if program.untrained is not None:
             memory[name]["untrained"] = program.untrained()
     if workload.mode == "gradients" and {"ours", "yardstick"} <= set(programs):
-        memory["ours"]["difference_to_yardstick"] = _difference(programs["ours"].run(), programs["yardstick"].run())
+        memory["ours"]["difference_to_yardstick"] = _difference(
+            programs["ours"].run(), programs["yardstick"].run()
+        )
     return programs, memory
 
 
 def _run_and_require_finished(name: str, program: Program) -> None:
-    """Run once more, and raise if the process still computes afterwards: the next program would pay for it.
+    """Run once more, and raise if the process still computes afterwards: the next program would pay
+    for it.
 
     Freeing large buffers takes time as well, so what follows is compared with the run itself.
     """
@@ -68,14 +82,22 @@ def _run_and_require_finished(name: str, program: Program) -> None:
     time.sleep(0.1)
     after = time.process_time() - returned
     if after > 0.01 and after > 0.25 * (returned - start):
-        raise RuntimeError(f"`{name}` returned before its computation was done, so its time would mean nothing")
+        raise RuntimeError(
+            f"`{name}` returned before its computation was done, so its time would mean nothing"
+        )
 
 
 def _difference(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
-    """Return the largest difference, relative to each parameter's largest element; raise above 1e-3."""
-    worst = max(float(np.abs(found[name] - g).max() / np.abs(g).max()) for name, g in expected.items())
+    """Return the largest difference, relative to each parameter's largest element; raise above
+    1e-3.
+    """
+    worst = max(
+        float(np.abs(found[name] - g).max() / np.abs(g).max()) for name, g in expected.items()
+    )
     if not worst < 1e-3:
-        raise RuntimeError(f"ours and the yardstick compute different gradients (relative difference {worst:.1e})")
+        raise RuntimeError(
+            f"ours and the yardstick compute different gradients (relative difference {worst:.1e})"
+        )
     return worst
 
 
@@ -98,9 +120,10 @@ def measure(
 ) -> dict[str, Any]:
     """Time all programs of a workload in turns and return the least time of each.
 
-    Taking turns exposes every program to the same disturbances of a shared machine. A slow program is timed only as
-    often as the budget allows, at least once after its warm-up; `repeats` in the result says how often, and `foreign`
-    which share of the machine other processes used during the best run.
+    Taking turns exposes every program to the same disturbances of a shared machine. A slow program
+    is timed only as often as the budget allows, at least once after its warm-up; `repeats` in the
+    result says how often, and `foreign` which share of the machine other processes used during the
+    best run.
 
     Args:
         workload: What to run.
@@ -108,15 +131,16 @@ def measure(
         repeats: Runs of each program after its warm-up.
         budget: Seconds for one program.
         patience: Seconds to wait before each run for other processes to be quiet; 0 does not wait.
-        clock: `"wall"`, or `"cpu"` for the processor time of this process, which means something on a busy machine too
-            if the process is bound to one core.
+        clock: `"wall"`, or `"cpu"` for the processor time of this process, which means something on
+            a busy machine too if the process is bound to one core.
     """
     programs, results = _prepare(MAKERS if makers is None else makers, workload)
     best = dict.fromkeys(programs, float("inf"))
     foreign = dict.fromkeys(programs, 0.0)
     spent = dict.fromkeys(programs, 0.0)
     counts = dict.fromkeys(programs, 0)
-    # One step takes microseconds: a turn is then many of them, and the fastest counts. A turn outlasts the 0.2 s for which torch's
+    # One step takes microseconds: a turn is then many of them, and the fastest counts. A turn
+    # outlasts the 0.2 s for which torch's
     # OpenMP threads go on spinning after their last work and slow the next program down.
     turn = 0.4 if workload.mode == "step" else 0.0
     for _ in range(repeats):
@@ -135,7 +159,11 @@ def measure(
             if min(elapsed) < best[name]:
                 best[name], foreign[name] = min(elapsed), load.share()
     for name in programs:
-        results[name] |= {"seconds": best[name], "repeats": counts[name], "foreign": round(foreign[name], 2)}
+        results[name] |= {
+            "seconds": best[name],
+            "repeats": counts[name],
+            "foreign": round(foreign[name], 2),
+        }
         if REFERENCE in best:
             results[name]["ratio"] = best[name] / best[REFERENCE]
     return {
@@ -159,7 +187,14 @@ def _cell(result: dict[str, Any] | None, key: str) -> str:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows as text: ratios to torch BPTT, the time of torch BPTT, and peak memory."""
     names = list(dict.fromkeys([*MAKERS, *(name for row in rows for name in row["programs"])]))
-    header = ["workload", "sizes", "reach", *names, f"{REFERENCE} ms", *(f"{name} mem" for name in names)]
+    header = [
+        "workload",
+        "sizes",
+        "reach",
+        *names,
+        f"{REFERENCE} ms",
+        *(f"{name} mem" for name in names),
+    ]
     lines = [header]
     for row in rows:
         workload, results = Workload(**row["workload"]), row["programs"]
@@ -175,10 +210,17 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             ]
         )
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    padded = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
-    busy = max((result.get("foreign", 0) for row in rows for result in row["programs"].values()), default=0)
+    padded = (
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+    busy = max(
+        (result.get("foreign", 0) for row in rows for result in row["programs"].values()), default=0
+    )
     note = (
-        f"\nOther processes used up to {busy:.0%} of the machine during these runs: do not trust them."
+        "\n"
+        f"Other processes used up to {busy:.0%} of the machine during these runs: do not trust "
+        "them."
         if busy > 0.2 and rows[0]["clock"] == "wall"
         else ""
     )
@@ -200,30 +242,56 @@ def page(report: dict[str, Any]) -> str:
     """Return the report as a page of the documentation."""
     rows = report["rows"]
     names = list(MAKERS)
-    lines = [["workload", "sizes", "to reach", *names, f"{REFERENCE}, ms", "our memory", f"{REFERENCE}'s memory"]]
+    lines = [
+        [
+            "workload",
+            "sizes",
+            "to reach",
+            *names,
+            f"{REFERENCE}, ms",
+            "our memory",
+            f"{REFERENCE}'s memory",
+        ]
+    ]
     for row in rows:
         workload, results = Workload(**row["workload"]), row["programs"]
         cells = [_cell(results.get(name), "ratio") for name in names]
         memory = [_cell(results.get(name), "memory") for name in ("ours", REFERENCE)]
         reach = f"≤ {workload.reach}" if workload.reach else ""
-        time_ms = f"{results[REFERENCE]['seconds'] * 1e3:.2f}" if "seconds" in results.get(REFERENCE, {}) else "-"
+        time_ms = (
+            f"{results[REFERENCE]['seconds'] * 1e3:.2f}"
+            if "seconds" in results.get(REFERENCE, {})
+            else "-"
+        )
         lines.append([workload.name, workload.shape, reach, *cells, time_ms, *memory])
     lines.insert(1, ["---"] * len(lines[0]))
     text = PAGE_HEAD + "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
     for row in rows:
         if row["workload"]["mode"] == "step":
-            times = [f"{name} {r['seconds'] * 1e6:.0f}" for name, r in row["programs"].items() if "seconds" in r]
+            times = [
+                f"{name} {r['seconds'] * 1e6:.0f}"
+                for name, r in row["programs"].items()
+                if "seconds" in r
+            ]
             text += f"\n- one online step ({Workload(**row['workload']).shape}), in µs: {'; '.join(times)}"
     for row in rows:
         for name, result in row["programs"].items():
             if result.get("untrained"):
                 text += (
-                    f"\n- {row['workload']['name']}: {name} computes no gradient of {', '.join(map('`{}`'.format, result['untrained']))}"
+                    "\n"
+                    f"- {row['workload']['name']}: {name} computes no gradient of "
+                    f"{', '.join(map('`{}`'.format, result['untrained']))}"
                 )
     for row in report.get("memory", ()):
         text += f"\n- peak memory of `gradients` at T={row['steps']}: {row['bytes'] / 1e6:.0f} MB, {row['traces']:.2f} × the trace"
-    machine = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in report["environment"].items())
-    picture = "![Time and memory against steps and hidden units](pictures/benchmarks.png)\n\n" if "sweep" in report else ""
+    machine = ", ".join(
+        f"{key.replace('_', ' ')} {value}" for key, value in report["environment"].items()
+    )
+    picture = (
+        "![Time and memory against steps and hidden units](pictures/benchmarks.png)\n\n"
+        if "sweep" in report
+        else ""
+    )
     return f"{text}\n\n{picture}Machine: {machine}.\n"
 
 

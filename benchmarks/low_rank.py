@@ -1,8 +1,9 @@
 """Low-rank RTRL measured: `python -m benchmarks.low_rank table | zoo | time`.
 
-`table`: cosine and relative error to BPTT by rank, by brute force with an SVD of the dense influence, mean over seeds; with `--engine` the
-engine's own gradients beside it. `zoo`: over the zoo of torch modules, rank 0 beside `d_rtrl`, full rank beside torch BPTT, and the
-mean error by rank. `time`: an online step beside that of `d_rtrl` and of `rtrl`, interleaved. Nothing is written.
+`table`: cosine and relative error to BPTT by rank, by brute force with an SVD of the dense
+influence, mean over seeds; with `--engine` the engine's own gradients beside it. `zoo`: over the
+zoo of torch modules, rank 0 beside `d_rtrl`, full rank beside torch BPTT, and the mean error by
+rank. `time`: an online step beside that of `d_rtrl` and of `rtrl`, interleaved. Nothing is written.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
-RULES = {"d_rtrl": (0, None), "hops=1, rank 1": (1, 1), "rank 1": (1, None), "rank 2": (2, None), "rank 4": (4, None)}
+RULES = {
+    "d_rtrl": (0, None),
+    "hops=1, rank 1": (1, 1),
+    "rank 1": (1, None),
+    "rank 2": (2, None),
+    "rank 4": (4, None),
+}
 
 
 def table(options: argparse.Namespace) -> None:
@@ -43,7 +50,9 @@ def table(options: argparse.Namespace) -> None:
         for rank, hops in RULES.values():
             pairs = [(ref.gradient(rank, hops), ref.bptt()) for ref in references]
             cosines = [_cosine(joined(a), joined(b)) for a, b in pairs]
-            cells.append(f"{np.mean(cosines):.4f} / {np.mean([relative(a, b) for a, b in pairs]):.3f}")
+            cells.append(
+                f"{np.mean(cosines):.4f} / {np.mean([relative(a, b) for a, b in pairs]):.3f}"
+            )
             if options.engine:
                 found, _ = engine(references[0], LowRankRTRL(rank, hops))
                 worst = max(worst, relative(found, pairs[0][0]))
@@ -56,25 +65,39 @@ def _cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def zoo(options: argparse.Namespace) -> None:
-    """Print, for each module, how far rank 0 is from `d_rtrl` and full rank from BPTT, and the error by rank."""
+    """Print, for each module, how far rank 0 is from `d_rtrl` and full rank from BPTT, and the
+    error by rank.
+    """
     from etrace_bridge.rules import DRTRL, LowRankRTRL
     from torch_zoo import CASES
     from zoo.online import OnlineCase
 
     errors: dict[int, list[float]] = {r: [] for r in options.ranks}
     for case in CASES[options.start :: options.every]:
-        if case.float32_only or not case.available or not any(p.requires_grad for p in case.build().parameters()):
+        if (
+            case.float32_only
+            or not case.available
+            or not any(p.requires_grad for p in case.build().parameters())
+        ):
             continue
         online = OnlineCase(case)
         diagonal, rank0 = online.gradients(DRTRL("chunk"), 4), online.gradients(LowRankRTRL(0), 4)
         scale = max(np.abs(g).max() for g in diagonal.values())
-        first = max(np.abs(rank0[n] - g).max() / max(np.abs(g).max(), 1e-3 * scale) for n, g in diagonal.items())
+        first = max(
+            np.abs(rank0[n] - g).max() / max(np.abs(g).max(), 1e-3 * scale)
+            for n, g in diagonal.items()
+        )
         full = max(online.errors(online.gradients(LowRankRTRL(10**6), 4)).values())
         for rank, found in errors.items():
-            found.append(_relative(online, rank0 if rank == 0 else online.gradients(LowRankRTRL(rank), 4)))
+            found.append(
+                _relative(online, rank0 if rank == 0 else online.gradients(LowRankRTRL(rank), 4))
+            )
         by_rank = "  ".join(f"{found[-1]:.4f}" for found in errors.values())
         bad = "" if first < 1e-10 and full < 1e-9 else "  <- not within 1e-10, 1e-9"
-        print(f"{case.name:40s} rank 0 {first:.0e}  full rank {full:.0e}  by rank {by_rank}{bad}", flush=True)
+        print(
+            f"{case.name:40s} rank 0 {first:.0e}  full rank {full:.0e}  by rank {by_rank}{bad}",
+            flush=True,
+        )
     means = ", ".join(f"rank {rank}: {np.mean(found):.4f}" for rank, found in errors.items())
     print(f"mean relative error of {len(errors[options.ranks[0]])} modules: {means}")
 
@@ -97,11 +120,20 @@ def steps(options: argparse.Namespace) -> None:
     workload = next(w for w in WORKLOADS if w.name == "online-step")
     xs, targets = data(workload)
     x, target = (jax.numpy.asarray(a[0].numpy()) for a in (xs, targets))
-    rules = [eb.rules.DRTRL(), eb.rules.LowRankRTRL(1, hops=1), eb.rules.LowRankRTRL(1), eb.rules.LowRankRTRL(4), eb.rules.RTRL()]
+    rules = [
+        eb.rules.DRTRL(),
+        eb.rules.LowRankRTRL(1, hops=1),
+        eb.rules.LowRankRTRL(1),
+        eb.rules.LowRankRTRL(4),
+        eb.rules.RTRL(),
+    ]
     learners, best = {}, {}
     for rule in rules[: options.rules]:
         learner = eb.OnlineLearner(
-            eb.wrap(torch_model(workload)), rule=rule, loss=torch.nn.functional.mse_loss, optimizer=optax.sgd(1e-3)
+            eb.wrap(torch_model(workload)),
+            rule=rule,
+            loss=torch.nn.functional.mse_loss,
+            optimizer=optax.sgd(1e-3),
         )
         learners[rule_text(rule)], best[rule_text(rule)] = learner, np.inf
         jax.block_until_ready(learner.step(x, target).raw_loss)
@@ -113,20 +145,37 @@ def steps(options: argparse.Namespace) -> None:
             jax.block_until_ready(info.raw_loss)
             best[name] = min(best[name], (time.perf_counter() - start) / 10)
     for name, seconds in best.items():
-        print(f"{name:22s} {1e6 * seconds:7.0f} us   {seconds / best['d_rtrl']:6.2f} x d_rtrl   ({workload.shape})")
+        print(
+            f"{name:22s} {1e6 * seconds:7.0f} us   {seconds / best['d_rtrl']:6.2f} x d_rtrl   "
+            f"({workload.shape})"
+        )
 
 
 def main() -> None:
     """Run one of the three."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.low_rank", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.low_rank", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("what", choices=("table", "zoo", "time"))
     parser.add_argument("--seeds", type=int, default=5, help="table: seeds (default 5)")
     parser.add_argument("--steps", type=int, default=20, help="table: time steps (default 20)")
-    parser.add_argument("--engine", action="store_true", help="table: compare the engine with brute force, for the first seed")
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="zoo: only every N-th module")
-    parser.add_argument("--start", type=int, default=0, metavar="N", help="zoo: from this module on")
-    parser.add_argument("--ranks", type=int, nargs="*", default=[0, 1, 2, 4], help="zoo: ranks of the mean error")
-    parser.add_argument("--repeats", type=int, default=40, help="time: rounds of 10 steps of each rule (default 40)")
+    parser.add_argument(
+        "--engine",
+        action="store_true",
+        help="table: compare the engine with brute force, for the first seed",
+    )
+    parser.add_argument(
+        "--every", type=int, default=1, metavar="N", help="zoo: only every N-th module"
+    )
+    parser.add_argument(
+        "--start", type=int, default=0, metavar="N", help="zoo: from this module on"
+    )
+    parser.add_argument(
+        "--ranks", type=int, nargs="*", default=[0, 1, 2, 4], help="zoo: ranks of the mean error"
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=40, help="time: rounds of 10 steps of each rule (default 40)"
+    )
     parser.add_argument("--rules", type=int, default=5, help="time: only the first N rules")
     options = parser.parse_args()
     warnings.simplefilter("ignore")

@@ -1,7 +1,7 @@
 """What the fidelity meter costs: `python benchmarks/meter_cost.py`.
 
-Times of a learner's step and of a metered one, and of an update from a sequence with and without the meter,
-interleaved, the least of several rounds, as ratios within this run.
+Times of a learner's step and of a metered one, and of an update from a sequence with and without
+the meter, interleaved, the least of several rounds, as ratios within this run.
 """
 
 from __future__ import annotations
@@ -59,13 +59,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Cost of the fidelity meter.")
     parser.add_argument("--rounds", type=int, default=40)
     options = parser.parse_args()
-    print("| GRU | rule | step | metered / step | update | metered / update |\n|---|---|---|---|---|---|")
+    print(
+        "| GRU | rule | step | metered / step | update | metered / update |\n"
+        "|---|---|---|---|---|---|"
+    )
     for hidden, batch, rule in ((128, 1, "d_rtrl"), (256, 16, "d_rtrl"), (256, 16, "pp_prop")):
         found = measure(hidden, batch, 50, options.rounds, rule)
         step, update = found["step"], found["update"]
         print(
-            f"| H={hidden} B={batch} | `{rule}` | {step * 1e6:,.0f} us | {found['metered step'] / step:.2f} | "
-            f"{update * 1e3:.1f} ms | {found['metered update'] / update:.2f} |",
+            f"| H={hidden} B={batch} | `{rule}` | {step * 1e6:,.0f} us | "
+            f"{found['metered step'] / step:.2f} | {update * 1e3:.1f} ms | "
+            f"{found['metered update'] / update:.2f} |",
             flush=True,
         )
 

@@ -4,9 +4,10 @@
     python benchmarks/op_coverage.py --complex          # the entries that take complex numbers, complex128
     python benchmarks/op_coverage.py add matmul -v      # some of them, each failure with its reason
 
-An entry passes if its first samples, run as a model would run them (the torch function on traced tensors), give torch's values, and
-torch's gradients for a random cotangent. Left out are entries that no recurrent step can use: random ops (tested by distribution
-elsewhere), results whose shape depends on values, sparse, nested and quantised layouts, memory without a value, and code for GPUs.
+An entry passes if its first samples, run as a model would run them (the torch function on traced
+tensors), give torch's values, and torch's gradients for a random cotangent. Left out are entries
+that no recurrent step can use: random ops (tested by distribution elsewhere), results whose shape
+depends on values, sparse, nested and quantised layouts, memory without a value, and code for GPUs.
 """
 
 from __future__ import annotations
@@ -32,9 +33,7 @@ RANDOM = """
     bernoulli cauchy exponential geometric log_normal normal multinomial rand randn randint randperm random uniform poisson dropout
     alpha_dropout feature_alpha_dropout native_dropout rrelu fractional_max_pool2d fractional_max_pool3d svd_lowrank pca_lowrank
 """.split()
-VALUE_SHAPES = (
-    "nonzero_static masked_select nonzero argwhere unique unique_consecutive bincount histc histogram histogramdd combinations".split()
-)
+VALUE_SHAPES = "nonzero_static masked_select nonzero argwhere unique unique_consecutive bincount histc histogram histogramdd combinations".split()
 NO_VALUE = "empty empty_like new_empty empty_strided new_empty_strided empty_permuted resize_ resize_as_ item equal allclose".split()
 LAYOUTS = "chalf jiterator hash_tensor sparse to_sparse jagged nested quantize _foreach _efficient_attention _flash_attention ops.aten._ torch.ops".split()
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -44,16 +43,27 @@ def is_relevant(op: Any) -> bool:
     """Tell whether a recurrent step may use an op."""
     name = op.name.removeprefix("nn.functional.")
     words = re.split(r"[._]", name)
-    if name in VALUE_SHAPES or name in NO_VALUE or any(name.startswith(p) or f".{p}" in op.name for p in LAYOUTS):
+    if (
+        name in VALUE_SHAPES
+        or name in NO_VALUE
+        or any(name.startswith(p) or f".{p}" in op.name for p in LAYOUTS)
+    ):
         return False
-    return not (name in RANDOM or name.removesuffix("_like") in RANDOM or "dropout" in name or "signal" in words)
+    return not (
+        name in RANDOM
+        or name.removesuffix("_like") in RANDOM
+        or "dropout" in name
+        or "signal" in words
+    )
 
 
 def samples(op: Any, dtype: torch.dtype, count: int) -> Iterator[tuple]:
     """Give the first small dense samples of an op."""
     torch.manual_seed(0)
     chosen = 0
-    for sample in itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=op.supports_autograd), 60):
+    for sample in itertools.islice(
+        op.sample_inputs("cpu", dtype, requires_grad=op.supports_autograd), 60
+    ):
         tensors = _tensors((sample.input, sample.args, sample.kwargs))
         if tensors and all(t.layout == torch.strided and 0 < t.numel() <= 2000 for t in tensors):
             yield (sample.input, *sample.args), sample.kwargs
@@ -94,8 +104,15 @@ def check_sample(op: Any, args: tuple, kwargs: dict) -> None:
     # A leaf that requires grad cannot be written in place.
     wanted = call([t.clone() for t in own])
     weights = [torch.randn(w.shape, dtype=w.dtype) if w.requires_grad else None for w in wanted]
-    total = sum(((w.conj() * v).sum().real for w, v in zip(weights, wanted, strict=True) if w is not None), torch.zeros(()))
-    grads = torch.autograd.grad(total, [own[n] for n in floats], allow_unused=True) if total.requires_grad else [None] * len(floats)
+    total = sum(
+        ((w.conj() * v).sum().real for w, v in zip(weights, wanted, strict=True) if w is not None),
+        torch.zeros(()),
+    )
+    grads = (
+        torch.autograd.grad(total, [own[n] for n in floats], allow_unused=True)
+        if total.requires_grad
+        else [None] * len(floats)
+    )
 
     arrays = [to_jax(t) for t in given]
     traced = trace_function(lambda values: tuple(call(values)))
@@ -105,14 +122,21 @@ def check_sample(op: Any, args: tuple, kwargs: dict) -> None:
         for n, x in zip(floats, some, strict=True):
             full[n] = x
         outputs = traced(full)
-        parts = [(jax.numpy.conj(to_jax(w)) * o).sum().real for w, o in zip(weights, outputs, strict=True) if w is not None]
+        parts = [
+            (jax.numpy.conj(to_jax(w)) * o).sum().real
+            for w, o in zip(weights, outputs, strict=True)
+            if w is not None
+        ]
         return sum(parts, jax.numpy.zeros(())), outputs
 
     if total.requires_grad:
         step = jax.jit(jax.value_and_grad(run, has_aux=True), compiler_options=QUICK)
         (_, outputs), found = step([arrays[n] for n in floats])
     else:
-        outputs, found = jax.jit(lambda some: run(some)[1], compiler_options=QUICK)([arrays[n] for n in floats]), []
+        outputs, found = (
+            jax.jit(lambda some: run(some)[1], compiler_options=QUICK)([arrays[n] for n in floats]),
+            [],
+        )
     for n, (a, b) in enumerate(zip(outputs, wanted, strict=True)):
         _compare(f"output {n}", np.asarray(a), b.detach())
     for n, (a, b) in enumerate(zip(found, grads, strict=False)):
@@ -125,8 +149,16 @@ def _compare(what: str, found: np.ndarray, wanted: torch.Tensor) -> None:
     found = found.astype(np.float32) if found.dtype == jax.numpy.bfloat16 else found
     expected = wanted.resolve_conj().resolve_neg().numpy(force=True)
     if found.shape != expected.shape or found.dtype.kind != expected.dtype.kind:
-        raise AssertionError(f"{what}: {found.dtype}{found.shape}, torch {expected.dtype}{expected.shape}")
-    if not np.allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE * max(1.0, np.abs(expected).max(initial=0)), equal_nan=True):
+        raise AssertionError(
+            f"{what}: {found.dtype}{found.shape}, torch {expected.dtype}{expected.shape}"
+        )
+    if not np.allclose(
+        found,
+        expected,
+        rtol=TOLERANCE,
+        atol=TOLERANCE * max(1.0, np.abs(expected).max(initial=0)),
+        equal_nan=True,
+    ):
         raise AssertionError(f"{what} differs by {np.nanmax(np.abs(found - expected)):.2g}")
 
 
@@ -148,19 +180,29 @@ def check_op(op: Any, dtype: torch.dtype, count: int) -> str | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", help="entries of op_db; all if there are none")
     parser.add_argument("--complex", action="store_true", help="complex128 in place of float64")
     parser.add_argument("--samples", type=int, default=2, help="samples of each entry")
     parser.add_argument("--json", help="write the results to this file")
-    parser.add_argument("-v", "--verbose", action="store_true", help="show each failure as it happens")
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="show each failure as it happens"
+    )
     options = parser.parse_args()
     jax.config.update("jax_enable_x64", True)
     warnings.filterwarnings("ignore")
     from torch.testing._internal.common_methods_invocations import op_db  # slow to import
 
     dtype = torch.complex128 if options.complex else torch.float64
-    chosen = [op for op in op_db if is_relevant(op) and dtype in op.dtypes and (not options.names or op.name in options.names)]
+    chosen = [
+        op
+        for op in op_db
+        if is_relevant(op)
+        and dtype in op.dtypes
+        and (not options.names or op.name in options.names)
+    ]
     results: dict[str, str | None] = {}
     for op in chosen:
         results[op.formatted_name] = check_op(op, dtype, options.samples)
@@ -170,7 +212,8 @@ def main() -> None:
     failed = {name: reason for name, reason in tried.items() if reason is not None}
     wrong = [name for name, reason in failed.items() if reason and reason.startswith("WRONG")]
     print(
-        f"{dtype}: {len(tried) - len(failed)} of {len(tried)} relevant entries of op_db pass; {len(failed)} fail, {len(wrong)} of them wrong"
+        f"{dtype}: {len(tried) - len(failed)} of {len(tried)} relevant entries of op_db pass; "
+        f"{len(failed)} fail, {len(wrong)} of them wrong"
     )
     if not options.verbose:
         for name, reason in failed.items():

@@ -12,8 +12,11 @@ from benchmarks.baselines import DECAY, RATE, Program, executables_memory, seque
 from benchmarks.workloads import Workload, data, torch_model
 
 
-def make_ours(workload: Workload, read_loss: bool = False, jax_arrays: bool = False) -> Program | None:
-    """Return `OnlineLearner.gradients` or `.step` on the workload; None while the package has no `OnlineLearner`.
+def make_ours(
+    workload: Workload, read_loss: bool = False, jax_arrays: bool = False
+) -> Program | None:
+    """Return `OnlineLearner.gradients` or `.step` on the workload; None while the package has no
+    `OnlineLearner`.
 
     Args:
         workload: What to run.
@@ -27,7 +30,11 @@ def make_ours(workload: Workload, read_loss: bool = False, jax_arrays: bool = Fa
     import optax
 
     xs, targets = data(workload)
-    rule = eb.rules.PPProp(DECAY, credit=workload.credit) if workload.rule == "pp_prop" else eb.rules.DRTRL(workload.credit)
+    rule = (
+        eb.rules.PPProp(DECAY, credit=workload.credit)
+        if workload.rule == "pp_prop"
+        else eb.rules.DRTRL(workload.credit)
+    )
     learner = eb.OnlineLearner(
         eb.wrap(torch_model(workload)),
         rule=rule,
@@ -40,8 +47,11 @@ def make_ours(workload: Workload, read_loss: bool = False, jax_arrays: bool = Fa
 
     def run() -> Any:
         if workload.mode == "gradients":
-            # The result arrives lazily: reading every gradient is what makes the computation part of the measurement.
-            return {name: grad.numpy() for name, grad in learner.gradients(xs, targets).grads.items()}
+            # The result arrives lazily: reading every gradient is what makes the computation part
+            # of the measurement.
+            return {
+                name: grad.numpy() for name, grad in learner.gradients(xs, targets).grads.items()
+            }
         info = learner.step(x, target)
         return info.loss if read_loss else jax.block_until_ready(info.raw_loss)
 
@@ -49,13 +59,19 @@ def make_ours(workload: Workload, read_loss: bool = False, jax_arrays: bool = Fa
 
 
 def make_online_module(workload: Workload) -> Program | None:
-    """Return one step of `OnlineModule` with torch's `backward` and SGD, as torch BPTT's column runs them; for steps only."""
+    """Return one step of `OnlineModule` with torch's `backward` and SGD, as torch BPTT's column
+    runs them; for steps only.
+    """
     import etrace_bridge as eb
 
     if workload.mode != "step":
         return None
     model, (xs, targets) = torch_model(workload), data(workload)
-    rule = eb.rules.PPProp(DECAY, credit=workload.credit) if workload.rule == "pp_prop" else eb.rules.DRTRL(workload.credit)
+    rule = (
+        eb.rules.PPProp(DECAY, credit=workload.credit)
+        if workload.rule == "pp_prop"
+        else eb.rules.DRTRL(workload.credit)
+    )
     online, optimizer = eb.OnlineModule(model, rule=rule), torch.optim.SGD(model.parameters(), RATE)
 
     def run() -> None:

@@ -1,4 +1,6 @@
-"""How much of the machine other processes use, so that a benchmark on a shared machine can wait for its turn."""
+"""How much of the machine other processes use, so that a benchmark on a shared machine can wait for
+its turn.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,16 @@ _STAT = Path("/proc/stat")
 
 
 class ForeignLoad:
-    """Share of all cores that other processes used since the object was made; zero where the system does not tell."""
+    """Share of all cores that other processes used since the object was made; zero where the system
+    does not tell.
+    """
 
     def __init__(self) -> None:
-        self._wall, self._busy, self._own = time.perf_counter(), _busy_seconds(), time.process_time()
+        self._wall, self._busy, self._own = (
+            time.perf_counter(),
+            _busy_seconds(),
+            time.process_time(),
+        )
 
     def share(self) -> float:
         """Return the share, between 0 and 1."""
@@ -23,7 +31,8 @@ class ForeignLoad:
 
 
 def wait_until_quiet(limit: float, share: float = 0.1, window: float = 0.2) -> float:
-    """Wait until other processes used less than `share` of the machine for `window` seconds, at most `limit` seconds.
+    """Wait until other processes used less than `share` of the machine for `window` seconds, at
+    most `limit` seconds.
 
     Returns:
         Seconds waited.
@@ -41,5 +50,7 @@ def _busy_seconds() -> float:
     """Return the time that all cores together have been busy since boot."""
     if not _STAT.exists():
         return 0.0
-    user, nice, system, _idle, _iowait, irq, softirq, steal, *_ = _STAT.read_text().split(maxsplit=9)[1:9]
+    user, nice, system, _idle, _iowait, irq, softirq, steal, *_ = _STAT.read_text().split(
+        maxsplit=9
+    )[1:9]
     return sum(map(int, (user, nice, system, irq, softirq, steal))) / os.sysconf("SC_CLK_TCK")

@@ -1,9 +1,11 @@
-"""What a GPU or TPU could do at best, by counting: FLOPs, bytes and kernels of the online step, from its compiled program.
+"""What a GPU or TPU could do at best, by counting: FLOPs, bytes and kernels of the online step,
+from its compiled program.
 
     python benchmarks/roofline.py [--units 1024 --inputs 256 --batch 256 --steps 1000] [--paper]
 
-The program is laid out as for a GPU or TPU and compiled here, without being run. `--paper` prints memory and communication of a model of
-many devices, from formulas that are checked against the memory that the code makes at small sizes.
+The program is laid out as for a GPU or TPU and compiled here, without being run. `--paper` prints
+memory and communication of a model of many devices, from formulas that are checked against the
+memory that the code makes at small sizes.
 """
 
 from __future__ import annotations
@@ -29,8 +31,13 @@ from etrace_bridge.learning.state import LearnerState
 from etrace_bridge.rules import make_rule
 from etrace_bridge.schedule.chunk_plan import trace_bytes
 
-# Published peaks: operations per second of matrix products (TF32 on GPUs, bfloat16 on the TPU), and bytes per second of main memory.
-DEVICES = {"A100 80GB": (156e12, 2.04e12), "H100 SXM": (495e12, 3.35e12), "TPU v5e": (197e12, 0.82e12)}
+# Published peaks: operations per second of matrix products (TF32 on GPUs, bfloat16 on the TPU), and
+# bytes per second of main memory.
+DEVICES = {
+    "A100 80GB": (156e12, 2.04e12),
+    "H100 SXM": (495e12, 3.35e12),
+    "TPU v5e": (197e12, 0.82e12),
+}
 RULES = ("d_rtrl", "pp_prop", "bptt")
 # Elements of a rule's memory for a GRU layer: B batch, I inputs, H units, P weights of all layers.
 FORMULAS = {
@@ -43,13 +50,18 @@ FORMULAS = {
 
 def compiled_gru(units: int, inputs: int, batch: int) -> CompiledStep:
     """A GRU's step, laid out as for an accelerator."""
-    return CompiledStep(eb.wrap(torch.nn.GRU(inputs, units)), [np.zeros((batch, inputs), np.float32)], "gpu")
+    return CompiledStep(
+        eb.wrap(torch.nn.GRU(inputs, units)), [np.zeros((batch, inputs), np.float32)], "gpu"
+    )
 
 
 def count(compiled: CompiledStep, rule_name: str, units: int, batch: int) -> dict[str, float]:
     """FLOPs, bytes and kernels of an online step with its update by SGD."""
-    rule, updater = make_rule(rule_name), make_updater(optax.sgd(1e-3), None, None, None, 1, None, False)
-    loss = lambda output, target: jnp.mean((output - target) ** 2)  # noqa: E731
+    rule, updater = (
+        make_rule(rule_name),
+        make_updater(optax.sgd(1e-3), None, None, None, 1, None, False),
+    )
+    loss = lambda output, target: jnp.mean((output - target) ** 2)
     spec = ProgramSpec(OnlineCore(compiled, rule), loss, updater, "mean", True)
     theta, hidden, other = compiled.read()
     state = jax.eval_shape(
@@ -58,30 +70,58 @@ def count(compiled: CompiledStep, rule_name: str, units: int, batch: int) -> dic
             jnp.asarray(new_alarm(0, 1 + len(theta) + len(hidden))),
         )
     )  # fmt: skip
-    shape = lambda width: jax.ShapeDtypeStruct((batch, width), jnp.float32)  # noqa: E731
+    shape = lambda width: jax.ShapeDtypeStruct((batch, width), jnp.float32)
     inputs = compiled.signature[0][0][1]
-    program = jax.jit(make_step(spec, True), donate_argnums=0).lower(state, [shape(inputs)], shape(units)).compile()
+    program = (
+        jax.jit(make_step(spec, True), donate_argnums=0)
+        .lower(state, [shape(inputs)], shape(units))
+        .compile()
+    )
     found: Any = program.cost_analysis()
     entry = program.as_text().split("ENTRY", 1)[1]
-    kernels = len(re.findall(r" = \S+ (?:fusion|dot|convolution|custom-call|reduce|copy|transpose|concatenate)\(", entry))
-    return {"flops": found["flops"], "bytes": found["bytes accessed"], "kernels": kernels, "memory": trace_bytes(state.trace)}
+    kernels = len(
+        re.findall(
+            r" = \S+ (?:fusion|dot|convolution|custom-call|reduce|copy|transpose|concatenate)\(",
+            entry,
+        )
+    )
+    return {
+        "flops": found["flops"],
+        "bytes": found["bytes accessed"],
+        "kernels": kernels,
+        "memory": trace_bytes(state.trace),
+    }
 
 
 def roofline(units: int, inputs: int, batch: int, steps: int) -> None:
     """Prints the table of counts and bounds."""
     compiled = compiled_gru(units, inputs, batch)
-    print(f"GRU, {units} units, {inputs} inputs, batch {batch}, float32; bounds for {steps} online steps\n")
-    print(f"| rule | memory, GB | GFLOP a step | GB a step | kernels a step | {' | '.join(f'{name}, s' for name in DEVICES)} |")
+    print(
+        f"GRU, {units} units, {inputs} inputs, batch {batch}, float32; bounds for {steps} online "
+        "steps\n"
+    )
+    print(
+        "| rule | memory, GB | GFLOP a step | GB a step | kernels a step | "
+        f"{' | '.join(f'{name}, s' for name in DEVICES)} |"
+    )
     print("|---|" + "---:|" * (4 + len(DEVICES)))
     for rule in RULES:
         found = count(compiled, rule, units, batch)
-        bounds = [steps * max(found["flops"] / peak, found["bytes"] / bandwidth) for peak, bandwidth in DEVICES.values()]
+        bounds = [
+            steps * max(found["flops"] / peak, found["bytes"] / bandwidth)
+            for peak, bandwidth in DEVICES.values()
+        ]
         numbers = [found["memory"] / 1e9, found["flops"] / 1e9, found["bytes"] / 1e9]
-        print(f"| `{rule}` | {' | '.join(f'{x:.3g}' for x in numbers)} | {found['kernels']} | {' | '.join(f'{x:.2g}' for x in bounds)} |")
+        print(
+            f"| `{rule}` | {' | '.join(f'{x:.3g}' for x in numbers)} | {found['kernels']} | "
+            f"{' | '.join(f'{x:.2g}' for x in bounds)} |"
+        )
 
 
 def paper(layers: int, units: int, batch: int, devices: int) -> None:
-    """Prints memory and communication of a large model, after a check of the formulas at small sizes."""
+    """Prints memory and communication of a large model, after a check of the formulas at small
+    sizes.
+    """
     for rule, (_, elements) in FORMULAS.items():
         for size in ((4, 3, 2), (6, 5, 3)):
             program = compiled_gru(*size).program
@@ -90,7 +130,10 @@ def paper(layers: int, units: int, batch: int, devices: int) -> None:
             expected = 4 * elements(size[2], size[1], size[0], weights)
             assert made == expected, (rule, size, made, expected)
     P = layers * 3 * units * 2 * units
-    print("| rule | elements of a layer | all, bytes | of a device, bytes | all-reduce of a device and update, bytes |")
+    print(
+        "| rule | elements of a layer | all, bytes | of a device, bytes | all-reduce of a device "
+        "and update, bytes |"
+    )
     print("|---|---|---:|---:|---:|")
     for rule, (formula, elements) in FORMULAS.items():
         whole = 4.0 * layers * elements(batch, units, units, P)
@@ -102,7 +145,9 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (("units", 1024), ("inputs", 256), ("batch", 256), ("steps", 1000)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--paper", action="store_true", help="12 layers of 16,384 units, batch 4,096, 1,024 devices")
+    parser.add_argument(
+        "--paper", action="store_true", help="12 layers of 16,384 units, batch 4,096, 1,024 devices"
+    )
     args = parser.parse_args(arguments)
     if args.paper:
         paper(12, 16384, 4096, 1024)

@@ -1,7 +1,9 @@
-"""Long runs must not grow: `python -m benchmarks.soak [--steps 1000000] [--learners 300] [--minutes 60]`.
+"""Long runs must not grow: `python -m benchmarks.soak [--steps 1000000] [--learners 300] [--minutes
+60]`.
 
-First one learner makes many online steps with changing batch sizes, then learners are made, used and dropped. The resident memory is
-printed along the way; the exit code is 1 if it grew by more than `LIMIT` after the first fifth, which has compiled everything.
+First one learner makes many online steps with changing batch sizes, then learners are made, used
+and dropped. The resident memory is printed along the way; the exit code is 1 if it grew by more
+than `LIMIT` after the first fifth, which has compiled everything.
 """
 
 from __future__ import annotations
@@ -43,11 +45,17 @@ class Tagger(nn.Module):
 def make_learner() -> eb.OnlineLearner:
     """A learner with everything that holds memory: trace, optimizer slots, compiled programs."""
     model = Tagger()
-    return eb.OnlineLearner(model, "d_rtrl", F.cross_entropy, torch.optim.Adam(model.parameters(), lr=1e-3))
+    return eb.OnlineLearner(
+        model, "d_rtrl", F.cross_entropy, torch.optim.Adam(model.parameters(), lr=1e-3)
+    )
 
 
-def run_steps(total: int, per_batch_size: int = 500, sizes: tuple[int, ...] = BATCHES) -> Iterator[int]:
-    """Make online steps and yield how many are done, after each change of the batch size; the last loss of each is read."""
+def run_steps(
+    total: int, per_batch_size: int = 500, sizes: tuple[int, ...] = BATCHES
+) -> Iterator[int]:
+    """Make online steps and yield how many are done, after each change of the batch size; the last
+    loss of each is read.
+    """
     learner, done = make_learner(), 0
     for size in itertools.cycle(sizes):
         learner.reset()
@@ -81,7 +89,13 @@ def resident() -> float:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-def watch(name: str, total: int, progress: Iterator[int], deadline: float, say: Callable[[str], None] = print) -> float:
+def watch(
+    name: str,
+    total: int,
+    progress: Iterator[int],
+    deadline: float,
+    say: Callable[[str], None] = print,
+) -> float:
     """Run to the end or to the deadline and give the growth of memory in MB after the first fifth."""
     begun, early, next_report = time.monotonic(), None, 0.0
     done = 0
@@ -91,7 +105,10 @@ def watch(name: str, total: int, progress: Iterator[int], deadline: float, say: 
             early = now
         if done / total >= next_report or done == total:
             next_report = done / total + 0.1
-            say(f"{name}: {done:,} of {total:,}, {now:.0f} MB, {len(jax.live_arrays())} arrays, {time.monotonic() - begun:.0f} s")
+            say(
+                f"{name}: {done:,} of {total:,}, {now:.0f} MB, {len(jax.live_arrays())} arrays, "
+                f"{time.monotonic() - begun:.0f} s"
+            )
         if time.monotonic() > deadline:
             say(f"{name}: stopped after {done:,}, out of time")
             break
@@ -109,9 +126,22 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     growth = 0.0
     if options.steps:
-        growth = watch("steps", options.steps, run_steps(options.steps), time.monotonic() + 60 * options.minutes)
+        growth = watch(
+            "steps",
+            options.steps,
+            run_steps(options.steps),
+            time.monotonic() + 60 * options.minutes,
+        )
     if options.learners:
-        growth = max(growth, watch("learners", options.learners, run_learners(options.learners), time.monotonic() + 60 * options.minutes))
+        growth = max(
+            growth,
+            watch(
+                "learners",
+                options.learners,
+                run_learners(options.learners),
+                time.monotonic() + 60 * options.minutes,
+            ),
+        )
     return int(growth > LIMIT)
 
 

@@ -2,8 +2,8 @@
 
     python benchmarks/step_size.py [layers ...]
 
-The target is linear growth: every layer adds the same number of lines. The time is that of the first `step`, which traces the
-model, builds its graph and compiles the program.
+The target is linear growth: every layer adds the same number of lines. The time is that of the
+first `step`, which traces the model, builds its graph and compiles the program.
 """
 
 from __future__ import annotations
@@ -24,14 +24,21 @@ BATCH, WIDTH = 4, 8
 
 
 def measure(layers: int, cell: type[torch.nn.RNNBase] = torch.nn.GRU) -> tuple[int, float]:
-    """Lines of the largest program that the first online step compiles, and the seconds that the step takes."""
-    learner = eb.OnlineLearner(cell(WIDTH, WIDTH, layers), loss=torch.nn.functional.mse_loss, optimizer=optax.adam(1e-3))
+    """Lines of the largest program that the first online step compiles, and the seconds that the
+    step takes.
+    """
+    learner = eb.OnlineLearner(
+        cell(WIDTH, WIDTH, layers), loss=torch.nn.functional.mse_loss, optimizer=optax.adam(1e-3)
+    )
     client = jax.devices()[0].client
-    known = client.live_executables()  # held, so that no new program can get the identity of an old one
+    # Held, so that no new program can get the identity of an old one
+    known = client.live_executables()
     start = time.perf_counter()
     learner.step(torch.ones(BATCH, WIDTH), torch.zeros(BATCH, WIDTH))
     seconds = time.perf_counter() - start
-    new = [program for program in client.live_executables() if all(program is not old for old in known)]
+    new = [
+        program for program in client.live_executables() if all(program is not old for old in known)
+    ]
     texts = [module.to_string() for program in new for module in program.hlo_modules()]
     return max(len(text.splitlines()) for text in texts), seconds
 

@@ -1,4 +1,6 @@
-"""Time and memory against the length of the sequence and against the hidden size, their plot, and the memory of long sequences."""
+"""Time and memory against the length of the sequence and against the hidden size, their plot, and
+the memory of long sequences.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from benchmarks.workloads import Workload
 SHOWN = {"ours": "etrace_bridge", "yardstick": "written by hand"}  # the programs' names in the plot
 
 
-def sweep(quick: bool, patience: float = 0.0, clock: str = "wall", repeats: int = 5) -> dict[str, list[dict[str, Any]]]:
+def sweep(
+    quick: bool, patience: float = 0.0, clock: str = "wall", repeats: int = 5
+) -> dict[str, list[dict[str, Any]]]:
     """Measure a GRU over lengths at one size, and over sizes at one length."""
     lengths = (100, 400) if quick else (100, 300, 1000, 3000, 10_000)
     sizes = (64, 128) if quick else (64, 128, 256, 512)
@@ -27,7 +31,9 @@ def sweep(quick: bool, patience: float = 0.0, clock: str = "wall", repeats: int 
 
 
 def flatness(quick: bool) -> list[dict[str, Any]]:
-    """Peak memory of our gradients against the length of the sequence, inputs and outputs aside, and in units of the trace."""
+    """Peak memory of our gradients against the length of the sequence, inputs and outputs aside,
+    and in units of the trace.
+    """
     rows = []
     for steps in (100, 400) if quick else (100, 1000, 2000, 10_000):
         workload = Workload(f"t{steps}", "gru", 256, 64, 32, steps)
@@ -35,8 +41,14 @@ def flatness(quick: bool) -> list[dict[str, Any]]:
         if program is None:
             break
         size, method = program.memory()
-        rows.append({"steps": steps, "bytes": size, "method": method, "traces": size / workload.trace_bytes})
-        print(f"memory of `gradients`, {workload.shape}: {size / 1e6:.0f} MB, {rows[-1]['traces']:.2f} x the trace", flush=True)
+        rows.append(
+            {"steps": steps, "bytes": size, "method": method, "traces": size / workload.trace_bytes}
+        )
+        print(
+            f"memory of `gradients`, {workload.shape}: {size / 1e6:.0f} MB, "
+            f"{rows[-1]['traces']:.2f} x the trace",
+            flush=True,
+        )
     return rows
 
 
@@ -50,19 +62,34 @@ def plot(report: dict[str, list[dict[str, Any]]], path: Path | None = None) -> N
     figure, axes = plt.subplots(2, 2, figsize=(10, 7), layout="constrained")
     for column, (axis, label) in enumerate((("steps", "steps T"), ("hidden", "hidden units H"))):
         for name in MAKERS:
-            points = [(row["workload"][axis], row["programs"][name]) for row in report[axis] if "seconds" in row["programs"].get(name, {})]
+            points = [
+                (row["workload"][axis], row["programs"][name])
+                for row in report[axis]
+                if "seconds" in row["programs"].get(name, {})
+            ]
             if not points:
                 continue
             at = [x for x, _ in points]
-            axes[0, column].loglog(at, [result["seconds"] * 1e3 for _, result in points], "o-", label=SHOWN.get(name, name))
-            axes[1, column].loglog(at, [result["memory_bytes"] / 1e6 for _, result in points], "o-", label=name)
+            axes[0, column].loglog(
+                at,
+                [result["seconds"] * 1e3 for _, result in points],
+                "o-",
+                label=SHOWN.get(name, name),
+            )
+            axes[1, column].loglog(
+                at, [result["memory_bytes"] / 1e6 for _, result in points], "o-", label=name
+            )
         at = [row["workload"][axis] for row in report[axis]]
         for axes_of in axes[:, column]:
             axes_of.set_xticks(at, [f"{x:,}" for x in at])
             axes_of.minorticks_off()
             axes_of.grid(alpha=0.3)
         first = report[axis][0]["workload"]
-        fixed = "H={hidden} B={batch} I={inputs}" if axis == "steps" else "T={steps} B={batch} I={inputs}"
+        fixed = (
+            "H={hidden} B={batch} I={inputs}"
+            if axis == "steps"
+            else "T={steps} B={batch} I={inputs}"
+        )
         axes[0, column].set_title("GRU, " + fixed.format(**first))
         axes[1, column].set_xlabel(label)
     axes[0, 0].set_ylabel("time of one gradient [ms]")

@@ -20,7 +20,8 @@ class Workload:
         batch: Batch size.
         steps: Length of the sequence.
         rule: The online rule of our column; braintrace runs the same one.
-        credit: How far our rule's credit reaches within a step; braintrace's reaches through the core.
+        credit: How far our rule's credit reaches within a step; braintrace's reaches through the
+            core.
         mode: `"gradients"` of the whole sequence, or one `"step"` with an SGD update.
         reach: The largest ratio to torch BPTT that the design asks for, if it names one.
         chunk: Chunk size of the yardstick; ours chooses its own.
@@ -45,7 +46,9 @@ class Workload:
 
     @property
     def feature_major(self) -> bool:
-        """Whether the yardstick's recurrence runs on `(H, B)` states, which pays for small batches and large states."""
+        """Whether the yardstick's recurrence runs on `(H, B)` states, which pays for small batches
+        and large states.
+        """
         return self.batch <= 16 and self.hidden >= 512
 
     @property
@@ -67,14 +70,18 @@ WORKLOADS = (
     Workload("gru-b1", "gru", 256, 64, 1, 1000, reach=0.2, chunk=500),
     Workload("gru-b128", "gru", 128, 32, 128, 200),
     Workload("gru-t10000", "gru", 128, 32, 8, 10_000, chunk=200),
-    Workload("pp-prop", "gru", 256, 64, 32, 100, rule="pp_prop", credit="core", reach=0.6, chunk=20),
+    Workload(
+        "pp-prop", "gru", 256, 64, 32, 100, rule="pp_prop", credit="core", reach=0.6, chunk=20
+    ),
     Workload("pp-prop-step", "gru", 256, 64, 32, 100, rule="pp_prop", chunk=20),
     Workload("lstm-3", "lstm", 128, 32, 16, 100),
     Workload("rleaky", "rleaky", 128, 32, 16, 100),
     Workload("convlstm", "convlstm", 8, 16, 8, 50),
     Workload("online-step", "gru", 128, 32, 1, 1, mode="step", chunk=1),
     Workload("online-step-b8", "gru", 256, 64, 8, 1, mode="step", chunk=1),
-    Workload("online-step-pp", "gru", 512, 64, 8, 1, rule="pp_prop", credit="core", mode="step", chunk=1),
+    Workload(
+        "online-step-pp", "gru", 512, 64, 8, 1, rule="pp_prop", credit="core", mode="step", chunk=1
+    ),
 )
 
 
@@ -103,7 +110,9 @@ class LSTMReadout(nn.Module):
 
 
 class SpikingReadout(nn.Module):
-    """A recurrent layer of snnTorch's leaky neurons between two linear layers; one call is one time step."""
+    """A recurrent layer of snnTorch's leaky neurons between two linear layers; one call is one time
+    step.
+    """
 
     def __init__(self, inputs: int, hidden: int, outputs: int) -> None:
         super().__init__()
@@ -128,7 +137,9 @@ class SpikingReadout(nn.Module):
 
 
 class ConvLSTM(nn.Module):
-    """A convolutional LSTM on square images; one call is one time step, `(output, state)` comes back."""
+    """A convolutional LSTM on square images; one call is one time step, `(output, state)` comes
+    back.
+    """
 
     def __init__(self, channels: int, outputs: int) -> None:
         super().__init__()
@@ -136,7 +147,9 @@ class ConvLSTM(nn.Module):
         self.gates = nn.Conv2d(1 + channels, 4 * channels, 3, padding=1)
         self.readout = nn.Linear(channels, outputs)
 
-    def forward(self, x: Tensor, state: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(
+        self, x: Tensor, state: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         if state is None:
             zero = x.new_zeros(x.shape[0], self.channels, *x.shape[2:])
             state = zero, zero
@@ -159,6 +172,10 @@ def torch_model(workload: Workload) -> nn.Module:
 def data(workload: Workload) -> tuple[Tensor, Tensor]:
     """Return inputs and targets, time first."""
     torch.manual_seed(1)
-    features = (1, workload.inputs, workload.inputs) if workload.model == "convlstm" else (workload.inputs,)
+    features = (
+        (1, workload.inputs, workload.inputs)
+        if workload.model == "convlstm"
+        else (workload.inputs,)
+    )
     xs = torch.randn(workload.steps, workload.batch, *features)
     return xs, torch.randn(workload.steps, workload.batch, workload.outputs)

@@ -1,20 +1,23 @@
-"""Hand-written D-RTRL for one torch-layout GRU with a linear readout: the speed that the general engine is measured by.
+"""Hand-written D-RTRL for one torch-layout GRU with a linear readout: the speed that the general
+engine is measured by.
 
-Nothing here is generic. Every derivative is written out, so the file also serves as a reading of the chunk form:
+Nothing here is generic. Every derivative is written out, so the file also serves as a reading of
+the chunk form:
 
     r = sigmoid(x W_ir' + b_ir + h W_hr' + b_hr)        m = h W_hn' + b_hn
     z = sigmoid(x W_iz' + b_iz + h W_hz' + b_hz)        n = tanh(x W_in' + b_in + r m)
     h_new = n + z (h - n)                               y = h_new W_o' + b_o
 
-With the recurrent product held constant, `h_new` depends on `h` through `D = z` alone, position by position. The online
-gradient is
+With the recurrent product held constant, `h_new` depends on `h` through `D = z` alone, position by
+position. The online gradient is
 
     g_t = dl_t/dW (h fixed) + b_t . eps_(t-1)           b_t = dl_t/dh_(t-1) through the whole step
     eps_t = D_t eps_(t-1) + df_t (x) input_t            df_t = dh_t/d(gate's argument)
 
-and a chunk of K steps computes its sum from one reverse scan of hidden-sized arrays, `a_(t-1) = b_t + D_t a_t` and
-`M_(t-1) = M_t D_t`. A weight's gradient is then one matrix product with `c_t + a_t`, where `c_t = dl_t/dh_t`, plus one
-pass over the old trace with `a_0`; the new trace is `M_0 eps_0` plus one batched product with `M_t`.
+and a chunk of K steps computes its sum from one reverse scan of hidden-sized arrays, `a_(t-1) = b_t
++ D_t a_t` and `M_(t-1) = M_t D_t`. A weight's gradient is then one matrix product with `c_t + a_t`,
+where `c_t = dl_t/dh_t`, plus one pass over the old trace with `a_0`; the new trace is `M_0 eps_0`
+plus one batched product with `M_t`.
 """
 
 from __future__ import annotations
@@ -42,7 +45,9 @@ class Trace(NamedTuple):
 
 
 class Gates(NamedTuple):
-    """What the forward scan keeps of every step, each `(K, B, H)`: the old state and what the equations above name."""
+    """What the forward scan keeps of every step, each `(K, B, H)`: the old state and what the
+    equations above name.
+    """
 
     h: Array
     r: Array
@@ -51,7 +56,9 @@ class Gates(NamedTuple):
     m: Array
 
 
-def init_params(inputs: int, hidden: int, outputs: int, seed: int = 0, dtype: Any = jnp.float32) -> Params:
+def init_params(
+    inputs: int, hidden: int, outputs: int, seed: int = 0, dtype: Any = jnp.float32
+) -> Params:
     """Return parameters drawn as torch draws them, uniform within `1/sqrt(hidden)`."""
     shapes = {
         "weight_ih": (3 * hidden, inputs),
@@ -63,18 +70,26 @@ def init_params(inputs: int, hidden: int, outputs: int, seed: int = 0, dtype: An
     }
     keys = jax.random.split(jax.random.key(seed), len(shapes))
     bound = hidden**-0.5
-    return {name: jax.random.uniform(key, shape, dtype, -bound, bound) for key, (name, shape) in zip(keys, shapes.items(), strict=True)}
+    return {
+        name: jax.random.uniform(key, shape, dtype, -bound, bound)
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
 
 
 def zero_trace(params: Params, batch: int) -> Trace:
     """Return the trace before the first step."""
-    return Trace(*(jnp.zeros((batch, *params[name].shape), params[name].dtype) for name in Trace._fields))
+    return Trace(
+        *(jnp.zeros((batch, *params[name].shape), params[name].dtype) for name in Trace._fields)
+    )
 
 
 def _forward(params: Params, h0: Array, xs: Array, feature_major: bool) -> tuple[Array, Gates]:
-    """Run K steps and keep the gates; inputs enter the scan as three arrays, already multiplied and split."""
+    """Run K steps and keep the gates; inputs enter the scan as three arrays, already multiplied and
+    split.
+    """
     hidden = h0.shape[1]
-    # The recurrent biases of r and z are added to the hoisted product; that of n stays inside, where r multiplies it.
+    # The recurrent biases of r and z are added to the hoisted product; that of n stays inside,
+    # where r multiplies it.
     bias = params["bias_ih"] + params["bias_hh"].at[2 * hidden :].set(0)
     product = xs @ params["weight_ih"].T + bias
     weight, bias_n = params["weight_hh"], params["bias_hh"][2 * hidden :]
@@ -85,7 +100,7 @@ def _forward(params: Params, h0: Array, xs: Array, feature_major: bool) -> tuple
     else:
         axis = 1
         transposed = weight.T
-        multiply = lambda h: h @ transposed  # noqa: E731
+        multiply = lambda h: h @ transposed
 
     def step(h: Array, x: list[Array]) -> tuple[Array, Gates]:
         h_r, h_z, h_n = jnp.split(multiply(h), 3, axis)
@@ -102,14 +117,18 @@ def _forward(params: Params, h0: Array, xs: Array, feature_major: bool) -> tuple
     return h_end.T, jax.tree.map(lambda array: array.swapaxes(1, 2), gates)
 
 
-def _reverse(b: Array, decay: Array, with_products: bool) -> tuple[Array, Array, Array | None, Array | None]:
+def _reverse(
+    b: Array, decay: Array, with_products: bool
+) -> tuple[Array, Array, Array | None, Array | None]:
     """Return `a_t`, `a_0` and the suffix products `M_t`, `M_0` (None, None if they are not needed)."""
     zero = jnp.zeros_like(b[0])
     if not with_products:
         a_0, a = lax.scan(lambda a, s: (s[0] + s[1] * a, a), zero, (b, decay), reverse=True)
         return a, a_0, None, None
     start = (zero, jnp.ones_like(zero))
-    (a_0, m_0), (a, m) = lax.scan(lambda c, s: ((s[0] + s[1] * c[0], s[1] * c[1]), c), start, (b, decay), reverse=True)
+    (a_0, m_0), (a, m) = lax.scan(
+        lambda c, s: ((s[0] + s[1] * c[0], s[1] * c[1]), c), start, (b, decay), reverse=True
+    )
     return a, a_0, m, m_0
 
 
@@ -121,8 +140,9 @@ def _align(values: Array, ndim: int) -> Array:
 def _contract(trace: Trace, a_0: Array, m_0: Array) -> tuple[Gradients, Array]:
     """Return `sum_b a_0 eps_0` for every weight, and `m_0` unchanged.
 
-    `m_0` travels through the loop on purpose: the update of the trace then depends on the loop's end, so XLA overwrites
-    the trace in place. Without a real dependency (an optimization barrier is none by then) it copies the trace first.
+    `m_0` travels through the loop on purpose: the update of the trace then depends on the loop's
+    end, so XLA overwrites the trace in place. Without a real dependency (an optimization barrier is
+    none by then) it copies the trace first.
     """
     sums = Trace(*(jnp.zeros(leaf.shape[1:], leaf.dtype) for leaf in trace))
 
@@ -139,12 +159,15 @@ def _contract(trace: Trace, a_0: Array, m_0: Array) -> tuple[Gradients, Array]:
 def _through_recurrence(weight_hh: Array, per_gate: list[Array]) -> Array:
     """Return cotangents of the recurrent product, pulled back to the old state."""
     if per_gate[0].shape[0] == 1:
-        return jnp.concatenate(per_gate, -1) @ weight_hh  # one step: copying three slices of the weight would cost more
+        # one step: copying three slices of the weight would cost more
+        return jnp.concatenate(per_gate, -1) @ weight_hh
     return sum(gate @ part for gate, part in zip(per_gate, jnp.split(weight_hh, 3), strict=True))
 
 
 def _weight_gradients(per_gate: list[Array], values: Array) -> Array:
-    """Return one gradient `(3H, I)` from three `(K, B, H)` cotangents; concatenating the small results is free."""
+    """Return one gradient `(3H, I)` from three `(K, B, H)` cotangents; concatenating the small
+    results is free.
+    """
     return jnp.concatenate([jnp.einsum("kbh,kbi->hi", gate, values) for gate in per_gate])
 
 
@@ -178,9 +201,10 @@ def chunk(
 ) -> tuple[Gradients, Array, Array, Trace | None, Array]:
     """Run K steps: gradients, loss, last hidden state, new trace and outputs.
 
-    What is parallel over the steps runs in blocks of them, so that only the gates and a few more arrays are ever
-    `(K, B, H)`. Less memory is also faster: glibc returns a block above 32 MiB to the system after every run, and each
-    page has to be faulted in again (10,000 faults, a fifth of the time, at H=256, B=32, K=100).
+    What is parallel over the steps runs in blocks of them, so that only the gates and a few more
+    arrays are ever `(K, B, H)`. Less memory is also faster: glibc returns a block above 32 MiB to
+    the system after every run, and each page has to be faulted in again (10,000 faults, a fifth of
+    the time, at H=256, B=32, K=100).
 
     Args:
         params: Weights under the names of `init_params`.
@@ -195,7 +219,8 @@ def chunk(
     """
     steps = xs.shape[0]
     weight = 1 / steps if weight is None else weight
-    if max_blocks is None:  # small chunks fit in one block, and the inner loops of several would only cost time
+    # Small chunks fit in one block, and the inner loops of several would only cost time
+    if max_blocks is None:
         max_blocks = 1 if steps * h0.size < 500_000 else 10
     blocks = max(count for count in range(1, max_blocks + 1) if steps % count == 0)
     inputs = _in_blocks(xs, blocks)
@@ -216,7 +241,9 @@ def chunk(
         gates, d_out = block
         c = d_out @ params["weight_out"]
         d_r, d_z, _, d_m = _factors(gates)
-        return None, c * gates.z + _through_recurrence(params["weight_hh"], [c * d_r, c * d_z, c * d_m])
+        return None, c * gates.z + _through_recurrence(
+            params["weight_hh"], [c * d_r, c * d_z, c * d_m]
+        )
 
     def accumulate(sums: Gradients, block: Any) -> tuple[Gradients, None]:
         gates, d_out, a, x = block
@@ -231,14 +258,17 @@ def chunk(
         }, None
 
     start = h0, jnp.zeros((), h0.dtype), zeros["weight_out"]
-    (h_end, loss, readout), (gates, d_out, outputs) = lax.scan(forward, start, (inputs, _in_blocks(targets, blocks)))
+    (h_end, loss, readout), (gates, d_out, outputs) = lax.scan(
+        forward, start, (inputs, _in_blocks(targets, blocks))
+    )
     _, b = lax.scan(pull_back, None, (gates, d_out))
     a, a_0, products, m_0 = _reverse(_joined(b), _joined(gates.z), not last)
     sums = {name: zeros[name] for name in Trace._fields}
     grads, _ = lax.scan(accumulate, sums, (gates, d_out, _in_blocks(a, blocks), inputs))
     grads |= {"weight_out": readout, "bias_out": d_out.sum((0, 1, 2))}
     if trace is not None:
-        # Tiled to the three gates before the product: broadcasting over a gate axis instead is 25 times slower.
+        # Tiled to the three gates before the product: broadcasting over a gate axis instead is 25
+        # times slower.
         tiled = jnp.tile(a_0, (1, 3))
         past, m_0 = _contract(trace, tiled, tiled if last else jnp.tile(m_0, (1, 3)))
         grads |= {name: grads[name] + past[name] for name in past}
@@ -249,8 +279,12 @@ def chunk(
     return grads, loss, h_end, _new_trace(trace, m_0, added, xs, gates.h), _joined(outputs)
 
 
-def _new_trace(trace: Trace | None, m_0: Array, per_gate: list[Array], xs: Array, h: Array) -> Trace:
-    """Return `M_0 eps_0` plus what the chunk added; batch-major operands double the speed of the batched product."""
+def _new_trace(
+    trace: Trace | None, m_0: Array, per_gate: list[Array], xs: Array, h: Array
+) -> Trace:
+    """Return `M_0 eps_0` plus what the chunk added; batch-major operands double the speed of the
+    batched product.
+    """
     f_r, f_z, f_n, f_m = per_gate
     f_ih = jnp.concatenate([f_r, f_z, f_n], -1)
     f_hh = jnp.concatenate([f_r, f_z, f_m], -1)
@@ -282,10 +316,13 @@ def sequence_gradients(
 ) -> tuple[Gradients, Array, Array]:
     """Return the D-RTRL gradients of a whole sequence, its loss and its outputs.
 
-    The first chunk has no trace to contract and the last none to update: `chunk_size` steps need no trace at all.
+    The first chunk has no trace to contract and the last none to update: `chunk_size` steps need no
+    trace at all.
     """
     steps = xs.shape[0]
-    run = partial(chunk, params, weight=1 / steps, feature_major=feature_major, max_blocks=max_blocks)
+    run = partial(
+        chunk, params, weight=1 / steps, feature_major=feature_major, max_blocks=max_blocks
+    )
     if steps <= chunk_size:
         grads, loss, _, _, outputs = run(h0, None, xs, targets, last=True)
         return grads, loss, outputs
@@ -297,7 +334,9 @@ def sequence_gradients(
 
         def body(carry: Any, start: Array) -> tuple[Any, Array]:
             sums, h, trace = carry
-            piece = [lax.dynamic_slice_in_dim(values, start, chunk_size) for values in (xs, targets)]
+            piece = [
+                lax.dynamic_slice_in_dim(values, start, chunk_size) for values in (xs, targets)
+            ]
             grads, loss, h, trace, outputs = run(h, trace, *piece)
             return (_plus(sums, (grads, loss)), h, trace), outputs
 
@@ -312,6 +351,8 @@ def sequence_gradients(
 def online_step(
     params: Params, h: Array, trace: Trace, x: Array, target: Array, rate: float | Array
 ) -> tuple[Params, Array, Trace, Array, Array]:
-    """Run one step with an SGD update: new parameters, hidden state and trace (all donated), loss and output."""
+    """Run one step with an SGD update: new parameters, hidden state and trace (all donated), loss
+    and output.
+    """
     grads, loss, h, trace, outputs = chunk(params, h, trace, x[None], target[None])
     return {name: params[name] - rate * grads[name] for name in params}, h, trace, loss, outputs[0]

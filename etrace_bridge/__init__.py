@@ -1,7 +1,7 @@
 """Online learning for recurrent and spiking models written in PyTorch.
 
-The public names are those of `_public`. They are imported when the first of them is used: JAX, torch and brainstate take seconds,
-which `python -m etrace_bridge --help` does not need.
+The public names are those of `_public`. They are imported when the first of them is used: JAX,
+torch and brainstate take seconds, which `python -m etrace_bridge --help` does not need.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ def __getattr__(name: str) -> Any:
     if name.startswith("_") and name != "__all__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     public = importlib.import_module("etrace_bridge._public")
-    globals().update({each: vars(public)[each] for each in ("__all__", *vars(public).get("__all__", ())) if each in vars(public)})
+    globals().update(
+        {
+            each: vars(public)[each]
+            for each in ("__all__", *vars(public).get("__all__", ()))
+            if each in vars(public)
+        }
+    )
     if name not in globals():
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return globals()[name]

@@ -1,4 +1,6 @@
-"""Every error a user can meet derives from `BridgeError`: what was found, why it cannot work, what to do."""
+"""Every error a user can meet derives from `BridgeError`: what was found, why it cannot work, what
+to do.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ class NonFiniteError(BridgeError):
     """Training met NaN or infinity; the learner keeps its last finite state.
 
     Attributes:
-        settled: The last finite state is already in place, with updates before the failure made; otherwise the call is undone.
+        settled: The last finite state is already in place, with updates before the failure made;
+            otherwise the call is undone.
     """
 
     settled: bool = False

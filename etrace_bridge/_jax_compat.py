@@ -49,7 +49,9 @@ def depends_on(jaxpr: Jaxpr, variable: Var) -> bool:
 
 
 def evaluate_jaxpr(closed: ClosedJaxpr, *values: Any) -> list[Any]:
-    """Runs a jaxpr equation by equation; inside a trace this inlines it, source lines and name scopes kept."""
+    """Runs a jaxpr equation by equation; inside a trace this inlines it, source lines and name
+    scopes kept.
+    """
     return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *values)
 
 
@@ -57,7 +59,8 @@ def evaluate_jaxpr(closed: ClosedJaxpr, *values: Any) -> list[Any]:
 def keep_source(eqn: JaxprEqn) -> Iterator[None]:
     """New equations traced inside keep the source line and name scope of `eqn`.
 
-    Equations from the body of a jitted library function know no line of the user's; they keep that of the call.
+    Equations from the body of a jitted library function know no line of the user's; they keep that
+    of the call.
     """
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     traceback = eqn.source_info.traceback
@@ -80,11 +83,14 @@ def same_trace(value: Any, other: Any) -> bool:
 def module_scope(eqn: JaxprEqn) -> str:
     """The `jax.named_scope` path an equation was traced under; empty if none."""
     stack = eqn.source_info.name_stack.stack
-    return "/".join(part.name for part in stack if isinstance(part, source_info_util.Scope))  # no `vmap(...)`
+    # no `vmap(...)`
+    return "/".join(part.name for part in stack if isinstance(part, source_info_util.Scope))
 
 
 def user_line(eqn: JaxprEqn, skip: Sequence[str] = ()) -> str:
-    """`file:line (function)` of the innermost frame outside the folders in `skip`; empty if unknown."""
+    """`file:line (function)` of the innermost frame outside the folders in `skip`; empty if
+    unknown.
+    """
     traceback = eqn.source_info.traceback
     if traceback is None:
         return ""
@@ -120,7 +126,9 @@ def sub_jaxpr(
     outvars: Sequence[Any],
     constvars: Sequence[Var] = (),
 ) -> Jaxpr:
-    """A jaxpr made of some of another's equations; `constvars` are read by it and have no value yet."""
+    """A jaxpr made of some of another's equations; `constvars` are read by it and have no value
+    yet.
+    """
     opened = jaxpr.replace(
         constvars=list(constvars),
         invars=list(invars),
@@ -128,5 +136,6 @@ def sub_jaxpr(
         eqns=list(eqns),
         debug_info=jaxpr.debug_info.with_unknown_names(),
     )
-    # Since JAX 0.11 a jaxpr holds the values of its constvars, and one without a value is a plain input: avals stand for values.
+    # Since JAX 0.11 a jaxpr holds the values of its constvars, and one without a value is a plain
+    # input: avals stand for values.
     return ClosedJaxpr(opened, [v.aval for v in constvars]) if ClosedJaxpr is Jaxpr else opened

@@ -1,4 +1,6 @@
-"""Imports brainstate with care: it turns JAX's 64-bit mode off, also where the user has turned it on."""
+"""Imports brainstate with care: it turns JAX's 64-bit mode off, also where the user has turned it
+on.
+"""
 
 import jax
 

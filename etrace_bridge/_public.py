@@ -12,7 +12,13 @@ from etrace_bridge._errors import (
     TracingError,
     UnsupportedOpError,
 )
-from etrace_bridge.check import GradientReport, RuleComparison, assert_gradients_close, check_gradients, recommend
+from etrace_bridge.check import (
+    GradientReport,
+    RuleComparison,
+    assert_gradients_close,
+    check_gradients,
+    recommend,
+)
 from etrace_bridge.compiler import (
     CompilationRecord,
     ContactForm,

@@ -1,4 +1,6 @@
-"""The compiled graph as one HTML page to click through: a parameter's way into the states, its cuts, module and source lines."""
+"""The compiled graph as one HTML page to click through: a parameter's way into the states, its
+cuts, module and source lines.
+"""
 
 from __future__ import annotations
 
@@ -65,8 +67,9 @@ if (location.hash) pick(decodeURIComponent(location.hash.slice(1)));
 def explore_graph(graph: ETraceGraph, path: str | PathLike) -> FilePath:
     """Writes a compiled graph as an HTML page that needs nothing else.
 
-    Click a parameter (or choose it with Tab and Enter, or open the page with `#name`) to see its way into the hidden states, what is
-    cut off and where, its module and the source lines that use it.
+    Click a parameter (or choose it with Tab and Enter, or open the page with `#name`) to see its
+    way into the hidden states, what is cut off and where, its module and the source lines that use
+    it.
 
     Args:
         graph: the graph.
@@ -100,12 +103,17 @@ class _Drawing:
     def __init__(self, graph: ETraceGraph) -> None:
         self.graph = graph
         self.parameters = list(graph.certificate().values())
-        self.contacts: dict[tuple, list[Any]] = {}  # (parameters, kind, groups) -> contacts: the gates of a product are one box
+        # (parameters, kind, groups) -> contacts: the gates of a product are one box
+        self.contacts: dict[tuple, list[Any]] = {}
         fed: dict[int, set[int]] = {}
         for leg in graph.structure.legs:
             fed.setdefault(leg.contact.index, set()).add(leg.group)
         for contact in graph.structure.use.contacts:
-            key = tuple(dict.fromkeys(contact.view.paths)), contact_name(contact), tuple(sorted(fed.get(contact.index, ())))
+            key = (
+                tuple(dict.fromkeys(contact.view.paths)),
+                contact_name(contact),
+                tuple(sorted(fed.get(contact.index, ()))),
+            )
             self.contacts.setdefault(key, []).append(contact)
         self.keys = list(self.contacts)
         self.cuts: dict[tuple[int, int], list[Any]] = {}
@@ -120,18 +128,30 @@ class _Drawing:
         self.at = {kind: _spread(count, most) for kind, count in self._counts().items()}
 
     def _counts(self) -> dict[str, int]:
-        return {"parameter": len(self.parameters), "contact": len(self.keys), "group": len(self.graph.hidden_groups)}
+        return {
+            "parameter": len(self.parameters),
+            "contact": len(self.keys),
+            "group": len(self.graph.hidden_groups),
+        }
 
     def facts(self, certificate: ParameterCertificate) -> dict[str, Any]:
         """What is lit and what is said when the parameter is chosen."""
         path, graph = certificate.path, self.graph
         own = [n for n, (paths, _, _) in enumerate(self.keys) if path in paths]
         number = self.parameters.index(certificate)
-        on = [f"parameter-{number}", *(f"contact-{n}" for n in own), *(f"in-{number}-{n}" for n in own)]
+        on = [
+            f"parameter-{number}",
+            *(f"contact-{n}" for n in own),
+            *(f"in-{number}-{n}" for n in own),
+        ]
         on += [f"out-{n}-{g}" for n in own for g in self.keys[n][2]]
         on += [f"group-{g}" for g in certificate.groups]
         dropped = set(map(id, certificate.drops))
-        on += [f"cut-{n}" for n, key in enumerate(self.cut_keys) if any(id(d) in dropped for d in self.cuts[key])]
+        on += [
+            f"cut-{n}"
+            for n, key in enumerate(self.cut_keys)
+            if any(id(d) in dropped for d in self.cuts[key])
+        ]
         contacts = [c for n in own for c in self.contacts[self.keys[n]]]
         groups = [f"{g}: {graph.hidden_groups[g].name}" for g in certificate.groups]
         said = [
@@ -146,10 +166,21 @@ class _Drawing:
 
     def svg(self) -> str:
         """The picture."""
-        parts = [f'<text class="head" x="{_X[kind]}" y="20">{title}</text>' for kind, title in _TITLES.items()]
+        parts = [
+            f'<text class="head" x="{_X[kind]}" y="20">{title}</text>'
+            for kind, title in _TITLES.items()
+        ]
         parts += self._arrows()
         for n, certificate in enumerate(self.parameters):
-            parts.append(self._box("parameter", n, show_path(certificate.path), _kind(certificate), _kind(certificate)))
+            parts.append(
+                self._box(
+                    "parameter",
+                    n,
+                    show_path(certificate.path),
+                    _kind(certificate),
+                    _kind(certificate),
+                )
+            )
         for n, key in enumerate(self.keys):
             count = len(self.contacts[key])
             parts.append(self._box("contact", n, key[1], f"× {count}" if count > 1 else ""))
@@ -170,7 +201,9 @@ class _Drawing:
             reason = escape(self.cuts[source, into][0].cut.reason.replace("`", ""))
             bend = right + 40 + 12 * (n % 4)
             curve = f"M {right} {a} C {bend} {a}, {bend} {b}, {right} {b}"
-            parts.append(f'<path class="cut" id="cut-{n}" d="{curve}"><title>{reason}</title></path>')
+            parts.append(
+                f'<path class="cut" id="cut-{n}" d="{curve}"><title>{reason}</title></path>'
+            )
         return parts
 
     def _curve(self, name: str, kind: str, n: int, to: str, m: int) -> str:
@@ -180,8 +213,12 @@ class _Drawing:
 
     def _box(self, kind: str, n: int, text: str, note: str, more: str = "") -> str:
         x, y, width = _X[kind], self.at[kind][n], _WIDTH[kind]
-        shown = text if len(text) <= width // 8 else f"{text[: width // 24]}…{text[-(width // 12) :]}"
-        chosen = f' tabindex="0" role="button" data-name="{escape(text)}"' if kind == "parameter" else ""
+        shown = (
+            text if len(text) <= width // 8 else f"{text[: width // 24]}…{text[-(width // 12) :]}"
+        )
+        chosen = (
+            f' tabindex="0" role="button" data-name="{escape(text)}"' if kind == "parameter" else ""
+        )
         return (
             f'<g class="node {kind} {more}" id="{kind}-{n}"{chosen}><title>{escape(text)}</title>'
             f'<rect x="{x}" y="{y - 12}" width="{width}" height="24"/><text x="{x + 8}" y="{y}">{escape(shown)}</text>'

@@ -21,12 +21,14 @@ _COLOURS = {"parameter": "#e8f0fb", "contact": "#f5f5f5", "group": "#e9f6ec"}
 def plot_graph(graph: ETraceGraph, path: str | PathLike | None = None) -> Any:
     """Draws a compiled graph.
 
-    Parameters stand on the left, the contacts through which they meet data in the middle, hidden groups on the right, all
-    in the order of the step. A red arrow is credit that traces do not follow. Names that are too long lose their middle.
+    Parameters stand on the left, the contacts through which they meet data in the middle, hidden
+    groups on the right, all in the order of the step. A red arrow is credit that traces do not
+    follow. Names that are too long lose their middle.
 
     Args:
         graph: the graph.
-        path: where to save the picture; the ending (`.svg`, `.png`, `.pdf`) says as what. None to leave that to the caller.
+        path: where to save the picture; the ending (`.svg`, `.png`, `.pdf`) says as what. None to
+            leave that to the caller.
 
     Returns:
         The matplotlib figure.
@@ -39,11 +41,21 @@ def plot_graph(graph: ETraceGraph, path: str | PathLike | None = None) -> Any:
     axes.set_xlim(-0.2, 15.9)
     axes.set_ylim(-0.3, rows + 0.5)
     axes.axis("off")
-    for title, key in (("parameters", "parameter"), ("contacts", "contact"), ("hidden groups", "group")):
+    for title, key in (
+        ("parameters", "parameter"),
+        ("contacts", "contact"),
+        ("hidden groups", "group"),
+    ):
         axes.text(_COLUMNS[key], rows + 0.1, title, fontsize=11, weight="bold", va="bottom")
     height = {c.path: rows - 0.5 - n * rows / len(parameters) for n, c in enumerate(parameters)}
     for certificate in parameters:
-        mark = "exact" if certificate.exact else certificate.kind if certificate.kind != "traced" else "approximate"
+        mark = (
+            "exact"
+            if certificate.exact
+            else certificate.kind
+            if certificate.kind != "traced"
+            else "approximate"
+        )
         edge = "#3c8d5a" if certificate.exact else "#c08a00"
         _box(axes, "parameter", height[certificate.path], show_path(certificate.path), mark, edge)
     fed: dict[int, list[float]] = {}
@@ -82,7 +94,9 @@ def _merged_contacts(graph: ETraceGraph) -> dict[tuple, int]:
     return merged
 
 
-def _group_heights(graph: ETraceGraph, fed: dict[int, list[float]], rows: float) -> dict[int, float]:
+def _group_heights(
+    graph: ETraceGraph, fed: dict[int, list[float]], rows: float
+) -> dict[int, float]:
     """Each group in the middle of what feeds it, top to bottom, one row apart at least."""
     at: dict[int, float] = {}
     top = rows - 0.5
@@ -98,7 +112,10 @@ def _draw_cuts(axes: Any, graph: ETraceGraph, at: dict[int, float]) -> None:
     seen: dict[tuple[int, int], str] = {}
     for certificate in graph.certificate().values():
         for drop in certificate.drops:
-            source, into = graph.hid_path_to_group.get(drop.source), graph.hid_path_to_group.get(drop.into)
+            source, into = (
+                graph.hid_path_to_group.get(drop.source),
+                graph.hid_path_to_group.get(drop.into),
+            )
             if source is not None and into is not None:
                 seen.setdefault((source.index, into.index), drop.cut.reason.replace("`", ""))
     right = _right("group", 0)[0]
@@ -113,7 +130,16 @@ def _draw_cuts(axes: Any, graph: ETraceGraph, at: dict[int, float]) -> None:
             x, side = right - 0.5 - 0.4 * (lane % 4), -0.2 if b < a else 0.2
             _arrow(axes, (x, a + side), (x, b - side), "#c62828")
         # On white, since long reasons reach over the arrows of other lanes.
-        axes.text(x + 0.1, (a + b) / 2, short, color="#c62828", fontsize=7, va="center", backgroundcolor="white", zorder=3)
+        axes.text(
+            x + 0.1,
+            (a + b) / 2,
+            short,
+            color="#c62828",
+            fontsize=7,
+            va="center",
+            backgroundcolor="white",
+            zorder=3,
+        )
 
 
 def _right(kind: str, y: float) -> tuple[float, float]:
@@ -121,7 +147,9 @@ def _right(kind: str, y: float) -> tuple[float, float]:
 
 
 def shorten(name: str, most: int) -> str:
-    """A name of so many letters at most: the middle goes first, because a parameter's own name stands at the end."""
+    """A name of so many letters at most: the middle goes first, because a parameter's own name
+    stands at the end.
+    """
     if len(name) <= most:
         return name
     head = (most - 1) // 3
@@ -129,7 +157,9 @@ def shorten(name: str, most: int) -> str:
 
 
 def _group_name(group: HiddenGroup) -> str:
-    """The group's states; those of one module after that module's name if they are too long for the box."""
+    """The group's states; those of one module after that module's name if they are too long for the
+    box.
+    """
     modules = {path[:-1] for path in group.hidden_paths}
     if len(group.name) <= _LETTERS["group"] or len(modules) != 1:
         return group.name
@@ -143,13 +173,27 @@ def _box(axes: Any, kind: str, y: float, text: str, note: str = "", edge: str = 
 
     style = "round,pad=0.02,rounding_size=0.08"
     corner = (_COLUMNS[kind], y - 0.2)
-    axes.add_patch(FancyBboxPatch(corner, _WIDTHS[kind], 0.4, boxstyle=style, fc=_COLOURS[kind], ec=edge))
-    axes.text(_COLUMNS[kind] + 0.1, y, shorten(text, _LETTERS[kind]), fontsize=8.5, va="center", color="#111111")
+    axes.add_patch(
+        FancyBboxPatch(corner, _WIDTHS[kind], 0.4, boxstyle=style, fc=_COLOURS[kind], ec=edge)
+    )
+    axes.text(
+        _COLUMNS[kind] + 0.1,
+        y,
+        shorten(text, _LETTERS[kind]),
+        fontsize=8.5,
+        va="center",
+        color="#111111",
+    )
     axes.text(_right(kind, y)[0] - 0.08, y, note, fontsize=7, va="center", ha="right", color=edge)
 
 
 def _arrow(axes: Any, start: tuple[float, float], end: tuple[float, float], colour: str) -> None:
-    axes.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": colour, "lw": 0.9, "shrinkA": 0, "shrinkB": 0})
+    axes.annotate(
+        "",
+        end,
+        start,
+        arrowprops={"arrowstyle": "->", "color": colour, "lw": 0.9, "shrinkA": 0, "shrinkB": 0},
+    )
 
 
 def _new_figure(size: tuple[float, float]) -> Any:
@@ -157,5 +201,7 @@ def _new_figure(size: tuple[float, float]) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise BridgeError("Drawing needs matplotlib. Install it with `pip install 'etrace-bridge[plot]'`.") from error
+        raise BridgeError(
+            "Drawing needs matplotlib. Install it with `pip install 'etrace-bridge[plot]'`."
+        ) from error
     return Figure(figsize=size)

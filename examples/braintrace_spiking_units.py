@@ -1,4 +1,5 @@
-"""braintrace's spiking integrator, ported: neurons of brainpy.state with physical units, and pp_prop.
+"""braintrace's spiking integrator, ported: neurons of brainpy.state with physical units, and
+pp_prop.
 
 Membranes are in mV, currents in mA, time constants in ms; weights carry the unit of what they make,
 and keep it while they are trained. The readout adds up spikes of a random spike train.
@@ -25,7 +26,14 @@ class Spiking(brainstate.nn.Module):
     def __init__(self, inputs: int, hidden: int, outputs: int) -> None:
         super().__init__()
         draw = weights_with_unit(2.0 * u.mA)
-        self.neuron = brainpy.state.LIF(hidden, tau=20.0 * u.ms, V_th=1.0 * u.mV, V_reset=0.0 * u.mV, V_rest=0.0 * u.mV, R=1.0 * u.ohm)
+        self.neuron = brainpy.state.LIF(
+            hidden,
+            tau=20.0 * u.ms,
+            V_th=1.0 * u.mV,
+            V_reset=0.0 * u.mV,
+            V_rest=0.0 * u.mV,
+            R=1.0 * u.ohm,
+        )
         self.current = braintrace.nn.Linear(inputs + hidden, hidden, w_init=draw, b_init=None)
         self.readout = braintrace.nn.LeakyRateReadout(hidden, outputs, tau=10.0 * u.ms)
 
@@ -47,7 +55,9 @@ def weights_with_unit(scale):
 def make_batch(key, steps: int = 40, batch: int = 32, inputs: int = 8):
     """Spike trains of different rates, and the running mean of their spikes."""
     rates = jax.random.uniform(key, (1, batch, 1), minval=0.05, maxval=0.5)
-    xs = (jax.random.uniform(jax.random.fold_in(key, 1), (steps, batch, inputs)) < rates).astype(jnp.float32)
+    xs = (jax.random.uniform(jax.random.fold_in(key, 1), (steps, batch, inputs)) < rates).astype(
+        jnp.float32
+    )
     return xs, jnp.cumsum(xs.mean(-1, keepdims=True), 0) / steps
 
 

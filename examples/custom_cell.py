@@ -1,6 +1,7 @@
 """A cell of your own: a gated leaky integrator with two states, one of them fast and one slow.
 
-Its gates see the input only and its states meet position by position, so D-RTRL is exact for every weight. The compiler finds that out.
+Its gates see the input only and its states meet position by position, so D-RTRL is exact for every
+weight. The compiler finds that out.
 
     python examples/custom_cell.py
 """
@@ -36,18 +37,30 @@ def main() -> None:
 
     torch.manual_seed(0)
     cell = TwoSpeeds(1, 8)
-    start = lambda batch_size: {"fast": torch.zeros(batch_size, 8), "slow": torch.zeros(batch_size, 8)}  # noqa: E731
+    start = lambda batch_size: {
+        "fast": torch.zeros(batch_size, 8),
+        "slow": torch.zeros(batch_size, 8),
+    }
     net = eb.wrap(cell, state=start)
     net.init_state(batch_size=4)
     graph = eb.compile_etrace_graph(net, eb.to_jax(torch.randn(4, 1)))
     print(graph.report())
     assert all(certificate.exact for certificate in graph.certificate().values())
 
-    report = eb.check_gradients(cell, torch.randn(12, 4, 1), torch.randn(12, 4, 8), nn.functional.mse_loss, rule="d_rtrl", state=start)
+    report = eb.check_gradients(
+        cell,
+        torch.randn(12, 4, 1),
+        torch.randn(12, 4, 8),
+        nn.functional.mse_loss,
+        rule="d_rtrl",
+        state=start,
+    )
     assert report.ok and all(row.verdict == "exact" for row in report)
 
     # One value comes in at a time; what is wanted is its running mean, which needs memory.
-    learner = eb.OnlineLearner(net, rule="d_rtrl", loss=nn.functional.mse_loss, optimizer=optax.adam(1e-2))
+    learner = eb.OnlineLearner(
+        net, rule="d_rtrl", loss=nn.functional.mse_loss, optimizer=optax.adam(1e-2)
+    )
     mean, losses = torch.zeros(4, 1), []
     for _ in range(steps):
         x = torch.randn(4, 1)

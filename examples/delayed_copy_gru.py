@@ -1,8 +1,9 @@
 """Delayed copy with a GRU: remember a symbol for some steps, then say it.
 
-Every step shows one of a few symbols; the target is the symbol shown some steps before. The GRU has to hold several symbols at once, so
-credit must reach back in time. The model is trained twice from the same weights, on the same batches, with the same optimizer and the
-same number of updates: online by `etrace_bridge`, and by torch's backpropagation through time.
+Every step shows one of a few symbols; the target is the symbol shown some steps before. The GRU has
+to hold several symbols at once, so credit must reach back in time. The model is trained twice from
+the same weights, on the same batches, with the same optimizer and the same number of updates:
+online by `etrace_bridge`, and by torch's backpropagation through time.
 
     python examples/delayed_copy_gru.py
 """
@@ -32,9 +33,15 @@ class Copier(torch.nn.Module):
         return self.out(self.gru(x)[0])
 
 
-def make_batch(seed: int, steps: int, batch: int, delay: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Inputs (T, B, symbols), the symbols of `delay` steps before (T, B), and the steps that count (T,)."""
-    shown = torch.randint(SYMBOLS, (steps + delay, batch), generator=torch.Generator().manual_seed(seed))
+def make_batch(
+    seed: int, steps: int, batch: int, delay: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Inputs (T, B, symbols), the symbols of `delay` steps before (T, B), and the steps that count
+    (T,).
+    """
+    shown = torch.randint(
+        SYMBOLS, (steps + delay, batch), generator=torch.Generator().manual_seed(seed)
+    )
     mask = (torch.arange(steps) >= delay).float()
     shown[:delay] = 0
     return one_hot(shown[delay:], SYMBOLS).float(), shown[:-delay], mask
@@ -49,13 +56,23 @@ def train_torch(model: Copier, batches: list, learning_rate: float) -> None:
     """torch's own loop, by BPTT."""
     optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
     for xs, targets, mask in batches:
-        losses = cross_entropy(model(xs).flatten(0, 1), targets.flatten(), reduction="none").reshape(targets.shape)
+        losses = cross_entropy(
+            model(xs).flatten(0, 1), targets.flatten(), reduction="none"
+        ).reshape(targets.shape)
         optimizer.zero_grad()
         ((losses.mean(1) * mask).sum() / mask.sum()).backward()
         optimizer.step()
 
 
-def run(updates: int, hidden: int, steps: int, batch: int, delay: int, learning_rate: float = 0.01, seed: int = 0) -> tuple[float, float]:
+def run(
+    updates: int,
+    hidden: int,
+    steps: int,
+    batch: int,
+    delay: int,
+    learning_rate: float = 0.01,
+    seed: int = 0,
+) -> tuple[float, float]:
     """Accuracy on new sequences after online training, and after torch's BPTT."""
     torch.manual_seed(seed)
     model = Copier(hidden)
@@ -79,9 +96,15 @@ def main() -> None:
     setting = {"updates": 120, "hidden": 24, "steps": 12, "batch": 16, "delay": 2}
     if not options.small:
         setting = {"updates": 800, "hidden": 64, "steps": 24, "batch": 32, "delay": 3}
-    print(f"Copy one of {SYMBOLS} symbols after {setting['delay']} steps; chance is {1 / SYMBOLS:.2f}.")
+    print(
+        f"Copy one of {SYMBOLS} symbols after {setting['delay']} steps; chance is "
+        f"{1 / SYMBOLS:.2f}."
+    )
     online, bptt = run(**setting)
-    print(f"Accuracy after {setting['updates']} updates: online (D-RTRL) {online:.4f}, torch BPTT {bptt:.4f}.")
+    print(
+        f"Accuracy after {setting['updates']} updates: online (D-RTRL) {online:.4f}, torch BPTT "
+        f"{bptt:.4f}."
+    )
     print(f"Online reaches {100 * online / bptt:.1f}% of BPTT.")
 
 

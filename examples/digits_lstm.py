@@ -1,7 +1,8 @@
 """Handwritten digits, read row by row by an LSTM, against torch's backpropagation through time.
 
-scikit-learn's bundled digits are 8 × 8 pixels: eight steps of eight inputs, and the class is asked for after the last row. The LSTM is
-trained twice from the same weights, on the same batches, with the same optimizer and the same number of updates: online, and by BPTT.
+scikit-learn's bundled digits are 8 × 8 pixels: eight steps of eight inputs, and the class is asked
+for after the last row. The LSTM is trained twice from the same weights, on the same batches, with
+the same optimizer and the same number of updates: online, and by BPTT.
 
     python examples/digits_lstm.py
 """
@@ -48,7 +49,9 @@ def batches_of(data: TensorDataset, seed: int, batch: int = 50) -> DataLoader:
     return DataLoader(data, batch, shuffle=True, generator=torch.Generator().manual_seed(seed))
 
 
-def train_torch(model: Reader, data: TensorDataset, epochs: int, learning_rate: float, seed: int) -> None:
+def train_torch(
+    model: Reader, data: TensorDataset, epochs: int, learning_rate: float, seed: int
+) -> None:
     """torch's own loop, by BPTT."""
     optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
     loader = batches_of(data, seed)
@@ -59,7 +62,9 @@ def train_torch(model: Reader, data: TensorDataset, epochs: int, learning_rate: 
             optimizer.step()
 
 
-def train_online(model: Reader, data: TensorDataset, epochs: int, learning_rate: float, seed: int) -> None:
+def train_online(
+    model: Reader, data: TensorDataset, epochs: int, learning_rate: float, seed: int
+) -> None:
     """The same by D-RTRL: the loss counts at the last row only."""
     optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate)
     learner = eb.OnlineLearner(model, rule="d_rtrl", loss=cross_entropy, optimizer=optimizer)
@@ -78,7 +83,10 @@ def run(epochs: int, hidden: int, learning_rate: float, seed: int = 0) -> tuple[
     train_online(model, data, epochs, learning_rate, seed)
     train_torch(reference, data, epochs, learning_rate, seed)
     with torch.no_grad():
-        online, bptt = (float((m(images)[:, -1].argmax(-1) == labels).float().mean()) for m in (model, reference))
+        online, bptt = (
+            float((m(images)[:, -1].argmax(-1) == labels).float().mean())
+            for m in (model, reference)
+        )
     return online, bptt
 
 
@@ -88,7 +96,10 @@ def main() -> None:
     options = parser.parse_args()
     epochs, hidden, learning_rate = (4, 24, 0.01) if options.small else (25, 64, 0.005)
     online, bptt = run(epochs, hidden, learning_rate)
-    print(f"Digits row by row, LSTM of {hidden}, {epochs} epochs of 28 updates; 397 test digits, chance is 0.10.")
+    print(
+        f"Digits row by row, LSTM of {hidden}, {epochs} epochs of 28 updates; 397 test digits, "
+        "chance is 0.10."
+    )
     print(f"Test accuracy: online (D-RTRL) {online:.4f}, torch BPTT {bptt:.4f}.")
     print(f"Online reaches {100 * online / bptt:.1f}% of BPTT.")
 

@@ -1,8 +1,10 @@
-"""Latency-coded digits with spiking neurons of snnTorch, against torch's backpropagation through time.
+"""Latency-coded digits with spiking neurons of snnTorch, against torch's backpropagation through
+time.
 
-Each of the 64 pixels of scikit-learn's digits spikes once: the brighter, the earlier. Two layers of leaky integrate-and-fire neurons hear
-the spikes; the output neuron with the highest membrane potential over time is the answer. The model's own code is the same for both:
-online training wraps it as it is, and torch runs it step by step and goes back through all of them.
+Each of the 64 pixels of scikit-learn's digits spikes once: the brighter, the earlier. Two layers of
+leaky integrate-and-fire neurons hear the spikes; the output neuron with the highest membrane
+potential over time is the answer. The model's own code is the same for both: online training wraps
+it as it is, and torch runs it step by step and goes back through all of them.
 
     python examples/digits_snntorch.py
 """
@@ -46,15 +48,23 @@ def load() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     digits = load_digits()
     order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
     pixels = torch.tensor(digits.data / 16, dtype=torch.float32)[order]
-    spikes = spikegen.latency(pixels, num_steps=STEPS, threshold=0.05, normalize=True, linear=True, clip=True)
+    spikes = spikegen.latency(
+        pixels, num_steps=STEPS, threshold=0.05, normalize=True, linear=True, clip=True
+    )
     labels = torch.tensor(digits.target)[order]
     return [spikes[:, :1400], spikes[:, 1400:]], [labels[:1400], labels[1400:]]
 
 
-def make_batches(spikes: torch.Tensor, labels: torch.Tensor, epochs: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def make_batches(
+    spikes: torch.Tensor, labels: torch.Tensor, epochs: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Batches in one fixed order, with the class as the target of every step."""
     made = torch.Generator().manual_seed(1)
-    picked = [part for _ in range(epochs) for part in torch.randperm(len(labels), generator=made).split(BATCH)]
+    picked = [
+        part
+        for _ in range(epochs)
+        for part in torch.randperm(len(labels), generator=made).split(BATCH)
+    ]
     return [(spikes[:, part], labels[part].expand(STEPS, -1)) for part in picked]
 
 
@@ -89,7 +99,10 @@ def run(epochs: int, hidden: int, seed: int = 0) -> tuple[float, float]:
     learner.sync_to_torch()
     train_torch(reference, batches)
     with torch.no_grad():
-        online, bptt = (float((run_torch(m, unseen).sum(0).argmax(-1) == wanted).float().mean()) for m in (model, reference))
+        online, bptt = (
+            float((run_torch(m, unseen).sum(0).argmax(-1) == wanted).float().mean())
+            for m in (model, reference)
+        )
     return online, bptt
 
 
@@ -99,7 +112,10 @@ def main() -> None:
     options = parser.parse_args()
     epochs, hidden = (2, 32) if options.small else (15, 100)
     online, bptt = run(epochs, hidden)
-    print(f"Latency-coded digits, {hidden} spiking neurons, {epochs} epochs of 28 updates; 397 test digits, chance is 0.10.")
+    print(
+        f"Latency-coded digits, {hidden} spiking neurons, {epochs} epochs of 28 updates; 397 test "
+        "digits, chance is 0.10."
+    )
     print(f"Test accuracy: online (D-RTRL) {online:.4f}, torch BPTT {bptt:.4f}.")
     print(f"Online reaches {100 * online / bptt:.1f}% of BPTT.")
 

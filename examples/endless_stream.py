@@ -1,11 +1,13 @@
 """An adaptive filter on an endless stream: one step at a time, in memory that never grows.
 
-A signal passes through an unknown channel with an echo. A GRU hears the signal and learns what comes out of the channel while it
-listens: each sample is one call of `step`, with an update. Half-way through, the channel changes and the filter has to adapt again. No sample
-is kept, so the memory of the process after a million steps is that after a thousand.
+A signal passes through an unknown channel with an echo. A GRU hears the signal and learns what
+comes out of the channel while it listens: each sample is one call of `step`, with an update.
+Half-way through, the channel changes and the filter has to adapt again. No sample is kept, so the
+memory of the process after a million steps is that after a thousand.
 
-The same model is then trained by torch on the first part of the stream: an update a sample too, each by backpropagation through a window
-of the last samples, which is as close as BPTT gets to a stream.
+The same model is then trained by torch on the first part of the stream: an update a sample too,
+each by backpropagation through a window of the last samples, which is as close as BPTT gets to a
+stream.
 
     python examples/endless_stream.py --steps 1000000
 """
@@ -36,13 +38,17 @@ class Filter(torch.nn.Module):
         self.gru = torch.nn.GRU(1, HIDDEN)
         self.out = torch.nn.Linear(HIDDEN, 1)
 
-    def forward(self, x: torch.Tensor, state: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, state: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         y, state = self.gru(x, state)
         return self.out(y), state
 
 
 def channel(change_at: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Samples (1, 1) that go into the channel and come out of it, for ever; the echo changes its sign at one moment."""
+    """Samples (1, 1) that go into the channel and come out of it, for ever; the echo changes its
+    sign at one moment.
+    """
     made = torch.Generator().manual_seed(0)
     decay = 0.7 ** torch.arange(TAPS)
     memory, n = torch.zeros(TAPS - 1), 0
@@ -74,7 +80,10 @@ def listen(learner: eb.OnlineLearner, steps: int, change_at: int, reports: int) 
             scores.append(explained(errors, targets))
             speed = n / (time.perf_counter() - begun)
             memory = resident_memory() / 2**20
-            print(f"  {n:>9,} steps: {scores[-1]:.4f} of the power explained, {memory:,.1f} MB held, {speed:,.0f} steps/s")
+            print(
+                f"  {n:>9,} steps: {scores[-1]:.4f} of the power explained, {memory:,.1f} MB held, "
+                f"{speed:,.0f} steps/s"
+            )
             errors = targets = 0.0
         if n == steps:
             return scores
@@ -82,7 +91,9 @@ def listen(learner: eb.OnlineLearner, steps: int, change_at: int, reports: int) 
 
 
 def windowed_bptt(model: Filter, steps: int, change_at: int, last: int) -> float:
-    """An update a sample in torch, by BPTT through a window; the explained part over the last samples."""
+    """An update a sample in torch, by BPTT through a window; the explained part over the last
+    samples.
+    """
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     past: deque = deque(maxlen=WINDOW)  # inputs, and the state before each
     state = torch.zeros(1, 1, HIDDEN)
@@ -117,16 +128,29 @@ def main() -> None:
     reference = copy.deepcopy(model)
 
     print(f"Online, D-RTRL, {steps:,} steps; the channel changes after {steps // 2:,}:")
-    learner = eb.OnlineLearner(model, rule="d_rtrl", loss=mse_loss, optimizer=torch.optim.SGD(model.parameters(), lr=LEARNING_RATE))
+    learner = eb.OnlineLearner(
+        model,
+        rule="d_rtrl",
+        loss=mse_loss,
+        optimizer=torch.optim.SGD(model.parameters(), lr=LEARNING_RATE),
+    )
     listen(learner, steps, steps // 2, reports=10)
 
     print(f"The first {compared:,} steps again, for the comparison:")
     torch.manual_seed(0)
     again = Filter()
-    learner = eb.OnlineLearner(again, rule="d_rtrl", loss=mse_loss, optimizer=torch.optim.SGD(again.parameters(), lr=LEARNING_RATE))
+    learner = eb.OnlineLearner(
+        again,
+        rule="d_rtrl",
+        loss=mse_loss,
+        optimizer=torch.optim.SGD(again.parameters(), lr=LEARNING_RATE),
+    )
     online = listen(learner, compared, steps, reports=4)[-1]
     bptt = windowed_bptt(reference, compared, steps, last=compared // 4)
-    print(f"Explained in the last quarter: online {online:.4f}, torch BPTT through {WINDOW} steps {bptt:.4f}.")
+    print(
+        f"Explained in the last quarter: online {online:.4f}, torch BPTT through {WINDOW} steps "
+        f"{bptt:.4f}."
+    )
     print(f"Online reaches {100 * online / bptt:.1f}% of BPTT, without a window to keep.")
 
 

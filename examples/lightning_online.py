@@ -1,7 +1,8 @@
 """Online learning inside Lightning: the model is an `OnlineModule`, everything else is Lightning's.
 
-With automatic optimisation `training_step` returns a loss, and Lightning calls `backward` and the optimizer: one update for each
-sequence. With manual optimisation the loop over time is yours: one update for each time step, in the middle of the sequence.
+With automatic optimisation `training_step` returns a loss, and Lightning calls `backward` and the
+optimizer: one update for each sequence. With manual optimisation the loop over time is yours: one
+update for each time step, in the middle of the sequence.
 
     python examples/lightning_online.py
 """
@@ -58,7 +59,9 @@ class OnlineTask(lightning.LightningModule):
         self.automatic_optimization = not every_step
         self.losses: list[float] = []
 
-    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor | None:
+    def training_step(
+        self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int
+    ) -> torch.Tensor | None:
         xs, ys = (t.transpose(0, 1) for t in batch)
         self.online.reset()
         if self.automatic_optimization:
@@ -84,7 +87,12 @@ def run(every_step: bool, epochs: int, count: int, steps: int = 10) -> OnlineTas
     torch.manual_seed(0)
     task = OnlineTask(every_step=every_step)
     loader = torch.utils.data.DataLoader(LeakySums(count, steps), batch_size=16, drop_last=True)
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Lightning's advice on data loaders
         lightning.Trainer(max_epochs=epochs, accelerator="cpu", **quiet).fit(task, loader)
@@ -100,8 +108,14 @@ def main() -> None:
     epochs, count = (2, 64) if options.small else (20, 512)
     for every_step in (False, True):
         losses = run(every_step, epochs, count).losses
-        kind = "manual, an update for each step" if every_step else "automatic, an update for each sequence"
-        print(f"{kind}: loss {losses[0]:.4f} at first, {losses[-1]:.4f} after {len(losses)} batches")
+        kind = (
+            "manual, an update for each step"
+            if every_step
+            else "automatic, an update for each sequence"
+        )
+        print(
+            f"{kind}: loss {losses[0]:.4f} at first, {losses[-1]:.4f} after {len(losses)} batches"
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Teach the bridge where a module of your own library keeps its state, when running it does not tell.
+"""Teach the bridge where a module of your own library keeps its state, when running it does not
+tell.
 
-Most modules need no adapter. This one follows a convention of its own: its state is called `p` and comes back before the output. The
-adapter says which argument is state, where the new state is in what `forward` returns, how it starts, and what to call it.
+Most modules need no adapter. This one follows a convention of its own: its state is called `p` and
+comes back before the output. The adapter says which argument is state, where the new state is in
+what `forward` returns, how it starts, and what to call it.
 
     python examples/register_an_adapter.py
 """
@@ -23,7 +25,9 @@ class Resonator(nn.Module):
         self.frequency = nn.Parameter(torch.linspace(0.1, 1.0, size))
         self.size = size
 
-    def forward(self, x: torch.Tensor, p: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, p: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         position, velocity = (x.new_zeros(x.shape[0], 2, self.size) if p is None else p).unbind(1)
         velocity = 0.95 * velocity - self.frequency * position + self.drive(x)
         position = position + 0.5 * velocity
@@ -64,7 +68,13 @@ def main() -> None:
     graph = eb.compile_etrace_graph(net, eb.to_jax(torch.randn(4, 3)))
     print(graph.report(), "\n")
     assert ("motion",) in graph.hid_path_to_group
-    report = eb.check_gradients(model, torch.randn(steps, 4, 3), torch.randn(steps, 4, size), nn.functional.mse_loss, rule="d_rtrl")
+    report = eb.check_gradients(
+        model,
+        torch.randn(steps, 4, 3),
+        torch.randn(steps, 4, size),
+        nn.functional.mse_loss,
+        rule="d_rtrl",
+    )
     print(report)
     assert report.ok and all(row.verdict == "exact" for row in report)
 

@@ -1,4 +1,5 @@
-"""Teach the bridge a torch operation that it does not know: here a custom op of your own, with its derivative.
+"""Teach the bridge a torch operation that it does not know: here a custom op of your own, with its
+derivative.
 
 python examples/register_an_op.py
 """
@@ -40,7 +41,9 @@ soft_clip.register_autograd(_backward, setup_context=_save)
 
 def soft_clip_in_jax(x: jax.Array, limit: float) -> jax.Array:
     """The same on JAX arrays. JAX finds the derivative itself."""
-    return jnp.where(jnp.abs(x) < limit, x, jnp.sign(x) * (limit + jnp.log1p(jnp.maximum(jnp.abs(x) - limit, 0))))
+    return jnp.where(
+        jnp.abs(x) < limit, x, jnp.sign(x) * (limit + jnp.log1p(jnp.maximum(jnp.abs(x) - limit, 0)))
+    )
 
 
 class Cell(nn.Module):

@@ -1,7 +1,8 @@
 """Exact RTRL and D-RTRL on a stack of recurrent layers: what D-RTRL drops, in numbers.
 
-In a stack, credit for a lower layer also passes through the upper layers' pasts. D-RTRL drops it, RTRL keeps it at the cost of
-an influence matrix; a longer chunk brings D-RTRL closer, because inside a chunk `credit="chunk"` is exact.
+In a stack, credit for a lower layer also passes through the upper layers' pasts. D-RTRL drops it,
+RTRL keeps it at the cost of an influence matrix; a longer chunk brings D-RTRL closer, because
+inside a chunk `credit="chunk"` is exact.
 
     python examples/rtrl_and_d_rtrl_on_a_stack.py
 """
@@ -41,13 +42,17 @@ def main() -> None:
     print(f"{layers} layers, {steps} steps, loss at the last one; cosine to torch BPTT\n")
     print(f"{'rule':30s} {'all':>8s}  " + "  ".join(f"layer {n}" for n in range(layers)))
     rules = {"rtrl, chunk 4": ("rtrl", 4), "d_rtrl, chunk 4": ("d_rtrl", 4)}
-    rules |= {f"d_rtrl, credit='chunk', chunk {k}": (DRTRL(credit="chunk"), k) for k in (4, steps // 2)}
+    rules |= {
+        f"d_rtrl, credit='chunk', chunk {k}": (DRTRL(credit="chunk"), k) for k in (4, steps // 2)
+    }
     exact = {}
     for name, (rule, chunk) in rules.items():
         report = eb.check_gradients(model, xs, targets, loss, rule=rule, chunk=chunk, mask=mask)
         assert report.ok, report
         by_layer = [report[f"gru.weight_hh_l{n}"].cosine for n in range(layers)]
-        print(f"{name:30s} {report.cosine:8.5f}  " + "  ".join(f"{value:7.4f}" for value in by_layer))
+        print(
+            f"{name:30s} {report.cosine:8.5f}  " + "  ".join(f"{value:7.4f}" for value in by_layer)
+        )
         exact[name] = all(row.verdict == "exact" for row in report)
     assert exact["rtrl, chunk 4"] and not exact["d_rtrl, chunk 4"]
 

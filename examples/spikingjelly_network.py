@@ -1,4 +1,5 @@
-"""Train a SpikingJelly network online; its neurons keep their membrane in the module, and stay as they are.
+"""Train a SpikingJelly network online; its neurons keep their membrane in the module, and stay as
+they are.
 
 pip install spikingjelly
 python examples/spikingjelly_network.py
@@ -18,7 +19,9 @@ def make_network(hidden: int) -> nn.Module:
     """Two spiking layers with learnable time constants, called one step at a time."""
     return nn.Sequential(
         nn.Linear(8, hidden),
-        neuron.ParametricLIFNode(init_tau=2.0, surrogate_function=surrogate.ATan(), detach_reset=True),
+        neuron.ParametricLIFNode(
+            init_tau=2.0, surrogate_function=surrogate.ATan(), detach_reset=True
+        ),
         nn.Linear(hidden, hidden),
         neuron.LIFNode(tau=2.0, surrogate_function=surrogate.ATan(), detach_reset=True),
         nn.Linear(hidden, 2),

@@ -1,8 +1,9 @@
 """State-space models and modern recurrences, complex ones among them, learned online.
 
-Eleven cells as their papers write one time step. Each is plain torch; `forward(x, state=None)` gives the output and the new state.
-The script learns a memory task with the linear recurrent unit, whose state and weights are complex, by D-RTRL: its recurrence is
-diagonal, so the online gradient is exact and its memory does not grow with time. Then it prints, for every cell, which parameters
+Eleven cells as their papers write one time step. Each is plain torch; `forward(x, state=None)`
+gives the output and the new state. The script learns a memory task with the linear recurrent unit,
+whose state and weights are complex, by D-RTRL: its recurrence is diagonal, so the online gradient
+is exact and its memory does not grow with time. Then it prints, for every cell, which parameters
 are certified exact and what was measured against torch's backpropagation through time.
 
     python examples/state_space.py
@@ -30,7 +31,9 @@ def _complex(*shape: int) -> Tensor:
 
 
 class LRU(nn.Module):
-    """The linear recurrent unit (Orvieto et al. 2023): `h = λ h + γ B x`, `y = Re(C h) + D x`, complex and diagonal."""
+    """The linear recurrent unit (Orvieto et al. 2023): `h = λ h + γ B x`, `y = Re(C h) + D x`,
+    complex and diagonal.
+    """
 
     def __init__(self, inputs: int, hidden: int, outputs: int) -> None:
         super().__init__()
@@ -38,7 +41,10 @@ class LRU(nn.Module):
         self.nu_log = nn.Parameter((-size.log()).log())
         self.theta_log = nn.Parameter(turn.log())
         self.gamma_log = nn.Parameter((1 - size**2).sqrt().log())
-        self.B, self.C = nn.Parameter(_complex(hidden, inputs)), nn.Parameter(_complex(outputs, hidden))
+        self.B, self.C = (
+            nn.Parameter(_complex(hidden, inputs)),
+            nn.Parameter(_complex(outputs, hidden)),
+        )
         self.D = nn.Parameter(torch.randn(outputs, inputs) / math.sqrt(inputs))
 
     def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -50,7 +56,9 @@ class LRU(nn.Module):
 
 
 class S4D(nn.Module):
-    """The diagonal S4 layer (Gu et al. 2022) in step form: N complex modes for each channel, zero-order hold."""
+    """The diagonal S4 layer (Gu et al. 2022) in step form: N complex modes for each channel,
+    zero-order hold.
+    """
 
     def __init__(self, channels: int, modes: int) -> None:
         super().__init__()
@@ -75,10 +83,15 @@ class S5(nn.Module):
 
     def __init__(self, channels: int, states: int) -> None:
         super().__init__()
-        self.Lambda = nn.Parameter(torch.complex(-_uniform(states, low=0.3), torch.linspace(0.5, 3.0, states)))
+        self.Lambda = nn.Parameter(
+            torch.complex(-_uniform(states, low=0.3), torch.linspace(0.5, 3.0, states))
+        )
         self.B = nn.Parameter(torch.view_as_real(_complex(states, channels)))
         self.C = nn.Parameter(torch.view_as_real(_complex(channels, states)))
-        self.D, self.log_step = nn.Parameter(torch.randn(channels)), nn.Parameter(_uniform(states, low=-2.0, high=-0.5))
+        self.D, self.log_step = (
+            nn.Parameter(torch.randn(channels)),
+            nn.Parameter(_uniform(states, low=-2.0, high=-0.5)),
+        )
 
     def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if h is None:
@@ -86,7 +99,9 @@ class S5(nn.Module):
         decay = torch.exp(self.Lambda * self.log_step.exp())
         B = ((decay - 1) / self.Lambda)[:, None] * torch.view_as_complex(self.B)
         h = decay * h + torch.einsum("sc,bc->bs", B, x.to(B.dtype))
-        return (2 * torch.einsum("cs,bs->bc", torch.view_as_complex(self.C), h)).real + self.D * x, h
+        return (
+            2 * torch.einsum("cs,bs->bc", torch.view_as_complex(self.C), h)
+        ).real + self.D * x, h
 
 
 class ComplexRetention(nn.Module):
@@ -95,7 +110,10 @@ class ComplexRetention(nn.Module):
     def __init__(self, inputs: int, width: int) -> None:
         super().__init__()
         self.q, self.k, self.v = (nn.Linear(inputs, width, bias=False) for _ in range(3))
-        self.decay, self.turn = nn.Parameter(_uniform(width, low=1.0, high=2.0)), nn.Parameter(_uniform(width, low=0.1, high=1.0))
+        self.decay, self.turn = (
+            nn.Parameter(_uniform(width, low=1.0, high=2.0)),
+            nn.Parameter(_uniform(width, low=0.1, high=1.0)),
+        )
 
     def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         q, k, v = self.q(x), self.k(x), self.v(x)
@@ -121,12 +139,18 @@ class Retention(nn.Module):
 
 
 class Selective(nn.Module):
-    """The selective state-space step of Mamba (Gu & Dao 2023): step size, input and output weights depend on the input."""
+    """The selective state-space step of Mamba (Gu & Dao 2023): step size, input and output weights
+    depend on the input.
+    """
 
     def __init__(self, channels: int, states: int) -> None:
         super().__init__()
         self.A_log = nn.Parameter(torch.arange(1, states + 1).float().log().repeat(channels, 1))
-        self.select, self.dt, self.D = nn.Linear(channels, 2 * states), nn.Linear(channels, channels), nn.Parameter(torch.ones(channels))
+        self.select, self.dt, self.D = (
+            nn.Linear(channels, 2 * states),
+            nn.Linear(channels, channels),
+            nn.Parameter(torch.ones(channels)),
+        )
 
     def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
         B, C = self.select(x).chunk(2, dim=-1)
@@ -137,17 +161,31 @@ class Selective(nn.Module):
 
 
 class RWKV(nn.Module):
-    """The time-mixing step of RWKV-4 (Peng et al. 2023), with the running maximum that keeps its exponentials finite."""
+    """The time-mixing step of RWKV-4 (Peng et al. 2023), with the running maximum that keeps its
+    exponentials finite.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.mix = nn.Parameter(_uniform(3, width))
-        self.decay, self.bonus = nn.Parameter(_uniform(width, low=-1.0)), nn.Parameter(torch.randn(width))
-        self.key, self.value, self.receptance, self.output = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.decay, self.bonus = (
+            nn.Parameter(_uniform(width, low=-1.0)),
+            nn.Parameter(torch.randn(width)),
+        )
+        self.key, self.value, self.receptance, self.output = (
+            nn.Linear(width, width, bias=False) for _ in range(4)
+        )
 
-    def forward(self, x: Tensor, state: tuple[Tensor, ...] | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(
+        self, x: Tensor, state: tuple[Tensor, ...] | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         if state is None:
-            state = (torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(x), torch.full_like(x, -30.0))
+            state = (
+                torch.zeros_like(x),
+                torch.zeros_like(x),
+                torch.zeros_like(x),
+                torch.full_like(x, -30.0),
+            )
         last, top, bottom, most = state
         xk, xv, xr = (x * m + last * (1 - m) for m in self.mix)
         k, v, r = self.key(xk), self.value(xv), self.receptance(xr).sigmoid()
@@ -165,7 +203,10 @@ class RGLRU(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.Lambda, self.gates = nn.Parameter(_uniform(width, low=-2.0, high=0.0)), nn.Linear(width, 2 * width)
+        self.Lambda, self.gates = (
+            nn.Parameter(_uniform(width, low=-2.0, high=0.0)),
+            nn.Linear(width, 2 * width),
+        )
 
     def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
         recurrence, entry = self.gates(x).sigmoid().chunk(2, dim=-1)
@@ -191,13 +232,17 @@ class MinGRU(nn.Module):
 
 
 class SLSTM(nn.Module):
-    """The scalar cell of xLSTM (Beck et al. 2024): exponential gates and their stabiliser, with recurrent weights."""
+    """The scalar cell of xLSTM (Beck et al. 2024): exponential gates and their stabiliser, with
+    recurrent weights.
+    """
 
     def __init__(self, inputs: int, hidden: int) -> None:
         super().__init__()
         self.W, self.R = nn.Linear(inputs, 4 * hidden), nn.Linear(hidden, 4 * hidden, bias=False)
 
-    def forward(self, x: Tensor, state: tuple[Tensor, ...] | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(
+        self, x: Tensor, state: tuple[Tensor, ...] | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         if state is None:
             zero = x.new_zeros(x.shape[0], self.R.in_features)
             state = (zero, zero.clone(), zero.clone(), zero.clone())
@@ -219,10 +264,16 @@ class MLSTM(nn.Module):
         self.q, self.k, self.v = (nn.Linear(inputs, width) for _ in range(3))
         self.gates, self.o = nn.Linear(inputs, 2), nn.Linear(inputs, width)
 
-    def forward(self, x: Tensor, state: tuple[Tensor, ...] | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(
+        self, x: Tensor, state: tuple[Tensor, ...] | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         q, k, v = self.q(x), self.k(x) / math.sqrt(self.k.out_features), self.v(x)
         if state is None:
-            state = (x.new_zeros(*v.shape, k.shape[-1]), torch.zeros_like(k), x.new_zeros(x.shape[0], 1))
+            state = (
+                x.new_zeros(*v.shape, k.shape[-1]),
+                torch.zeros_like(k),
+                x.new_zeros(x.shape[0], 1),
+            )
         C, n, m = state
         i, f = self.gates(x).chunk(2, dim=-1)
         log_f = F.logsigmoid(f)
@@ -250,7 +301,9 @@ CELLS = {
 
 
 def learn(updates: int, batch: int = 16, length: int = 12, delay: int = 3) -> tuple[float, float]:
-    """Learn to repeat the input of some steps ago, online, with the complex LRU; give the loss at the beginning and at the end."""
+    """Learn to repeat the input of some steps ago, online, with the complex LRU; give the loss at
+    the beginning and at the end.
+    """
     model = LRU(3, 16, 3)
     learner = eb.OnlineLearner(model, rule="d_rtrl", loss=F.mse_loss, optimizer=optax.adam(0.02))
     losses = []
@@ -260,7 +313,8 @@ def learn(updates: int, batch: int = 16, length: int = 12, delay: int = 3) -> tu
         losses.append(learner.update(xs, targets).loss)
     learner.sync_to_torch()
     print(
-        f"LRU, repeating the input of {delay} steps ago: loss {losses[0]:.3f} -> {losses[-1]:.3f}; B is {model.B.dtype}{tuple(model.B.shape)}"
+        f"LRU, repeating the input of {delay} steps ago: loss {losses[0]:.3f} -> {losses[-1]:.3f}; "
+        f"B is {model.B.dtype}{tuple(model.B.shape)}"
     )
     return losses[0], losses[-1]
 
@@ -271,7 +325,9 @@ def compare(name: str, steps: int = 6, batch: int = 2) -> eb.GradientReport:
     xs = torch.randn(steps, batch, 3)
     with torch.no_grad():
         outputs = model(xs[0])[0].shape[-1]
-    return eb.check_gradients(model, xs, torch.randn(steps, batch, outputs), loss=F.mse_loss, rule="d_rtrl")
+    return eb.check_gradients(
+        model, xs, torch.randn(steps, batch, outputs), loss=F.mse_loss, rule="d_rtrl"
+    )
 
 
 def main() -> None:
@@ -285,7 +341,11 @@ def main() -> None:
     for name in ("LRU", "mLSTM") if small else CELLS:
         report = compare(name)
         exact = [n for n, p in report.parameters.items() if p.verdict == "exact"]
-        shown = "all parameters" if len(exact) == len(report.parameters) else f"{len(exact)} of {len(report.parameters)} parameters"
+        shown = (
+            "all parameters"
+            if len(exact) == len(report.parameters)
+            else f"{len(exact)} of {len(report.parameters)} parameters"
+        )
         print(f"{name:18} {report.cosine:8.4f} {report.relative_error:11.1e}   {shown}")
         assert report.ok, str(report)
 

@@ -1,9 +1,12 @@
-"""Reinforcement learning on a stream: an actor-critic finds its way through a T-maze by a cue that it saw only at the start.
+"""Reinforcement learning on a stream: an actor-critic finds its way through a T-maze by a cue that
+it saw only at the start.
 
-The agent sees a cue in the first cell, walks down a corridor of equal cells and must turn to the cue's side at the junction. The policy
-is a GRU, trained one step at a time through `OnlineModule`: the loss of a step comes when its return is known, `HORIZON` steps later or
-at the end of the episode, and uses the λ-weighted TD errors in between. Nothing is ever replayed or unrolled. The same loop with
-`rule="bptt"` is truncated BPTT over one step: it gives no credit to what was seen before, and stays at the chance of one in two.
+The agent sees a cue in the first cell, walks down a corridor of equal cells and must turn to the
+cue's side at the junction. The policy is a GRU, trained one step at a time through `OnlineModule`:
+the loss of a step comes when its return is known, `HORIZON` steps later or at the end of the
+episode, and uses the λ-weighted TD errors in between. Nothing is ever replayed or unrolled. The
+same loop with `rule="bptt"` is truncated BPTT over one step: it gives no credit to what was seen
+before, and stays at the chance of one in two.
 
     python examples/t_maze.py            # corridors of 10 and 20 cells, three seeds each; writes t_maze.png
     python examples/t_maze.py --small
@@ -37,13 +40,22 @@ class TMaze:
         return torch.randint(UP, DOWN + 1, (batch,), generator=self.generator)
 
     def observe(self) -> Tensor:
-        """(batch, 4): the cue's side in the first cell; whether this is a corridor cell; whether it is the junction."""
+        """(batch, 4): the cue's side in the first cell; whether this is a corridor cell; whether it
+        is the junction.
+        """
         start = self.place == 0
-        flags = [start & (self.cue == UP), start & (self.cue == DOWN), ~start & (self.place < self.corridor), self.place == self.corridor]
+        flags = [
+            start & (self.cue == UP),
+            start & (self.cue == DOWN),
+            ~start & (self.place < self.corridor),
+            self.place == self.corridor,
+        ]
         return torch.stack(flags, 1).float()
 
     def step(self, action: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rewards, which episodes have ended, and which of them at the right side; those start anew."""
+        """Rewards, which episodes have ended, and which of them at the right side; those start
+        anew.
+        """
         turned = (self.place == self.corridor) & (action != FORWARD)
         right = turned & (action == self.cue)
         self.place += ((self.place < self.corridor) & (action == FORWARD)).long()
@@ -68,7 +80,9 @@ class ActorCritic(nn.Module):
 
 
 class Moment(NamedTuple):
-    """A step that waits for its return; `output` has a graph, so its trace is kept until the loss comes."""
+    """A step that waits for its return; `output` has a graph, so its trace is kept until the loss
+    comes.
+    """
 
     output: Tensor
     action: Tensor
@@ -91,8 +105,18 @@ def delayed_loss(moments: deque[Moment], last_value: Tensor) -> Tensor:
     return (-chosen * advantage + 0.5 * error**2 - ENTROPY * entropy).mean()
 
 
-def run(corridor: int, rule: str, seed: int, steps: int, batch: int = 32, hidden: int = 24, every: int = 500) -> list[float]:
-    """Trains on a stream; the share of right turns among the episodes that ended in each `every` steps."""
+def run(
+    corridor: int,
+    rule: str,
+    seed: int,
+    steps: int,
+    batch: int = 32,
+    hidden: int = 24,
+    every: int = 500,
+) -> list[float]:
+    """Trains on a stream; the share of right turns among the episodes that ended in each `every`
+    steps.
+    """
     torch.manual_seed(seed)
     model = ActorCritic(hidden)
     online = eb.OnlineModule(model, rule=rule)
@@ -127,12 +151,18 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="a run of a few seconds")
     parser.add_argument("--steps", type=int, default=12_000, help="steps of each of the 32 mazes")
     options = parser.parse_args()
-    corridors, seeds, steps = ((3,), (0,), 500) if options.small else ((10, 20), (0, 1, 2), options.steps)
+    corridors, seeds, steps = (
+        ((3,), (0,), 500) if options.small else ((10, 20), (0, 1, 2), options.steps)
+    )
     curves: dict[tuple[int, str], list[list[float]]] = {}
     for corridor in corridors:
         for rule, name in (("d_rtrl", "D-RTRL"), ("bptt", "TBPTT(1)")):
             found = curves[corridor, name] = [run(corridor, rule, seed, steps) for seed in seeds]
-            print(f"corridor {corridor:>2}, {name:<8}: right turns at the end " + ", ".join(f"{c[-1]:.0%}" for c in found), flush=True)
+            print(
+                f"corridor {corridor:>2}, {name:<8}: right turns at the end "
+                + ", ".join(f"{c[-1]:.0%}" for c in found),
+                flush=True,
+            )
     if not options.small:
         draw(curves, steps)
 

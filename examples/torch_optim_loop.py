@@ -1,8 +1,9 @@
 """A torch training loop in which only `backward` is replaced: gradients online, the rest as it was.
 
-`gradients` computes what `loss.backward()` would, without keeping the sequence's activations; `fill_grad` puts it into `.grad`. The
-optimizer, its scheduler, clipping and the model stay torch's, so an existing loop changes in two lines. Here an Elman network learns to
-add up a noisy signal, beside torch's own loop on the same data.
+`gradients` computes what `loss.backward()` would, without keeping the sequence's activations;
+`fill_grad` puts it into `.grad`. The optimizer, its scheduler, clipping and the model stay torch's,
+so an existing loop changes in two lines. Here an Elman network learns to add up a noisy signal,
+beside torch's own loop on the same data.
 
     python examples/torch_optim_loop.py
 """
@@ -74,7 +75,10 @@ def main() -> None:
     reference = copy.deepcopy(model)
     online = train(model, updates, steps, batch, online=True)
     bptt = train(reference, updates, steps, batch, online=False)
-    print(f"Leaky sum of noise, {updates} updates by torch.optim.AdamW; the first loss is {online[0]:.4f} for both.")
+    print(
+        f"Leaky sum of noise, {updates} updates by torch.optim.AdamW; the first loss is "
+        f"{online[0]:.4f} for both."
+    )
     for n in range(updates // 4, updates + 1, updates // 4):
         print(f"  after {n:>4} updates: online {online[n - 1]:.5f}, torch BPTT {bptt[n - 1]:.5f}")
 

@@ -1,4 +1,5 @@
-"""Wrap a torch GRU as it is, read what the compiler found, and check its online gradients against torch BPTT.
+"""Wrap a torch GRU as it is, read what the compiler found, and check its online gradients against
+torch BPTT.
 
 python examples/wrap_and_check_gru.py
 """
@@ -35,7 +36,9 @@ def main() -> None:
     print(eb.compile_etrace_graph(net, eb.to_jax(torch.randn(5, 4))).report(), "\n")
 
     xs, targets = torch.randn(steps, 5, 4), torch.randn(steps, 5, 3)
-    comparison = eb.check_gradients(model, xs, targets, loss=nn.functional.mse_loss, rule=["rtrl", "d_rtrl"])
+    comparison = eb.check_gradients(
+        model, xs, targets, loss=nn.functional.mse_loss, rule=["rtrl", "d_rtrl"]
+    )
     print(comparison)
     assert comparison.ok
 

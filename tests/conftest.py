@@ -1,11 +1,14 @@
-"""The test process: CPU only, float64 on, one thread a process, every warning an error (see pyproject.toml)."""
+"""The test process: CPU only, float64 on, one thread a process, every warning an error (see
+pyproject.toml).
+"""
 
 from __future__ import annotations
 
 import os
 
-# Before anything imports JAX or torch; subprocesses of tests inherit these. One thread to run programs on, so that two
-# pytest workers share two cores. NPROC is XLA's: it sizes its thread pool (compiling still uses several threads).
+# Before anything imports JAX or torch; subprocesses of tests inherit these. One thread to run
+# programs on, so that two pytest workers share two cores. NPROC is XLA's: it sizes its thread pool
+# (compiling still uses several threads).
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("MPLBACKEND", "Agg")
 for _name in ("NPROC", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
@@ -23,24 +26,31 @@ import torch
 
 from etrace_bridge.lowering.compile import OPTIONS
 
-# brainstate turns JAX's x64 off when it is imported and keeps a default dtype of its own, so the switch is thrown
-# through it. Not through the environment: a command line started by a test runs as it does for a user.
+# brainstate turns JAX's x64 off when it is imported and keeps a default dtype of its own, so the
+# switch is thrown through it. Not through the environment: a command line started by a test runs as
+# it does for a user.
 brainstate.environ.set(precision=64)
 
-# The quick profile tries the same programs every time; `make fuzz` looks for new ones. Compiling a program takes
-# seconds, so time limits would only report how busy the machine is.
+# The quick profile tries the same programs every time; `make fuzz` looks for new ones. Compiling a
+# program takes seconds, so time limits would only report how busy the machine is.
 _anyspeed = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
 _programs = int(os.environ.get("FUZZ_PROGRAMS", "2000"))
-hypothesis.settings.register_profile("quick", max_examples=36, derandomize=True, database=None, **_anyspeed)
+hypothesis.settings.register_profile(
+    "quick", max_examples=36, derandomize=True, database=None, **_anyspeed
+)
 hypothesis.settings.register_profile("fuzz", max_examples=_programs, print_blob=True, **_anyspeed)
 hypothesis.settings.load_profile("quick")
 
 
 @pytest.fixture(autouse=True)
 def _programs_to_try(request: pytest.FixtureRequest) -> None:
-    """Load the profile again for fuzz tests: torch's own test helpers, once imported, put a profile of theirs in its place."""
+    """Load the profile again for fuzz tests: torch's own test helpers, once imported, put a profile
+    of theirs in its place.
+    """
     if request.node.get_closest_marker("fuzz") is not None:
-        hypothesis.settings.load_profile(request.config.getoption("--hypothesis-profile", None) or "quick")
+        hypothesis.settings.load_profile(
+            request.config.getoption("--hypothesis-profile", None) or "quick"
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -65,8 +75,8 @@ def _seed(_precision: None) -> None:
 def quick_compile() -> Iterator[None]:
     """Compile without LLVM's optimisation, which is a third of a learner's first call.
 
-    For files whose subject is not the compiled code: the front-end, files, messages. Rules, steps, learners and their
-    precision run with the options that users get.
+    For files whose subject is not the compiled code: the front-end, files, messages. Rules, steps,
+    learners and their precision run with the options that users get.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(OPTIONS, "xla_backend_optimization_level", 0)
@@ -75,16 +85,21 @@ def quick_compile() -> Iterator[None]:
 
 @pytest.fixture
 def without_single_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the single steps of `check_gradients`, which have tests of their own: test_check_steps.py.
+    """Leave out the single steps of `check_gradients`, which have tests of their own:
+    test_check_steps.py.
 
     Wrapping and compiling for them is nearly half of its time.
     """
-    monkeypatch.setattr("etrace_bridge.check.gradients._Job.with_single_steps", lambda self, reports: reports)
+    monkeypatch.setattr(
+        "etrace_bridge.check.gradients._Job.with_single_steps", lambda self, reports: reports
+    )
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _free_compiled_programs() -> Iterator[None]:
-    """Drop compiled programs after each file: thousands of them exhaust the memory maps of one process."""
+    """Drop compiled programs after each file: thousands of them exhaust the memory maps of one
+    process.
+    """
     yield
     gc.collect()
     jax.clear_caches()

@@ -1,22 +1,26 @@
 """The graph that each model of the zoo must compile to, written by hand from the model's equations.
 
-Read it beside `models.py`; the first line of an entry is the equation it was derived from. In the other lines:
+Read it beside `models.py`; the first line of an entry is the equation it was derived from. In the
+other lines:
 
     group h, c (2, 4)            states joined position by position, and the shape of one; `x 2`: it holds two
     product w.T -> h             where a weight meets data, the weight as a formula of the parameters, the states it feeds
-                                 (also `convolution`, `lookup`, and element by element: `bias` if only added, else `elementwise`)
+                                 (also `convolution`, `lookup`, and element by element: `bias` if
+                                 only added, else `elementwise`)
       ... -> h1 and h2           states of different groups; `as (2, 12)`: when it is not one value a position
     cut h > product u > h        what arrives > why positions are lost there > the states behind it
     w, u: traced, exact          how each parameter learns; or `drops`, with the cuts in the same words (`itself`: the parameter)
     note cond_converted          any other decision
 
-The order of the lines does not matter. `test_compiler_graph.py` evaluates the formulas on the parameters' values.
+The order of the lines does not matter. `test_compiler_graph.py` evaluates the formulas on the
+parameters' values.
 
-How it was made: the zoo's first 87 entries were derived from the equations before any was compared with the compiler (whose
-code was read for the words of the cuts; 14 entries, `rnn` to `matvec`, had been seen in an older list that the compiler
-printed). 83 agreed at once. Two were wrong by hand (`softmax`: taken for one call; `rolled`: for two slices), two by the
-compiler, since mended (`scalar_gate_shown`: a gate lost its trace because an output reads it; `unknown_contact`: one cut told
-twice). Models that were added later got their entries together with their code.
+How it was made: the zoo's first 87 entries were derived from the equations before any was compared
+with the compiler (whose code was read for the words of the cuts; 14 entries, `rnn` to `matvec`, had
+been seen in an older list that the compiler printed). 83 agreed at once. Two were wrong by hand
+(`softmax`: taken for one call; `rolled`: for two slices), two by the compiler, since mended
+(`scalar_gate_shown`: a gate lost its trace because an output reads it; `unknown_contact`: one cut
+told twice). Models that were added later got their entries together with their code.
 """
 
 from __future__ import annotations
@@ -25,7 +29,8 @@ from expected_module_graphs import MODULE_GRAPHS
 
 EXPECTED: dict[str, str] = dict(MODULE_GRAPHS)
 
-# Weight views -------------------------------------------------------------------------------------------------------
+# Weight views
+# -------------------------------------------------------------------------------------------------------
 
 EXPECTED["rnn"] = """
 # h = tanh(x w + h u + b)
@@ -151,7 +156,8 @@ bias p["bias"] -> h
 p: traced, exact
 """
 
-# Contacts -----------------------------------------------------------------------------------------------------------
+# Contacts
+# -----------------------------------------------------------------------------------------------------------
 
 EXPECTED["matvec"] = """
 # h = h/2 + w x
@@ -410,7 +416,8 @@ cut w > dot_general feeds many > h
 w: upstream, drops itself > dot_general feeds many > h
 """
 
-# Hidden groups ------------------------------------------------------------------------------------------------------
+# Hidden groups
+# ------------------------------------------------------------------------------------------------------
 
 EXPECTED["alif"] = """
 # i = 0.6 i + x w, v = 0.9 v + i - 0.3 a, z = spike(v); v - z, a = 0.8 a + z: the current reaches all three
@@ -567,7 +574,8 @@ elementwise u -> h
 w, u: traced, exact
 """
 
-# Cuts ---------------------------------------------------------------------------------------------------------------
+# Cuts
+# ---------------------------------------------------------------------------------------------------------------
 
 EXPECTED["layer_norm"] = """
 # y = h/2 + x w, h = tanh((y - mean y) / std y * g + b): y itself stays in place, its two statistics mix the row
@@ -655,7 +663,8 @@ product w -> h
 w: traced, drops itself > no HiddenState > slow; h > no HiddenState > slow
 """
 
-# Aliases and packed states ------------------------------------------------------------------------------------------
+# Aliases and packed states
+# ------------------------------------------------------------------------------------------
 
 EXPECTED["packed_concat"] = """
 # c = sigmoid(f) c + g, h = tanh(new c + h), [h c] in one state
@@ -698,7 +707,8 @@ w: traced, exact
 w_out: direct
 """
 
-# Control flow -------------------------------------------------------------------------------------------------------
+# Control flow
+# -------------------------------------------------------------------------------------------------------
 
 EXPECTED["jitted"] = """
 # h = tanh(x w + h u) inside jit

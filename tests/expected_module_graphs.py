@@ -1,4 +1,6 @@
-"""The graphs of the zoo's ready modules of brainstate and brainpy; the notation is that of `expected_graphs.py`."""
+"""The graphs of the zoo's ready modules of brainstate and brainpy; the notation is that of
+`expected_graphs.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""Random recurrent torch modules: hypothesis draws the source code of a class, so a failure prints as code to run.
+"""Random recurrent torch modules: hypothesis draws the source code of a class, so a failure prints
+as code to run.
 
-A program is a stack of layers. Each layer has one or two states and a pool of values of the states' shape: the states
-themselves, products of the input and of the states with weights (fused, sliced, shared, masked, low-rank, normalised),
-and what random element-wise, mixing, in-place and surrogate operations make of them. The new states and the output are
-drawn from the pool.
+A program is a stack of layers. Each layer has one or two states and a pool of values of the states'
+shape: the states themselves, products of the input and of the states with weights (fused, sliced,
+shared, masked, low-rank, normalised), and what random element-wise, mixing, in-place and surrogate
+operations make of them. The new states and the output are drawn from the pool.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 STEPS = 4
-# Sizes that divide a vector register and sizes that do not: what XLA makes of a loop depends on them.
+# Sizes that divide a vector register and sizes that do not: what XLA makes of a loop depends on
+# them.
 BATCHES, WIDTHS = (2, 2, 3, 4), (3, 3, 4, 5)
 
 _HEADER = """\
@@ -41,8 +43,8 @@ class Model(nn.Module):
         super().__init__()
 """
 
-# No operation has an infinite slope: where `sqrt(|x|)` meets a masked 0, torch's backward pass drops the 0 * inf that a trace,
-# which runs forward, must carry as NaN.
+# No operation has an infinite slope: where `sqrt(|x|)` meets a masked 0, torch's backward pass
+# drops the 0 * inf that a trace, which runs forward, must carry as NaN.
 UNARY = (
     "torch.tanh({a})", "torch.sigmoid({a})", "torch.relu({a})", "F.softplus({a})", "torch.sin({a})", "-{a}",
     "torch.exp(-{a}.abs())", "{a} ** 2", "F.leaky_relu({a}, 0.2)", "{a}.clamp(-0.5, 0.5)", "1 - {a}", "({a}.abs() + 0.01).sqrt() + {a}",
@@ -120,7 +122,9 @@ class Program:
 
 
 def build_source(source: str) -> nn.Module:
-    """The module `Model` of some source, whose lines show in tracebacks and in errors that name a line."""
+    """The module `Model` of some source, whose lines show in tracebacks and in errors that name a
+    line.
+    """
     name = f"<program {hash(source)}>"
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
     scope: dict[str, Any] = {"torch": torch, "nn": nn, "F": nn.functional}
@@ -166,7 +170,9 @@ class _Writer:
 
 def _matrix(w: _Writer, rows: int, columns: int) -> str:
     """An expression for a (rows, columns) matrix made of parameters."""
-    kind = w.pick(("plain", "plain", "plain", "sliced", "transposed", "sum", "masked", "low_rank", "normed"))
+    kind = w.pick(
+        ("plain", "plain", "plain", "sliced", "transposed", "sum", "masked", "low_rank", "normed")
+    )
     if kind == "sliced":
         return f"{w.parameter((rows + 1, columns + 1))}[1:, :{columns}]"
     if kind == "transposed":
@@ -175,7 +181,9 @@ def _matrix(w: _Writer, rows: int, columns: int) -> str:
         return f"({w.parameter((rows, columns))} + {w.parameter((rows, columns), share=False)})"
     if kind == "masked":
         name = f"m{next(w._count)}"
-        w.init.append(f'self.register_buffer("{name}", (torch.arange({rows * columns}).reshape({rows}, {columns}) % 3 > 0).float())')
+        w.init.append(
+            f'self.register_buffer("{name}", (torch.arange({rows * columns}).reshape({rows}, {columns}) % 3 > 0).float())'
+        )
         return f"({w.parameter((rows, columns))} * self.{name})"
     if kind == "low_rank":
         return f"({w.parameter((rows, 2))} @ {w.parameter((2, columns))})"
@@ -202,7 +210,11 @@ def _dense(w: _Writer, source: str, fused: bool) -> list[str]:
     if form == "einsum":
         return [w.value(f'torch.einsum("bi,oi->bo", {source}, {_matrix(w, out, width)})')]
     if form == "cat":
-        return [w.value(f"F.linear(torch.cat([{source}, {source} * 0.5], -1), {_matrix(w, out, 2 * width)})")]
+        return [
+            w.value(
+                f"F.linear(torch.cat([{source}, {source} * 0.5], -1), {_matrix(w, out, 2 * width)})"
+            )
+        ]
     bias = f", {w.parameter((out,))}" if w.chance(2) else ""
     return [w.value(f"F.linear({source}, {_matrix(w, out, width)}{bias})")]
 
@@ -211,7 +223,10 @@ def _candidate(w: _Writer, source: str, state: str) -> str:
     """What a GRU makes of an input and a state."""
     given, kept = ([f"v{next(w._count)}" for _ in range(3)] for _ in range(2))
     for gates, of in ((given, source), (kept, state)):
-        w.body.append(f"{', '.join(gates)} = F.linear({of}, {w.parameter((3 * w.width, w.width))}).chunk(3, -1)")
+        w.body.append(
+            f"{', '.join(gates)} = F.linear({of}, {w.parameter((3 * w.width, w.width))}).chunk(3, "
+            "-1)"
+        )
     (r, z, n), (hr, hz, hn) = given, kept
     new = w.value(f"torch.tanh({n} + torch.sigmoid({r} + {hr}) * {hn})")
     return w.value(f"({state} - {new}) * torch.sigmoid({z} + {hz}) + {new}")
@@ -221,7 +236,10 @@ def _convolution(w: _Writer, source: str, fused: bool) -> list[str]:
     """Convolutions of `source` (B, 2, width), each of the same shape."""
     if fused:
         names = [f"v{next(w._count)}" for _ in range(2)]
-        w.body.append(f"{', '.join(names)} = F.conv1d({source}, {w.parameter((4, 2, 3))}, {w.parameter((4,))}, padding=1).chunk(2, 1)")
+        w.body.append(
+            f"{', '.join(names)} = F.conv1d({source}, {w.parameter((4, 2, 3))}, "
+            f"{w.parameter((4,))}, padding=1).chunk(2, 1)"
+        )
         return names
     return [w.value(f"F.conv1d({source}, {w.parameter((2, 2, 3))}, padding=1)")]
 
@@ -238,7 +256,16 @@ def _operations(w: _Writer, pool: list[str], fresh: list[str], protected: list[s
         elif kind == "parameter":
             shape = w.pick(((), (w.width,), (1, w.width)))
             p = w.parameter(shape)
-            new = w.value(w.pick((f"{a} * {p}", f"{a} + {p}", f"{a} * torch.sigmoid({p})", f"torch.tanh({a} - {p})")))
+            new = w.value(
+                w.pick(
+                    (
+                        f"{a} * {p}",
+                        f"{a} + {p}",
+                        f"{a} * torch.sigmoid({p})",
+                        f"torch.tanh({a} - {p})",
+                    )
+                )
+            )
         elif kind == "mixing":
             new = w.value(w.pick(MIXING).format(a=a))
         elif kind == "spike":
@@ -250,7 +277,9 @@ def _operations(w: _Writer, pool: list[str], fresh: list[str], protected: list[s
         fresh.append(new)
 
 
-def _layer(w: _Writer, n: int, source: str, shape: tuple[int, ...]) -> tuple[str, list[tuple[str, str, str]]]:
+def _layer(
+    w: _Writer, n: int, source: str, shape: tuple[int, ...]
+) -> tuple[str, list[tuple[str, str, str]]]:
     """One layer: its output, and (state, initial shape, new value) of its states."""
     conv = len(shape) == 2
     form = "plain" if conv else w.pick(("plain", "plain", "two", "packed", "pair"))
@@ -270,7 +299,9 @@ def _layer(w: _Writer, n: int, source: str, shape: tuple[int, ...]) -> tuple[str
     pool += _convolution(w, source, fused) if conv else _dense(w, source, fused)
     if w.chance(2):
         recurrent = w.pick(pool)
-        pool += _convolution(w, recurrent, w.chance(3)) if conv else _dense(w, recurrent, w.chance(3))
+        pool += (
+            _convolution(w, recurrent, w.chance(3)) if conv else _dense(w, recurrent, w.chance(3))
+        )
     if not conv and w.chance(4):
         pool.append(_candidate(w, source, names[0]))
     fresh = [v for v in pool if v not in names]
@@ -295,10 +326,14 @@ def _layer(w: _Writer, n: int, source: str, shape: tuple[int, ...]) -> tuple[str
 
 
 def _joined(w: _Writer, fresh: list[str]) -> str:
-    """A value of the pool, joined with others that nothing has used yet, so that most of a program matters."""
+    """A value of the pool, joined with others that nothing has used yet, so that most of a program
+    matters.
+    """
     used = " ".join(line.partition("=")[2] or line for line in w.body)
     idle = [v for v in fresh if not re.search(rf"\b{v}\b", used)]
-    chosen = list(dict.fromkeys([*idle[-3:], w.pick(fresh)])) if not w.chance(4) else [w.pick(fresh)]
+    chosen = (
+        list(dict.fromkeys([*idle[-3:], w.pick(fresh)])) if not w.chance(4) else [w.pick(fresh)]
+    )
     return "(" + w.pick((" + ", " + ", " * ", " - ")).join(chosen) + ")"
 
 
@@ -307,7 +342,9 @@ INPUTS, STYLES = ("dense", "tokens", "image"), ("attribute", "argument", "buffer
 
 @st.composite
 def programs(draw: Any, inputs: str | None = None, style: str | None = None) -> Program:
-    """A random recurrent torch module; its kind of input and the style of its state are drawn unless they are given."""
+    """A random recurrent torch module; its kind of input and the style of its state are drawn
+    unless they are given.
+    """
     w = _Writer(draw)
     inputs = inputs or w.pick(("dense", "dense", "dense", "tokens", "image"))
     if inputs == "tokens":
@@ -326,30 +363,46 @@ def programs(draw: Any, inputs: str | None = None, style: str | None = None) -> 
     readout = f"F.linear({source}, {w.parameter((2, w.width))})" if w.chance(2) else source
     result = f"{readout}, {outputs[0]}" if w.chance(3) else readout
     style = style or w.pick(STYLES)
-    return Program(_HEADER + _assemble(w, states, result, style), style, inputs, draw(st.integers(0, 63)), w.batch, w.width)
+    return Program(
+        _HEADER + _assemble(w, states, result, style),
+        style,
+        inputs,
+        draw(st.integers(0, 63)),
+        w.batch,
+        w.width,
+    )
 
 
 def _assemble(w: _Writer, states: list[tuple[str, str, str]], result: str, style: str) -> str:
     names = [name for name, _, _ in states]
     init, start, end = list(w.init), [], []
     if style == "argument":
-        zeros = ", ".join(f"torch.zeros({w.batch}, {shape}, dtype=self.{w.weights[0][0][5:]}.dtype)" for _, shape, _ in states)
-        start = [f"if state is None:\n            state = ({zeros},)", f"({', '.join(names)},) = state"]
+        zeros = ", ".join(
+            f"torch.zeros({w.batch}, {shape}, dtype=self.{w.weights[0][0][5:]}.dtype)"
+            for _, shape, _ in states
+        )
+        start = [
+            f"if state is None:\n            state = ({zeros},)",
+            f"({', '.join(names)},) = state",
+        ]
         packed = f"({result})" if "," in result else result
-        # Assigned to its argument: an output that is built like the state could be taken for it, and `wrap` would ask.
+        # Assigned to its argument: an output that is built like the state could be taken for it,
+        # and `wrap` would ask.
         end = [f"state = ({', '.join(new for _, _, new in states)},)", f"return {packed}, state"]
         signature = "def forward(self, x, state=None):"
     else:
         for name, shape, new in states:
             if style == "buffer":
-                # Different everywhere: a normalised row of equal numbers would be rounding errors over nearly nothing.
+                # Different everywhere: a normalised row of equal numbers would be rounding errors
+                # over nearly nothing.
                 values = f"torch.linspace(-0.5, 0.6, {w.batch} * torch.ones({shape}).numel()).reshape({w.batch}, {shape})"
                 init.append(f'self.register_buffer("{name}", {values})')
                 start.append(f"{name} = self.{name}")
             else:
                 init.append(f"self.{name} = None")
                 start.append(
-                    f"{name} = torch.zeros({w.batch}, {shape}, dtype={w.weights[0][0]}.dtype) if self.{name} is None else self.{name}"
+                    f"{name} = torch.zeros({w.batch}, {shape}, dtype={w.weights[0][0]}.dtype) if "
+                    f"self.{name} is None else self.{name}"
                 )
             end.append(f"self.{name} = {new}")
         end.append(f"return {result}")

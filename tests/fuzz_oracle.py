@@ -23,11 +23,17 @@ from fuzz_models import STEPS, Program
 from oracle_compiler import Unrolled
 
 # A program runs once on tiny arrays: compiling it is all of the cost.
-QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True, "xla_cpu_use_fusion_emitters": False}
+QUICK_COMPILE = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+    "xla_cpu_use_fusion_emitters": False,
+}
 
 
 def runs_of(seed: int) -> dict[str, tuple[Rule, int]]:
-    """Three rules for one program, each over the whole sequence in chunks of K steps; the seed varies rules and K."""
+    """Three rules for one program, each over the whole sequence in chunks of K steps; the seed
+    varies rules and K.
+    """
     third = (
         ("d_rtrl, core", DRTRL(credit="core", upstream="step"), 1),
         ("d_rtrl, core", DRTRL(credit="core", upstream="step"), 2),
@@ -81,7 +87,9 @@ def jax_loss(output: Any, _: Any) -> Any:
 
 
 def run_by_hand(program: Program) -> tuple[list[np.ndarray], dict[str, np.ndarray | None]]:
-    """The torch module stepped over the sequence and differentiated by torch: outputs and gradients."""
+    """The torch module stepped over the sequence and differentiated by torch: outputs and
+    gradients.
+    """
     model, state, steps = program.build(), None, []
     for x in program.data():
         if program.style == "argument":
@@ -95,7 +103,9 @@ def run_by_hand(program: Program) -> tuple[list[np.ndarray], dict[str, np.ndarra
     if total.requires_grad:
         found = torch.autograd.grad(total, list(named.values()), allow_unused=True)
     outputs = [torch.stack(column).detach().numpy() for column in zip(*steps, strict=True)]
-    return outputs, {name: None if g is None else g.numpy() for name, g in zip(named, found, strict=True)}
+    return outputs, {
+        name: None if g is None else g.numpy() for name, g in zip(named, found, strict=True)
+    }
 
 
 def measure(program: Program) -> Measured:
@@ -109,7 +119,9 @@ def measure(program: Program) -> Measured:
     inputs = jnp.asarray(xs.numpy())
     graph = eb.compile_etrace_graph(net, inputs[0], include_hidden_perturb=False)
     after = model.state_dict()
-    assert list(before) == list(after) and all(torch.equal(before[name], after[name]) for name in before)
+    assert list(before) == list(after) and all(
+        torch.equal(before[name], after[name]) for name in before
+    )
     step = make_program(graph)
     info = graph.module_info
     states = info.retrieved_model_states
@@ -139,8 +151,15 @@ def measure(program: Program) -> Measured:
 def _run_rule(step: StepProgram, rule: Rule, K: int, theta, hidden, other, xs):
     def chunk(carry, data, fresh, final):
         args, targets, weights = data
-        found = run_chunk(rule, step, theta, Carry(*carry), Chunk(args, targets, weights, jax_loss), fresh, final)
-        return found.grads, found.losses, found.outputs, (found.carry.hidden, found.carry.other, found.carry.trace)
+        found = run_chunk(
+            rule, step, theta, Carry(*carry), Chunk(args, targets, weights, jax_loss), fresh, final
+        )
+        return (
+            found.grads,
+            found.losses,
+            found.outputs,
+            (found.carry.hidden, found.carry.other, found.carry.trace),
+        )
 
     start = (hidden, other, rule.init(step))
     data = ([xs], jnp.zeros(STEPS), jnp.ones(STEPS))
@@ -158,7 +177,8 @@ def find_faults(m: Measured) -> list[str]:
         if found.shape != wanted.shape:
             faults.append(f"{what}: shape {found.shape} instead of {wanted.shape}")
             return
-        # Gradients that cancel to rounding errors are compared on the scale of the program's largest gradient.
+        # Gradients that cancel to rounding errors are compared on the scale of the program's
+        # largest gradient.
         allowed = tolerance * max(float(np.abs(wanted).max(initial=0)), 1e-3 * scale)
         worst = float(np.abs(found - wanted).max(initial=0))
         if not worst <= allowed:
@@ -176,12 +196,18 @@ def find_faults(m: Measured) -> list[str]:
             continue
         bptt = np.zeros_like(m.brute["step"][name]) if wanted is None else wanted
         for run, found in m.grads.items():
-            exact = run in ("rtrl", "d_rtrl, chunk")  # the latter over one chunk: plain reverse mode
+            # the latter over one chunk: plain reverse mode
+            exact = run in ("rtrl", "d_rtrl, chunk")
             reference = bptt if exact else m.brute["core" if "core" in run else "step"][name]
             against = "torch BPTT" if exact else "brute force"
             compare(found[name], reference, 1e-8, f"{run}: gradient of {name} against {against}")
         if certificates[name].exact:
-            compare(m.brute["step"][name], bptt, 1e-8, f"certified exact: gradient of {name} by D-RTRL against torch BPTT")
+            compare(
+                m.brute["step"][name],
+                bptt,
+                1e-8,
+                f"certified exact: gradient of {name} by D-RTRL against torch BPTT",
+            )
         if certificates[name].kind == "unused" and np.abs(bptt).max(initial=0) > 0:
             faults.append(f"{name} is certified unused and has a gradient in torch")
     return faults

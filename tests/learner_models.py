@@ -31,23 +31,32 @@ def make_net(dtype: torch.dtype = torch.float64, **options) -> Net:
 def make_data(steps: int = T, batch: int = B, seed: int = 0, dtype: torch.dtype = torch.float64):
     """Inputs and targets of a sequence, time-major."""
     made = torch.Generator().manual_seed(seed)
-    draw = lambda *shape: torch.randn(*shape, dtype=dtype, generator=made)  # noqa: E731
+    draw = lambda *shape: torch.randn(*shape, dtype=dtype, generator=made)
     return draw(steps, batch, I), draw(steps, batch, O)
 
 
-def torch_loss(model: nn.Module, xs: torch.Tensor, targets: torch.Tensor, loss=nn.functional.mse_loss) -> torch.Tensor:
+def torch_loss(
+    model: nn.Module, xs: torch.Tensor, targets: torch.Tensor, loss=nn.functional.mse_loss
+) -> torch.Tensor:
     """The mean over steps of the loss, time-major."""
     return torch.stack([loss(y, t) for y, t in zip(model(xs), targets, strict=True)]).mean()
 
 
-def torch_gradients(model: nn.Module, xs: torch.Tensor, targets: torch.Tensor, **options) -> dict[str, torch.Tensor]:
+def torch_gradients(
+    model: nn.Module, xs: torch.Tensor, targets: torch.Tensor, **options
+) -> dict[str, torch.Tensor]:
     """torch's own BPTT; zero for what is not used."""
     model.zero_grad()
     torch_loss(model, xs, targets, **options).backward()
-    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    return {
+        n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for n, p in model.named_parameters()
+    }
 
 
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-9) -> None:
+def assert_same(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float = 1e-9
+) -> None:
     """Equal relative to the largest element of each; most must not be zero."""
     assert list(found) == list(expected)
     found, expected = ({n: t.detach() for n, t in each.items()} for each in (found, expected))

@@ -1,4 +1,6 @@
-"""Low-rank RTRL by its definition, with dense matrices and an SVD, in torch and numpy, without the compiler or the engine."""
+"""Low-rank RTRL by its definition, with dense matrices and an SVD, in torch and numpy, without the
+compiler or the engine.
+"""
 
 from __future__ import annotations
 
@@ -36,19 +38,37 @@ class Spike(torch.autograd.Function):
 
 
 class LIF(nn.Module):
-    """Layers of leaky neurons, recurrent or not; each layer's spike is the next one's input; a readout of the last."""
+    """Layers of leaky neurons, recurrent or not; each layer's spike is the next one's input; a
+    readout of the last.
+    """
 
-    def __init__(self, hidden: int, layers: int, recurrent: bool = True, decay: float | None = 0.85):
+    def __init__(
+        self, hidden: int, layers: int, recurrent: bool = True, decay: float | None = 0.85
+    ):
         super().__init__()
-        self.ff = nn.ModuleList(nn.Linear(INPUTS if k == 0 else hidden, hidden) for k in range(layers))
-        self.rec = nn.ModuleList(nn.Linear(hidden, hidden, bias=False) for _ in range(layers)) if recurrent else None
+        self.ff = nn.ModuleList(
+            nn.Linear(INPUTS if k == 0 else hidden, hidden) for k in range(layers)
+        )
+        self.rec = (
+            nn.ModuleList(nn.Linear(hidden, hidden, bias=False) for _ in range(layers))
+            if recurrent
+            else None
+        )
         self.out = nn.Linear(hidden, 2)
-        decays = torch.full((layers, hidden), decay) if decay is not None else torch.rand(layers, hidden) * 0.4 + 0.55
+        decays = (
+            torch.full((layers, hidden), decay)
+            if decay is not None
+            else torch.rand(layers, hidden) * 0.4 + 0.55
+        )
         self.register_buffer("decay", decays.double())
 
     def forward(self, x, state=None):
         held = getattr(self, "held", False)
-        state = [torch.zeros(x.shape[0], self.out.in_features, dtype=x.dtype) for _ in self.ff] if state is None else state
+        state = (
+            [torch.zeros(x.shape[0], self.out.in_features, dtype=x.dtype) for _ in self.ff]
+            if state is None
+            else state
+        )
         new = []
         for k, layer in enumerate(self.ff):
             v = state[k]
@@ -67,7 +87,9 @@ class GRU(nn.Module):
 
     def __init__(self, hidden: int, layers: int, scale: float = 1.0):
         super().__init__()
-        self.ih = nn.ModuleList(nn.Linear(INPUTS if k == 0 else hidden, 3 * hidden) for k in range(layers))
+        self.ih = nn.ModuleList(
+            nn.Linear(INPUTS if k == 0 else hidden, 3 * hidden) for k in range(layers)
+        )
         self.hh = nn.ModuleList(nn.Linear(hidden, 3 * hidden) for _ in range(layers))
         self.out = nn.Linear(hidden, 2)
         with torch.no_grad():
@@ -76,7 +98,11 @@ class GRU(nn.Module):
 
     def forward(self, x, state=None):
         held = getattr(self, "held", False)
-        state = [torch.zeros(x.shape[0], self.out.in_features, dtype=x.dtype) for _ in self.ih] if state is None else state
+        state = (
+            [torch.zeros(x.shape[0], self.out.in_features, dtype=x.dtype) for _ in self.ih]
+            if state is None
+            else state
+        )
         new = []
         for ih, hh, h in zip(self.ih, self.hh, state, strict=True):
             i_r, i_z, i_n = ih(x.detach() if held else x).chunk(3, -1)
@@ -92,20 +118,31 @@ class Encoded(nn.Module):
 
     def __init__(self, hidden: int):
         super().__init__()
-        self.encoder, self.w, self.u = nn.Linear(INPUTS, 4), nn.Linear(4, hidden), nn.Linear(hidden, hidden)
+        self.encoder, self.w, self.u = (
+            nn.Linear(INPUTS, 4),
+            nn.Linear(4, hidden),
+            nn.Linear(hidden, hidden),
+        )
         self.out = nn.Linear(hidden, 2)
 
     def forward(self, x, state=None):
         held = getattr(self, "held", False)
-        h = torch.zeros(x.shape[0], self.out.in_features, dtype=x.dtype) if state is None else state[0]
+        h = (
+            torch.zeros(x.shape[0], self.out.in_features, dtype=x.dtype)
+            if state is None
+            else state[0]
+        )
         x = torch.tanh(self.encoder(x))
-        h = torch.tanh(self.w(x.detach() if held else x) + self.u(h.detach() if held else h) + 0.5 * h)
+        h = torch.tanh(
+            self.w(x.detach() if held else x) + self.u(h.detach() if held else h) + 0.5 * h
+        )
         return self.out(h), [h]
 
 
 @dataclass(frozen=True)
 class Dense:
-    """One batch element's steps as dense matrices; weights flat, hidden values of all layers in one vector.
+    """One batch element's steps as dense matrices; weights flat, hidden values of all layers in one
+    vector.
 
     Attributes:
         F, J: derivatives of the new states by old states and by weights.
@@ -134,7 +171,9 @@ def jacobian(outputs: torch.Tensor, inputs: list[torch.Tensor]) -> list[np.ndarr
 class Reference:
     """A model, data, and the rule by definition."""
 
-    def __init__(self, build: Callable[[], nn.Module], seed: int = 3, steps: int = 10, batch: int = 2):
+    def __init__(
+        self, build: Callable[[], nn.Module], seed: int = 3, steps: int = 10, batch: int = 2
+    ):
         torch.manual_seed(seed)
         self.model = build().double()
         self.xs = torch.randn(steps, batch, INPUTS, dtype=torch.float64)
@@ -163,12 +202,17 @@ class Reference:
                     state = new
                     by_loss = jacobian(self.loss(output, target).reshape(1), [*old, *weights])
             del self.model.held
-            l_h, l_w = np.concatenate(by_loss[: len(old)], 1)[0], np.concatenate(by_loss[len(old) :], 1)[0]
+            l_h, l_w = (
+                np.concatenate(by_loss[: len(old)], 1)[0],
+                np.concatenate(by_loss[len(old) :], 1)[0],
+            )
             steps.append(Dense(*found, l_h, l_w))
         return steps
 
     def _units(self) -> list[np.ndarray]:
-        """The weights of each unit: a unit feeds the states that its weights reach with products held, or only its own output."""
+        """The weights of each unit: a unit feeds the states that its weights reach with products
+        held, or only its own output.
+        """
         feeds: dict[tuple, list[int]] = {}
         starts = dict(zip(self.named, np.cumsum([0, *self.sizes[:-1]]), strict=True))
         hidden = self.steps[0][0].F.shape[0]
@@ -182,7 +226,9 @@ class Reference:
                 private = name.startswith("encoder")
                 key = ("encoder", row) if private else ("unit", layer, row % layer_size)
                 width = p[row].numel()
-                feeds.setdefault(key, []).extend(range(starts[name] + row * width, starts[name] + (row + 1) * width))
+                feeds.setdefault(key, []).extend(
+                    range(starts[name] + row * width, starts[name] + (row + 1) * width)
+                )
         assert hidden % layer_size == 0
         return [np.array(v) for v in feeds.values()]
 
@@ -212,7 +258,9 @@ class Reference:
 
 def joined(grads: dict[str, np.ndarray], readout: bool = False) -> np.ndarray:
     """All gradients in one vector, by default without the readout's, which every rule has exactly."""
-    return np.concatenate([g.ravel() for n, g in sorted(grads.items()) if readout or not n.startswith("out")])
+    return np.concatenate(
+        [g.ravel() for n, g in sorted(grads.items()) if readout or not n.startswith("out")]
+    )
 
 
 def relative(found: dict, wanted: dict, readout: bool = False) -> float:
@@ -226,8 +274,12 @@ def squared_error(output: Any, target: Any) -> Any:
     return ((jax.tree.leaves(output)[0] - target) ** 2).sum()
 
 
-def engine(ref: Reference, rule: Rule, chunk: int = 1) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
-    """The engine's gradients of the reference's sequence, and what it says to have discarded: squared estimate and bound."""
+def engine(
+    ref: Reference, rule: Rule, chunk: int = 1
+) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
+    """The engine's gradients of the reference's sequence, and what it says to have discarded:
+    squared estimate and bound.
+    """
     net = eb.wrap(ref.model, example_input=ref.xs[0])
     net.init_state(batch_size=ref.xs.shape[1])
     session = CompiledStep(net, [ref.xs[0].numpy()])
@@ -235,14 +287,18 @@ def engine(ref: Reference, rule: Rule, chunk: int = 1) -> tuple[dict[str, np.nda
 
     def run(theta, hidden, other, trace, xs, targets):
         data = Chunk([xs], targets, jnp.ones(xs.shape[0]), squared_error)
-        done = run_chunk(rule, session.program, theta, Carry(hidden, other, trace), data, False, False)
+        done = run_chunk(
+            rule, session.program, theta, Carry(hidden, other, trace), data, False, False
+        )
         return done.grads, (done.carry.hidden, done.carry.other, done.carry.trace), done.discarded
 
     call = jax.jit(run, compiler_options=QUICK_COMPILE)
     carry, total, lost = (hidden, other, rule.init(session.program)), None, []
     for t in range(0, len(ref.xs), chunk):
         some = slice(t, t + chunk)
-        grads, carry, discarded = call(theta, *carry, ref.xs[some].numpy(), ref.targets[some].numpy())
+        grads, carry, discarded = call(
+            theta, *carry, ref.xs[some].numpy(), ref.targets[some].numpy()
+        )
         total = grads if total is None else [a + b for a, b in zip(total, grads, strict=True)]
         lost.append(discarded)
     named = {n: np.asarray(g) for n, g in zip(session.weight_names, total or [], strict=True)}

@@ -1,7 +1,9 @@
-"""Run the core of the suite with every supported Python, torch, JAX and brainstate: `make test-matrix`.
+"""Run the core of the suite with every supported Python, torch, JAX and brainstate: `make
+test-matrix`.
 
-Each environment is built once under `.matrix/` with pip, as a user would build it, and kept for the next run. An environment
-whose Python is not on this machine is listed as such; one that cannot be built, or in which a test fails, fails the run.
+Each environment is built once under `.matrix/` with pip, as a user would build it, and kept for the
+next run. An environment whose Python is not on this machine is listed as such; one that cannot be
+built, or in which a test fails, fails the run.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# What meets the libraries: tracing and its hooks, adapters, the compiler's reading of jaxprs, learners against torch.
+# What meets the libraries: tracing and its hooks, adapters, the compiler's reading of jaxprs,
+# learners against torch.
 CORE = (
     "test_canary.py",
     "test_frontend_autograd.py",
@@ -42,14 +45,22 @@ class Environment:
     @property
     def name(self) -> str:
         """Name the folder."""
-        return "-".join(f"{f.name}{value}" for f, value in zip(fields(self), astuple(self), strict=True))
+        return "-".join(
+            f"{f.name}{value}" for f, value in zip(fields(self), astuple(self), strict=True)
+        )
 
     def requirements(self) -> list[str]:
         """Pin the libraries; pip chooses the rest."""
-        return [f"torch=={self.torch}", f"jax=={self.jax}", f"jaxlib=={self.jax}", f"brainstate=={self.brainstate}"]
+        return [
+            f"torch=={self.torch}",
+            f"jax=={self.jax}",
+            f"jaxlib=={self.jax}",
+            f"brainstate=={self.brainstate}",
+        ]
 
 
-# JAX 0.11 and brainstate 0.6 need Python 3.12. The last row of each Python is what pip installs there by itself.
+# JAX 0.11 and brainstate 0.6 need Python 3.12. The last row of each Python is what pip installs
+# there by itself.
 ENVIRONMENTS = (
     Environment("3.11", "2.13.0", "0.10.2", "0.5.4"),
     Environment("3.11", "2.14.1", "0.10.2", "0.5.4"),
@@ -74,7 +85,9 @@ def find_python(version: str, pythons: list[str]) -> str | None:
     return None
 
 
-def build(environment: Environment, python: str, folder: Path, also: list[str], alone: list[str]) -> None:
+def build(
+    environment: Environment, python: str, folder: Path, also: list[str], alone: list[str]
+) -> None:
     """Install an environment into its folder; `alone` without dependencies."""
     ready = folder / ".ready"
     steps = [["-e", f"{ROOT}[test]", *environment.requirements(), *also], ["--no-deps", *alone]]
@@ -100,7 +113,17 @@ def build(environment: Environment, python: str, folder: Path, also: list[str], 
 def run_core(folder: Path, jobs: int) -> tuple[bool, str]:
     """Run the core of the suite; give whether it passed and pytest's summary."""
     tests = [str(ROOT / "tests" / name) for name in CORE]
-    command = [str(folder / "bin" / "python"), "-m", "pytest", "-q", "-n", str(jobs), "--dist", "worksteal", *tests]
+    command = [
+        str(folder / "bin" / "python"),
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        str(jobs),
+        "--dist",
+        "worksteal",
+        *tests,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.strip()] or ["no tests ran"]
     if done.returncode != 0:
@@ -124,11 +147,19 @@ def check_environment(environment: Environment, options: argparse.Namespace) -> 
 def main() -> int:
     """Run the matrix and print its table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", default=str(ROOT / ".matrix"), help="where the environments are")
-    parser.add_argument("--pythons", default="", help="interpreters to use, where `python3.x` on the path is not the one")
+    parser.add_argument(
+        "--folder", default=str(ROOT / ".matrix"), help="where the environments are"
+    )
+    parser.add_argument(
+        "--pythons",
+        default="",
+        help="interpreters to use, where `python3.x` on the path is not the one",
+    )
     parser.add_argument("--also", default="", help="further packages")
     parser.add_argument("--alone", default="", help="further packages, without their dependencies")
-    parser.add_argument("--only", default="", help="run environments whose folder's name contains this")
+    parser.add_argument(
+        "--only", default="", help="run environments whose folder's name contains this"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="test processes side by side")
     options = parser.parse_args()
     rows = []

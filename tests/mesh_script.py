@@ -1,4 +1,6 @@
-"""Trains on one device and on a mesh of four and prints the differences; `test_devices` runs it in a process of its own."""
+"""Trains on one device and on a mesh of four and prints the differences; `test_devices` runs it in
+a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def train(**where) -> tuple[eb.OnlineLearner, dict[str, list]]:
     """Steps, sequences and gradients; everything that came out."""
     model = make_net(torch.float32)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    learner = eb.OnlineLearner(model, rule="d_rtrl", loss=mse_loss, optimizer=optimizer, chunk=2, **where)
+    learner = eb.OnlineLearner(
+        model, rule="d_rtrl", loss=mse_loss, optimizer=optimizer, chunk=2, **where
+    )
     xs, ys = make_data(batch=BATCH, dtype=torch.float32)
     found: dict[str, list] = {"losses": [], "outputs": []}
     for n in range(20):
@@ -31,17 +35,27 @@ def train(**where) -> tuple[eb.OnlineLearner, dict[str, list]]:
         found["losses"].append(info.loss)
         found["outputs"].append(info.output)
     learner.reset(mask=[True] * 3 + [False] * 5)
-    found["losses"] += [learner.update(xs, ys, carry=True).loss, learner.update(xs, ys, every="chunk").loss]
+    found["losses"] += [
+        learner.update(xs, ys, carry=True).loss,
+        learner.update(xs, ys, every="chunk").loss,
+    ]
     found["gradients"] = list(learner.gradients(xs, ys).grads.values())
     found["outputs"].append(learner.predict(xs))
     values = learner.runtime.store.state
-    arrays = {"weights": values.theta, "hidden": values.hidden, "trace": jax.tree.leaves(values.trace)}
-    found |= {name: [np.array(x) for x in each] for name, each in arrays.items()}  # the next step gives these arrays away
+    arrays = {
+        "weights": values.theta,
+        "hidden": values.hidden,
+        "trace": jax.tree.leaves(values.trace),
+    }
+    # the next step gives these arrays away
+    found |= {name: [np.array(x) for x in each] for name, each in arrays.items()}
     return learner, found
 
 
 def apart(one: list, other: list) -> float:
-    return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in zip(one, other, strict=True))
+    return max(
+        float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in zip(one, other, strict=True)
+    )
 
 
 class Gated(torch.nn.Module):
@@ -62,28 +76,52 @@ def divided(rule: str) -> dict:
     states, losses = [], []
     for where in ({}, {"mesh": mesh, "partition": "units"}):
         torch.manual_seed(0)
-        learner = eb.OnlineLearner(Gated(), rule=rule, loss=mse_loss, optimizer=optax.adam(0.01), **where)
+        learner = eb.OnlineLearner(
+            Gated(), rule=rule, loss=mse_loss, optimizer=optax.adam(0.01), **where
+        )
         losses.append([learner.step(xs[n % 6], ys[n % 6]).loss for n in range(10)])
         states.append(learner.runtime.store.state)
-    pairs = zip(*(jax.tree.leaves((state.theta, state.hidden, state.trace)) for state in states), strict=True)
+    pairs = zip(
+        *(jax.tree.leaves((state.theta, state.hidden, state.trace)) for state in states),
+        strict=True,
+    )
     return {
-        "apart": max(apart(*losses), *(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)),
-        "shards": [x.addressable_shards[0].data.size / x.size for x in jax.tree.leaves(states[1].trace) if x.ndim > 2],
-        "weights": [x.addressable_shards[0].data.size / x.size for x in states[1].theta if x.size >= UNITS * UNITS],
+        "apart": max(
+            apart(*losses), *(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in pairs)
+        ),
+        "shards": [
+            x.addressable_shards[0].data.size / x.size
+            for x in jax.tree.leaves(states[1].trace)
+            if x.ndim > 2
+        ],
+        "weights": [
+            x.addressable_shards[0].data.size / x.size
+            for x in states[1].theta
+            if x.size >= UNITS * UNITS
+        ],
         "collectives": collectives(learner, xs[0], ys[0]),
-        "largest trace": max((x.addressable_shards[0].data.size for x in jax.tree.leaves(states[1].trace)), default=0),
+        "largest trace": max(
+            (x.addressable_shards[0].data.size for x in jax.tree.leaves(states[1].trace)), default=0
+        ),
     }
 
 
-def collectives(learner: eb.OnlineLearner, x: torch.Tensor, y: torch.Tensor) -> list[tuple[str, int]]:
+def collectives(
+    learner: eb.OnlineLearner, x: torch.Tensor, y: torch.Tensor
+) -> list[tuple[str, int]]:
     """The collectives of a learner's step, each with the elements that it gives a device."""
     store = learner.runtime.store
     call = next(p for key, p in store.compiled.programs.items() if key[0][0] == "step")
     arrays = store.placement.put_batch(([np.asarray(x)], np.asarray(y)), 0, BATCH)
     text = call.lower(store.arrays(), *arrays).compile().as_text()
     found = []
-    for shapes, name in re.findall(r"= (.*?) (all-\w+|collective-permute|reduce-scatter)(?:-start)?\(", text):
-        sizes = [math.prod(int(n) for n in dims.split(",") if n) for dims in re.findall(r"\w+\[([\d,]*)\]", shapes)]
+    for shapes, name in re.findall(
+        r"= (.*?) (all-\w+|collective-permute|reduce-scatter)(?:-start)?\(", text
+    ):
+        sizes = [
+            math.prod(int(n) for n in dims.split(",") if n)
+            for dims in re.findall(r"\w+\[([\d,]*)\]", shapes)
+        ]
         found.append((name, sum(sizes)))
     return found
 
@@ -95,18 +133,28 @@ def main() -> None:
     differences = {name: apart(alone[name], together[name]) for name in alone}
     with tempfile.TemporaryDirectory() as folder:
         model = make_net(torch.float32)
-        path, optimizer = learner.save(f"{folder}/model"), torch.optim.Adam(model.parameters(), lr=0.01)
-        loaded = eb.OnlineLearner.load(path, model, loss=mse_loss, optimizer=optimizer)  # from four devices onto one
+        path, optimizer = (
+            learner.save(f"{folder}/model"),
+            torch.optim.Adam(model.parameters(), lr=0.01),
+        )
+        # from four devices onto one
+        loaded = eb.OnlineLearner.load(path, model, loss=mse_loss, optimizer=optimizer)
     xs, ys = make_data(batch=BATCH, seed=1, dtype=torch.float32)
     differences["resumed"] = abs(learner.step(xs[0], ys[0]).loss - loaded.step(xs[0], ys[0]).loss)
-    start = [np.asarray(p.detach()) for n, p in make_net(torch.float32).named_parameters() if not n.startswith("spare")]
+    start = [
+        np.asarray(p.detach())
+        for n, p in make_net(torch.float32).named_parameters()
+        if not n.startswith("spare")
+    ]
     try:
         eb.OnlineLearner(make_net(torch.float32), loss=mse_loss, mesh=mesh).step(
             *(each[0] for each in make_data(batch=6, dtype=torch.float32))
         )
     except eb.InputError as error:
         message = str(error)
-    second = eb.OnlineLearner(make_net(torch.float32), loss=mse_loss, optimizer=optax.sgd(0.01), device=jax.devices()[1])
+    second = eb.OnlineLearner(
+        make_net(torch.float32), loss=mse_loss, optimizer=optax.sgd(0.01), device=jax.devices()[1]
+    )
     second.step(xs[0], ys[0]), second.step(xs[1], ys[1])
     values = learner.runtime.store.state
     report = {
@@ -114,8 +162,13 @@ def main() -> None:
         "moved": apart(start, together["weights"]),
         "differences": differences,
         "batch shards": [shard.data.shape for shard in values.hidden[0].addressable_shards],
-        "weight shards": sum(shard.data.shape == values.theta[0].shape for shard in values.theta[0].addressable_shards),
-        "second device": sorted({d.id for leaf in second.runtime.store.arrays() for d in leaf.devices()}),
+        "weight shards": sum(
+            shard.data.shape == values.theta[0].shape
+            for shard in values.theta[0].addressable_shards
+        ),
+        "second device": sorted(
+            {d.id for leaf in second.runtime.store.arrays() for d in leaf.devices()}
+        ),
         "error": message,
         "batch only": collectives(learner, xs[0], ys[0]),
         "divided": {rule: divided(rule) for rule in ("d_rtrl", "rtrl")},

@@ -1,8 +1,8 @@
 """The zoo of plain brainstate models that the compiler's tests share.
 
-Each entry is one step of a model: parameters, hidden states and a function of them. `build(name)` gives the module with
-initialised states and its example arguments, always with the same random values. Batch 2, input 3, hidden 4 unless a
-model needs other sizes.
+Each entry is one step of a model: parameters, hidden states and a function of them. `build(name)`
+gives the module with initialised states and its example arguments, always with the same random
+values. Batch 2, input 3, hidden 4 unless a model needs other sizes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def graph_of(name: str) -> ETraceGraph:
 
 
 def refill(model: brainstate.nn.Module, rng: np.random.Generator) -> None:
-    """Gives parameters and hidden states random values: zeros would hide errors behind zero derivatives."""
+    """Gives parameters and hidden states random values: zeros would hide errors behind zero
+    derivatives.
+    """
     for kind in (ParamState, HiddenState):
         for state in model.states(kind).values():
             state.value = jax.tree.map(lambda v: v + _normal(rng, v.shape), state.value)
@@ -93,8 +95,14 @@ def plain(states: dict, x: Any = (B, I), **params: Any) -> Callable:
 
     def add(step: Callable) -> Callable:
         def make(rng: np.random.Generator):
-            ps = {n: ParamState(jax.tree.map(partial(_normal, rng), shapes, is_leaf=_is_shape)) for n, shapes in params.items()}
-            ss = {n: HiddenState(_normal(rng, s)) if _is_shape(s) else s(rng) for n, s in states.items()}
+            ps = {
+                n: ParamState(jax.tree.map(partial(_normal, rng), shapes, is_leaf=_is_shape))
+                for n, shapes in params.items()
+            }
+            ss = {
+                n: HiddenState(_normal(rng, s)) if _is_shape(s) else s(rng)
+                for n, s in states.items()
+            }
             return Plain(ps, ss, step), (x(rng) if callable(x) else _normal(rng, x),)
 
         ZOO[step.__name__] = Entry(step.__name__, make, is_plain=True)
@@ -115,7 +123,8 @@ def module(make: Callable) -> Callable:
     return make
 
 
-# Surrogate gradients ------------------------------------------------------------------------------------------------
+# Surrogate gradients
+# ------------------------------------------------------------------------------------------------
 
 
 @jax.custom_jvp
@@ -124,7 +133,9 @@ def spike_jvp(v):
     return (v > 0).astype(v.dtype)
 
 
-spike_jvp.defjvp(lambda primals, tangents: (spike_jvp(*primals), tangents[0] / (1 + primals[0] ** 2)))
+spike_jvp.defjvp(
+    lambda primals, tangents: (spike_jvp(*primals), tangents[0] / (1 + primals[0] ** 2))
+)
 
 
 @jax.custom_vjp
@@ -136,7 +147,8 @@ def spike_vjp(v):
 spike_vjp.defvjp(lambda v: (spike_vjp(v), v), lambda v, g: (g / (1 + v**2),))
 
 
-# Weight views -------------------------------------------------------------------------------------------------------
+# Weight views
+# -------------------------------------------------------------------------------------------------------
 
 
 @plain({"h": (B, H)}, w=(I, H), u=(H, H), b=(H,))
@@ -228,7 +240,8 @@ def pytree(p, s, x):
     return {"h": h}, h
 
 
-# Contacts -----------------------------------------------------------------------------------------------------------
+# Contacts
+# -----------------------------------------------------------------------------------------------------------
 
 
 @plain({"h": (H,)}, x=(I,), w=(H, I))
@@ -264,7 +277,9 @@ def feature_major(p, s, x):
 def _conv(x, w, padding="SAME", **options):
     rank = x.ndim - 2
     spatial = "XY"[:rank]
-    dims = lax.conv_dimension_numbers(x.shape, w.shape, (f"N{spatial}C", f"{spatial}IO", f"N{spatial}C"))
+    dims = lax.conv_dimension_numbers(
+        x.shape, w.shape, (f"N{spatial}C", f"{spatial}IO", f"N{spatial}C")
+    )
     options = {"window_strides": (1,) * rank} | options
     return lax.conv_general_dilated(x, w, padding=padding, dimension_numbers=dims, **options)
 
@@ -407,7 +422,11 @@ def learned_reset(p, s, x):
 
 @plain({"h": (B, H)}, x=(B, H), w=(H, H), u=(H,))
 def unknown_contact(p, s, x):
-    h = 0.5 * s["h"] + jnp.linalg.solve(p["w"] + 3 * jnp.eye(H), x.T).T + lax.cumsum(p["u"] * x, axis=1)
+    h = (
+        0.5 * s["h"]
+        + jnp.linalg.solve(p["w"] + 3 * jnp.eye(H), x.T).T
+        + lax.cumsum(p["u"] * x, axis=1)
+    )
     return {"h": h}, h
 
 
@@ -444,7 +463,8 @@ def feeds_too_many_ways(p, s, x):
     return {"h": h}, h
 
 
-# Hidden groups ------------------------------------------------------------------------------------------------------
+# Hidden groups
+# ------------------------------------------------------------------------------------------------------
 
 
 @plain({"v": (B, H), "i": (B, H), "a": (B, H)}, w=(I, H))
@@ -564,7 +584,8 @@ def vmapped(p, s, x):
     return {"h": h}, out
 
 
-# Cuts ---------------------------------------------------------------------------------------------------------------
+# Cuts
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @plain({"h": (B, H)}, w=(I, H), g=(H,), b=(H,))
@@ -631,7 +652,8 @@ def carried_elsewhere(p, s, x):
     return {"h": h, "slow": slow}, h * slow
 
 
-# Aliases and packed states ------------------------------------------------------------------------------------------
+# Aliases and packed states
+# ------------------------------------------------------------------------------------------
 
 
 @plain({"hc": (B, 2 * H)}, w=(I, 2 * H))
@@ -669,7 +691,8 @@ def sliced_alias(p, s, x):
     return {"h": h}, h[:, :H] @ p["w_out"]
 
 
-# Control flow -------------------------------------------------------------------------------------------------------
+# Control flow
+# -------------------------------------------------------------------------------------------------------
 
 
 @plain({"h": (B, H)}, w=(I, H), u=(H, H))
@@ -736,10 +759,12 @@ def spiking_vjp(p, s, x):
     return {"v": v}, spike_vjp(v)
 
 
-# Modules of brainstate and brainpy ----------------------------------------------------------------------------------
+# Modules of brainstate and brainpy
+# ----------------------------------------------------------------------------------
 
 
-ZEROS = {"w_init": jnp.zeros, "b_init": jnp.zeros}  # `refill` draws the values; brainstate's own draws cost seconds
+# `refill` draws the values; brainstate's own draws cost seconds
+ZEROS = {"w_init": jnp.zeros, "b_init": jnp.zeros}
 
 
 def _cell(cls: type) -> Callable:
@@ -752,7 +777,12 @@ def _cell(cls: type) -> Callable:
     return module(make)
 
 
-for _cls in (brainstate.nn.ValinaRNNCell, brainstate.nn.GRUCell, brainstate.nn.MGUCell, brainstate.nn.LSTMCell):
+for _cls in (
+    brainstate.nn.ValinaRNNCell,
+    brainstate.nn.GRUCell,
+    brainstate.nn.MGUCell,
+    brainstate.nn.LSTMCell,
+):
     _cell(_cls)
 
 
@@ -774,7 +804,11 @@ class Chain(brainstate.nn.Module):
 @module
 def linear_gru_linear(rng):
     nn = brainstate.nn
-    model = Chain(encode=nn.Linear(I, 5, **ZEROS), cell=nn.GRUCell(5, H, **ZEROS), readout=nn.Linear(H, 2, **ZEROS))
+    model = Chain(
+        encode=nn.Linear(I, 5, **ZEROS),
+        cell=nn.GRUCell(5, H, **ZEROS),
+        readout=nn.Linear(H, 2, **ZEROS),
+    )
     nn.init_all_states(model, batch_size=B)
     return model, (_normal(rng, (B, I)),)
 
@@ -817,13 +851,17 @@ def conv_module(rng):
 
 @module
 def embedding_module(rng):
-    model = Chain(table=brainstate.nn.Embedding(5, H, embedding_init=jnp.zeros, padding_idx=1), leaky=Leaky((B, H)))
+    model = Chain(
+        table=brainstate.nn.Embedding(5, H, embedding_init=jnp.zeros, padding_idx=1),
+        leaky=Leaky((B, H)),
+    )
     return model, (jnp.asarray([1, 3]),)
 
 
 def _neuron(name: str) -> Callable:
     def make(rng: np.random.Generator):
-        pytest.importorskip("brainpy.state")  # comes with braintrace, which not every environment of tests/matrix.py has
+        # comes with braintrace, which not every environment of tests/matrix.py has
+        pytest.importorskip("brainpy.state")
         import brainpy.state
         import saiunit as u
 
@@ -833,7 +871,9 @@ def _neuron(name: str) -> Callable:
             def __init__(self) -> None:
                 super().__init__()
                 self.linear = brainstate.nn.Linear(I, H, **ZEROS)
-                self.neuron = getattr(brainpy.state, name)(H, V_th=0.5 * u.mV, V_rest=0 * u.mV, V_reset=0 * u.mV)
+                self.neuron = getattr(brainpy.state, name)(
+                    H, V_th=0.5 * u.mV, V_rest=0 * u.mV, V_reset=0 * u.mV
+                )
 
             def update(self, x):
                 with brainstate.environ.context(dt=0.5 * u.ms):

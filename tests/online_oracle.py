@@ -1,7 +1,9 @@
-"""Online learning by definition, in plain torch: dense Jacobians of a small cell, and an update at every step.
+"""Online learning by definition, in plain torch: dense Jacobians of a small cell, and an update at
+every step.
 
-A cell is one function `(parameters, x, state, seen) -> (exit, new state)`. `state` and `seen` are the same old state, (S, batch,
-units), read twice: by element-wise code, and by recurrent products. What separates the rules is which of the two they follow.
+A cell is one function `(parameters, x, state, seen) -> (exit, new state)`. `state` and `seen` are
+the same old state, (S, batch, units), read twice: by element-wise code, and by recurrent products.
+What separates the rules is which of the two they follow.
 """
 
 from __future__ import annotations
@@ -67,7 +69,12 @@ class Spiking(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fc, self.rec, self.out, self.v = nn.Linear(I, H), nn.Linear(H, H), nn.Linear(H, OUT), None
+        self.fc, self.rec, self.out, self.v = (
+            nn.Linear(I, H),
+            nn.Linear(H, H),
+            nn.Linear(H, OUT),
+            None,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         v = torch.zeros(x.shape[0], H) if self.v is None else self.v
@@ -92,7 +99,9 @@ def _torch_layer(p: Parameters, made: Products, x: Tensor, h: Tensor) -> tuple[T
     )
 
 
-def gru(p: Parameters, made: Products, x: Tensor, state: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+def gru(
+    p: Parameters, made: Products, x: Tensor, state: Tensor, seen: Tensor
+) -> tuple[Tensor, Tensor]:
     """`nn.GRU`'s equations."""
     (r, z, n), (hr, hz, hn) = (y.chunk(3, -1) for y in _torch_layer(p, made, x, seen[0]))
     z = torch.sigmoid(z + hz)
@@ -100,7 +109,9 @@ def gru(p: Parameters, made: Products, x: Tensor, state: Tensor, seen: Tensor) -
     return h, h[None]
 
 
-def lstm(p: Parameters, made: Products, x: Tensor, state: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+def lstm(
+    p: Parameters, made: Products, x: Tensor, state: Tensor, seen: Tensor
+) -> tuple[Tensor, Tensor]:
     """`nn.LSTM`'s equations."""
     given, kept = _torch_layer(p, made, x, seen[0])
     i, f, g, o = (given + kept).chunk(4, -1)
@@ -109,20 +120,26 @@ def lstm(p: Parameters, made: Products, x: Tensor, state: Tensor, seen: Tensor) 
     return h, torch.stack([h, c])
 
 
-def rnn(p: Parameters, made: Products, x: Tensor, state: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+def rnn(
+    p: Parameters, made: Products, x: Tensor, state: Tensor, seen: Tensor
+) -> tuple[Tensor, Tensor]:
     """`nn.RNN`'s equation; its element-wise part reads no old state."""
     given, kept = _torch_layer(p, made, x, seen[0])
     h = torch.tanh(given + kept)
     return h, h[None]
 
 
-def leaky(p: Parameters, made: Products, x: Tensor, state: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+def leaky(
+    p: Parameters, made: Products, x: Tensor, state: Tensor, seen: Tensor
+) -> tuple[Tensor, Tensor]:
     """`Leaky` as a function."""
     v = 0.8 * state[0] + _linear(p, made, "fc.weight", "fc.bias", x)
     return torch.tanh(v), v[None]
 
 
-def spiking(p: Parameters, made: Products, x: Tensor, state: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+def spiking(
+    p: Parameters, made: Products, x: Tensor, state: Tensor, seen: Tensor
+) -> tuple[Tensor, Tensor]:
     """`Spiking` as a function."""
     current = _linear(p, made, "fc.weight", "fc.bias", x)
     current = current + _linear(p, made, "rec.weight", "rec.bias", Spike.apply(seen[0] - 0.3))
@@ -159,7 +176,8 @@ FAMILIES = {
 
 @dataclass
 class Step:
-    """Values and dense derivatives of one step; N = numbers in the state, P = numbers in the cell's parameters.
+    """Values and dense derivatives of one step; N = numbers in the state, P = numbers in the cell's
+    parameters.
 
     Attributes:
         loss: the step's loss.
@@ -197,20 +215,26 @@ def _rows(values: Tensor, by: list[Tensor]) -> list[Tensor]:
     rows = [
         [
             _zero().expand(t.numel()) if g is None else g.reshape(-1)
-            for t, g in zip(by, torch.autograd.grad(v, by, retain_graph=True, allow_unused=True), strict=True)
+            for t, g in zip(
+                by, torch.autograd.grad(v, by, retain_graph=True, allow_unused=True), strict=True
+            )
         ]
         for v in values.reshape(-1)
     ]
     return [torch.stack(column) for column in zip(*rows, strict=True)]
 
 
-def take_apart(cell: Callable, p: Parameters, x: Tensor, old: Tensor, loss: Callable[[Tensor], Tensor]) -> Step:
+def take_apart(
+    cell: Callable, p: Parameters, x: Tensor, old: Tensor, loss: Callable[[Tensor], Tensor]
+) -> Step:
     """Run one step and differentiate it."""
     state, seen = old.detach().requires_grad_(), old.detach().requires_grad_()
     made: Products = []
     exit_, new = cell(p, made, x, state, seen)
     value = loss(exit_ @ p["out.weight"].T + p["out.bias"])
-    grads = torch.autograd.grad(value, [exit_, state, seen, *p.values()], retain_graph=True, allow_unused=True)
+    grads = torch.autograd.grad(
+        value, [exit_, state, seen, *p.values()], retain_graph=True, allow_unused=True
+    )
     signal, by_state, by_seen, *direct = (_zero() if g is None else g for g in grads)
     b_core, b_seen = (b.expand_as(old).reshape(-1) for b in (by_state, by_seen))
     theta = [t for name, t in p.items() if not name.startswith("out.")]
@@ -232,8 +256,9 @@ def take_apart(cell: Callable, p: Parameters, x: Tensor, old: Tensor, loss: Call
 class Influence:
     """Rules whose memory is `J ≈ dh/dθ`, (N, P).
 
-    RTRL: `J ← A J + ∂h/∂θ` and `g = direct + b J`, A and b of the whole step. D-RTRL: the same with A of the element-wise code. SnAp-1: A
-    of the whole step, J only where a parameter reaches a unit within one step.
+    RTRL: `J ← A J + ∂h/∂θ` and `g = direct + b J`, A and b of the whole step. D-RTRL: the same with
+    A of the element-wise code. SnAp-1: A of the whole step, J only where a parameter reaches a unit
+    within one step.
     """
 
     follow: str
@@ -253,7 +278,9 @@ class Influence:
 
 @dataclass
 class Filtered:
-    """e-prop: `g = L_t ē_t`, `ē_t = κ ē_(t-1) + e_t`, e_t the exit's derivative along element-wise code; the readout's own gradient."""
+    """e-prop: `g = L_t ē_t`, `ē_t = κ ē_(t-1) + e_t`, e_t the exit's derivative along element-wise
+    code; the readout's own gradient.
+    """
 
     J: Tensor = field(default_factory=_zero)
     e: Tensor = field(default_factory=_zero)
@@ -262,13 +289,18 @@ class Filtered:
         J = self.J.expand_as(s.by_theta)
         self.e = KAPPA * self.e + s.exit_by_state @ J + s.exit_by_theta
         self.J = s.core @ J + s.by_theta
-        readout = {name: g if name.startswith("out.") else torch.zeros_like(g) for name, g in s.direct.items()}
+        readout = {
+            name: g if name.startswith("out.") else torch.zeros_like(g)
+            for name, g in s.direct.items()
+        }
         return _added(readout, s.signal.reshape(-1) @ self.e)
 
 
 @dataclass
 class Factored:
-    """pp-prop: `f ← α D f + (1-α) dh/dy`, `x̄ ← α x̄ + x`, `g_W = direct + (b f / n)ᵀ x̄`; a bias is a column with feature 1."""
+    """pp-prop: `f ← α D f + (1-α) dh/dy`, `x̄ ← α x̄ + x`, `g_W = direct + (b f / n)ᵀ x̄`; a bias
+    is a column with feature 1.
+    """
 
     credit: str
     f: list[Tensor] = field(default_factory=list)
@@ -284,7 +316,10 @@ class Factored:
                 asked = torch.einsum("n,nbr->br", b, self.f[k]) / self.n
                 grads[weight] = grads[weight] + asked.T @ self.x_bar[k]
                 grads[bias] = grads[bias] + asked.sum(0) * self.n / (1 - ALPHA)
-            self.f[k] = ALPHA * torch.einsum("nm,mbr->nbr", s.core, self.f[k]) + (1 - ALPHA) * s.by_output[k]
+            self.f[k] = (
+                ALPHA * torch.einsum("nm,mbr->nbr", s.core, self.f[k])
+                + (1 - ALPHA) * s.by_output[k]
+            )
             self.x_bar[k] = ALPHA * self.x_bar[k] + x
         self.n = ALPHA * self.n + 1 - ALPHA
         return grads
@@ -301,19 +336,29 @@ def _added(grads: Parameters, flat: Tensor) -> Parameters:
     """Gradients of the cell's parameters, and a flat vector of the same, added."""
     names = [name for name in grads if not name.startswith("out.")]
     pieces = flat.split([grads[name].numel() for name in names])
-    return {**grads, **{name: grads[name] + piece.view_as(grads[name]) for name, piece in zip(names, pieces, strict=True)}}
+    return {
+        **grads,
+        **{
+            name: grads[name] + piece.view_as(grads[name])
+            for name, piece in zip(names, pieces, strict=True)
+        },
+    }
 
 
 def one_step_reach(cell: Callable, p: Parameters, states: int) -> Tensor:
-    """Tell which parameters reach which units within one step, (N, P), at a random point where nothing is zero."""
+    """Tell which parameters reach which units within one step, (N, P), at a random point where
+    nothing is zero.
+    """
     made = torch.Generator().manual_seed(0)
-    draw = lambda *shape: torch.rand(*shape, generator=made, dtype=torch.float64) + 0.5  # noqa: E731
+    draw = lambda *shape: torch.rand(*shape, generator=made, dtype=torch.float64) + 0.5
     reach = take_apart(cell, p, draw(B, I), draw(states, B, H), torch.sum).by_theta != 0
     units = reach.reshape(states, B, H, -1).any(0).any(0)
     return units.expand(states, B, H, -1).reshape(reach.shape)
 
 
-def make_rule(name: str, family: Family, p: Parameters) -> Influence | Filtered | Factored | Forgetful:
+def make_rule(
+    name: str, family: Family, p: Parameters
+) -> Influence | Filtered | Factored | Forgetful:
     """The rule of a name, with an empty memory."""
     if name == "snap1":
         return Influence("whole", "step", one_step_reach(family.cell, p, len(family.states)))
@@ -338,14 +383,22 @@ class Online:
     """
 
     def __init__(self, model: nn.Module, family: Family, rule: str, optimizer: Callable) -> None:
-        self.p = {name: t.detach().double().requires_grad_() for name, t in model.named_parameters()}
+        self.p = {
+            name: t.detach().double().requires_grad_() for name, t in model.named_parameters()
+        }
         self.family, self.rule = family, make_rule(rule, family, self.p)
         self.optimizer = optimizer(list(self.p.values()))
         self.state = torch.zeros(len(family.states), B, H, dtype=torch.float64)
 
     def step(self, x: Tensor, target: Tensor) -> float:
         """One step with an update; gives its loss."""
-        s = take_apart(self.family.cell, self.p, x.double(), self.state, lambda y: F.mse_loss(y, target.double()))
+        s = take_apart(
+            self.family.cell,
+            self.p,
+            x.double(),
+            self.state,
+            lambda y: F.mse_loss(y, target.double()),
+        )
         for name, grad in self.rule.gradients(s).items():
             self.p[name].grad = grad.detach()
         self.optimizer.step()

@@ -16,7 +16,8 @@ from torch.testing._internal.common_methods_invocations import op_db
 from etrace_bridge.frontend.ops import OpRule, lookup
 from etrace_bridge.frontend.ops.dtypes import cast, to_jax_dtype
 
-# These programs run once: compiling them is what takes time (3 x less with these; results do not depend on them).
+# These programs run once: compiling them is what takes time (3 x less with these; results do not
+# depend on them).
 QUICK_COMPILE = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
@@ -57,7 +58,8 @@ def to_array(tensor: torch.Tensor) -> Any:
     """Copy a tensor into a JAX array."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     plain = plain.float() if tensor.dtype == torch.bfloat16 else plain  # NumPy has no bfloat16
-    return jax.device_put(plain.numpy().astype(to_jax_dtype(tensor.dtype)))  # `astype` copies; nothing is compiled
+    # `astype` copies; nothing is compiled
+    return jax.device_put(plain.numpy().astype(to_jax_dtype(tensor.dtype)))
 
 
 def flat_tensors(result: Any) -> list[torch.Tensor]:
@@ -87,7 +89,9 @@ def quietly(function: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def run_torch(call: Call, with_grad: bool) -> tuple[list[torch.Tensor], list[Any], list[Any]]:
-    """Give torch's results, their cotangents, and the gradients of the floating inputs, None where torch has none."""
+    """Give torch's results, their cotangents, and the gradients of the floating inputs, None where
+    torch has none.
+    """
     inputs: list[torch.Tensor] = []
 
     def leaf(tensor: torch.Tensor) -> torch.Tensor:
@@ -97,7 +101,8 @@ def run_torch(call: Call, with_grad: bool) -> tuple[list[torch.Tensor], list[Any
         return copy
 
     args, kwargs = map_tensors(leaf, call.args), map_tensors(leaf, call.kwargs)
-    copied = map_tensors(lambda x: x.clone(), args) if with_grad else args  # in-place functions refuse leaves
+    # in-place functions refuse leaves
+    copied = map_tensors(lambda x: x.clone(), args) if with_grad else args
     result = quietly(call.function, *copied, **kwargs)
     results = flat_tensors(copied[0] if result is None else result)  # `__setitem__` returns nothing
     cotangents = [_cotangent(r, k) if r.requires_grad else None for k, r in enumerate(results)]
@@ -105,21 +110,30 @@ def run_torch(call: Call, with_grad: bool) -> tuple[list[torch.Tensor], list[Any
     wanted = [x for x in inputs if x.requires_grad]
     if not outputs or not wanted:
         return [r.detach() for r in results], [], []
-    found = iter(torch.autograd.grad(outputs, wanted, [c for c in cotangents if c is not None], allow_unused=True))
+    found = iter(
+        torch.autograd.grad(
+            outputs, wanted, [c for c in cotangents if c is not None], allow_unused=True
+        )
+    )
     grads = [next(found) if x.requires_grad else None for x in inputs]
-    grads = [torch.zeros_like(x) if g is None and x.requires_grad else g for x, g in zip(inputs, grads, strict=True)]
+    grads = [
+        torch.zeros_like(x) if g is None and x.requires_grad else g
+        for x, g in zip(inputs, grads, strict=True)
+    ]
     return [r.detach() for r in results], cotangents, grads
 
 
 def _cotangent(tensor: torch.Tensor, seed: int) -> torch.Tensor:
-    values = np.random.default_rng(seed).uniform(0.5, 1.5, tuple(tensor.shape)) * np.where(np.arange(tensor.numel()) % 3, 1, -1).reshape(
-        tuple(tensor.shape)
-    )
+    values = np.random.default_rng(seed).uniform(0.5, 1.5, tuple(tensor.shape)) * np.where(
+        np.arange(tensor.numel()) % 3, 1, -1
+    ).reshape(tuple(tensor.shape))
     return torch.tensor(values, dtype=tensor.dtype)
 
 
 def jax_function(rule: OpRule, call: Call) -> tuple[Callable, list[Any]]:
-    """Give the rule as a function of the call's floating inputs, and those inputs as arrays; the rest is constant."""
+    """Give the rule as a function of the call's floating inputs, and those inputs as arrays; the
+    rest is constant.
+    """
     inputs: list[Any] = []
 
     def place(tensor: torch.Tensor) -> Any:
@@ -167,8 +181,12 @@ class Expected(NamedTuple):
 COARSE = {"logcumsumexp": 1e-11}  # torch's gradient is a difference of large numbers
 
 
-def compare(calls: list[tuple[OpRule, Call]], *, with_grad: bool, skip_outputs: tuple[int, ...] = ()) -> None:
-    """Run rules on calls, all in one compiled program, and demand torch's values, dtypes and gradients."""
+def compare(
+    calls: list[tuple[OpRule, Call]], *, with_grad: bool, skip_outputs: tuple[int, ...] = ()
+) -> None:
+    """Run rules on calls, all in one compiled program, and demand torch's values, dtypes and
+    gradients.
+    """
     expected, programs, inputs = [], [], []
     for rule, call in calls:
         expected.append(Expected(*run_torch(call, with_grad)))
@@ -188,11 +206,17 @@ def compare(calls: list[tuple[OpRule, Call]], *, with_grad: bool, skip_outputs: 
         return answers
 
     answers = jax.jit(everything, compiler_options=QUICK_COMPILE)(inputs)
-    for (values, grads), (results, cotangents, torch_grads), (rule, call) in zip(answers, expected, calls, strict=True):
+    for (values, grads), (results, cotangents, torch_grads), (rule, call) in zip(
+        answers, expected, calls, strict=True
+    ):
         what, tolerance = f"{rule.name}, {describe(call)}", COARSE.get(rule.name, 0.0)
-        assert len(values) == len(results), f"{what}: {len(values)} results, torch has {len(results)}"
+        assert len(values) == len(results), (
+            f"{what}: {len(values)} results, torch has {len(results)}"
+        )
         for k, (value, result) in enumerate(zip(values, results, strict=True)):
-            assert value.dtype == to_jax_dtype(result.dtype), f"{what}: result {k} has {value.dtype}, torch {result.dtype}"
+            assert value.dtype == to_jax_dtype(result.dtype), (
+                f"{what}: result {k} has {value.dtype}, torch {result.dtype}"
+            )
             assert not value.weak_type, f"{what}: result {k} is weakly typed"
             if k not in skip_outputs:
                 _close(value, result, f"{what}: result {k}", tolerance)
@@ -213,14 +237,25 @@ def _close(value: Any, tensor: torch.Tensor, what: str, tolerance: float) -> Non
     limit = max(TOLERANCE.get(tensor.dtype, 0.0), tolerance)
     expected = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy(force=True)
     found = np.asarray(value).astype(expected.dtype)
-    scale = max(1.0, np.abs(expected, where=np.isfinite(expected), out=np.zeros(expected.shape)).max(initial=0)) if limit else 1.0
+    scale = (
+        max(
+            1.0,
+            np.abs(expected, where=np.isfinite(expected), out=np.zeros(expected.shape)).max(
+                initial=0
+            ),
+        )
+        if limit
+        else 1.0
+    )
     assert found.shape == expected.shape, f"{what}: shape {found.shape}, torch {expected.shape}"
-    np.testing.assert_allclose(found, expected, rtol=limit, atol=limit * scale, equal_nan=True, err_msg=what)
+    np.testing.assert_allclose(
+        found, expected, rtol=limit, atol=limit * scale, equal_nan=True, err_msg=what
+    )
 
 
 def describe(call: Call) -> str:
     """Write a call's arguments, tensors as dtype and shape."""
-    short = lambda x: f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"  # noqa: E731
+    short = lambda x: f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
     return f"{map_tensors(short, call.args)} {map_tensors(short, call.kwargs)}"
 
 
@@ -233,7 +268,9 @@ class _Recorder(TorchFunctionMode):
     def __init__(self) -> None:
         self.calls: list[Call] = []
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if lookup(func) is not None:
             self.calls.append(Call(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -271,7 +308,9 @@ _CALLS: dict[tuple, list[Call]] = {}
 
 
 def calls_of(op: Any, dtype: torch.dtype, limit: int, with_grad: bool = False) -> list[Call]:
-    """Choose samples of one entry, spread over torch's list, with broadcasting and scalar operands among them."""
+    """Choose samples of one entry, spread over torch's list, with broadcasting and scalar operands
+    among them.
+    """
     key = (op.formatted_name, dtype, limit, with_grad)
     if key not in _CALLS:
         _CALLS[key] = _choose_calls(op, dtype, limit, with_grad)
@@ -280,7 +319,9 @@ def calls_of(op: Any, dtype: torch.dtype, limit: int, with_grad: bool = False) -
 
 def _choose_calls(op: Any, dtype: torch.dtype, limit: int, with_grad: bool) -> list[Call]:
     torch.manual_seed(0)
-    samples = quietly(lambda: list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=with_grad), 100)))
+    samples = quietly(
+        lambda: list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=with_grad), 100))
+    )
     calls = [Call(op.op, (s.input, *s.args), s.kwargs) for s in samples]
     calls = [c for c in calls if _fits(c)]
     if len(calls) > limit:
@@ -290,7 +331,12 @@ def _choose_calls(op: Any, dtype: torch.dtype, limit: int, with_grad: bool) -> l
                 chosen += [c for c in calls if wanted(c)][:1]
         calls = chosen
     if lookup(op.op) is None:  # a wrapper: take the calls that it makes
-        calls = [inner for c in calls for inner in recorded(*c) if lookup(inner.function) == lookup(function_of(op))]
+        calls = [
+            inner
+            for c in calls
+            for inner in recorded(*c)
+            if lookup(inner.function) == lookup(function_of(op))
+        ]
     return calls
 
 
@@ -298,13 +344,19 @@ THIRD = 0.1 / 3  # neither it nor a sum with it is a float32
 
 
 def with_other_numbers(call: Call) -> Call | None:
-    """Give a call with its floats replaced by numbers that float32 cannot hold; None if it has none, or torch refuses them."""
+    """Give a call with its floats replaced by numbers that float32 cannot hold; None if it has
+    none, or torch refuses them.
+    """
     if not _has_float((call.args, call.kwargs)):
         return None
     for by in (THIRD, -THIRD):
         other = Call(call.function, _shifted(call.args, by), _shifted(call.kwargs, by))
         try:
-            quietly(other.function, *map_tensors(torch.clone, other.args), **map_tensors(torch.clone, other.kwargs))
+            quietly(
+                other.function,
+                *map_tensors(torch.clone, other.args),
+                **map_tensors(torch.clone, other.kwargs),
+            )
         except (RuntimeError, ValueError, TypeError):  # out of the argument's range
             continue
         return other
@@ -316,18 +368,26 @@ def _shifted(value: Any, by: float) -> Any:
         return value + by
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         return type(value)([_shifted(v, by) for v in value])
-    return {name: _shifted(v, by) for name, v in value.items()} if isinstance(value, dict) else value
+    return (
+        {name: _shifted(v, by) for name, v in value.items()} if isinstance(value, dict) else value
+    )
 
 
 def _has_float(value: Any) -> bool:
     if isinstance(value, dict):
         value = list(value.values())
-    return any(map(_has_float, value)) if isinstance(value, (list, tuple)) else isinstance(value, float)
+    return (
+        any(map(_has_float, value))
+        if isinstance(value, (list, tuple))
+        else isinstance(value, float)
+    )
 
 
 def _fits(call: Call) -> bool:
     tensors = flat_tensors([call.args, list(call.kwargs.values())])
-    return all(t.layout == torch.strided and not t.is_complex() and t.numel() <= 8_000 for t in tensors)
+    return all(
+        t.layout == torch.strided and not t.is_complex() and t.numel() <= 8_000 for t in tensors
+    )
 
 
 def _has_number(call: Call) -> bool:
@@ -341,29 +401,50 @@ def _broadcasts(call: Call) -> bool:
 # ---- what is compared otherwise, or not at all
 
 RANDOM = frozenset(
-    "rand rand_like randn randn_like randint randint_like randperm normal normal_ uniform_ exponential_ random_ bernoulli "
-    "bernoulli_ poisson multinomial dropout dropout1d dropout2d dropout3d feature_dropout alpha_dropout feature_alpha_dropout "
+    "rand rand_like randn randn_like randint randint_like randperm normal normal_ uniform_ "
+    "exponential_ random_ bernoulli bernoulli_ poisson multinomial dropout dropout1d dropout2d "
+    "dropout3d feature_dropout alpha_dropout feature_alpha_dropout "
     "native_dropout".split()
 )
 UNSET_MEMORY = frozenset("empty empty_like new_empty empty_strided new_empty_strided".split())
-REFUSED = frozenset("masked_select nonzero argwhere unique unique_consecutive _unique2 bincount".split())
+REFUSED = frozenset(
+    "masked_select nonzero argwhere unique unique_consecutive _unique2 bincount".split()
+)
 
 # Samples that the rule refuses with a clear error, or that have no single right answer.
 LEFT_OUT: dict[str, Callable[[Call], bool]] = {
     "scaled_dot_product_attention": lambda c: c.kwargs.get("dropout_p", 0) > 0,  # random
     "rrelu": lambda c: c.kwargs.get("training", False),  # random
-    "F.embedding": lambda c: c.kwargs.get("max_norm") is not None or c.kwargs.get("scale_grad_by_freq", False),  # refused
+    "F.embedding": lambda c: (
+        c.kwargs.get("max_norm") is not None or c.kwargs.get("scale_grad_by_freq", False)
+    ),  # refused
     "norm": lambda c: "nuc" in (*c.args[1:2], c.kwargs.get("p")),  # needs singular values: refused
-    "linalg_norm": lambda c: any(a in ("nuc", 2, -2) for a in (*c.args[1:2], c.kwargs.get("ord"))),  # the same
-    "linalg_matrix_norm": lambda c: any(a in ("nuc", 2, -2) for a in (*c.args[1:2], c.kwargs.get("ord"))),  # the same
-    "interpolate": lambda c: not c.args[0].is_floating_point(),  # fixed-point arithmetic on bytes: refused
+    # the same
+    "linalg_norm": lambda c: any(a in ("nuc", 2, -2) for a in (*c.args[1:2], c.kwargs.get("ord"))),
+    "linalg_matrix_norm": lambda c: any(
+        a in ("nuc", 2, -2) for a in (*c.args[1:2], c.kwargs.get("ord"))
+    ),  # the same
+    # fixed-point arithmetic on bytes: refused
+    "interpolate": lambda c: not c.args[0].is_floating_point(),
     "F.batch_norm": lambda c: c.args[0].ndim < 2,  # an empty vector, which has no channels
-    "logcumsumexp": lambda c: c.args[0].dtype == torch.float32,  # torch's gradient is off by 2e-3 there, ours by 2e-7
-    "argsort": lambda c: c.args[0].numel() > 1000,  # torch's order of equal entries is not stable then
-    "logspace": lambda c: not c.kwargs.get("dtype", torch.float64).is_floating_point,  # torch rounds the step to an integer
+    # torch's gradient is off by 2e-3 there, ours by 2e-7
+    "logcumsumexp": lambda c: c.args[0].dtype == torch.float32,
+    # torch's order of equal entries is not stable then
+    "argsort": lambda c: c.args[0].numel() > 1000,
+    # torch rounds the step to an integer
+    "logspace": lambda c: not c.kwargs.get("dtype", torch.float64).is_floating_point,
 }
-# Variants of which no sample is left: complex numbers, CUDA, singular values, indices of equal entries.
-NO_SAMPLES = frozenset(("view_as_real", "imag", "nn_functional_silu_complex", "nn_functional_batch_norm_without_cudnn", "norm_nuc"))
+# Variants of which no sample is left: complex numbers, CUDA, singular values, indices of equal
+# entries.
+NO_SAMPLES = frozenset(
+    (
+        "view_as_real",
+        "imag",
+        "nn_functional_silu_complex",
+        "nn_functional_batch_norm_without_cudnn",
+        "norm_nuc",
+    )
+)
 
 
 def rule_of(op: Any) -> OpRule:
@@ -371,4 +452,9 @@ def rule_of(op: Any) -> OpRule:
     return lookup(function_of(op))
 
 
-TABLE_OPS = [op for op in table_ops() if rule_of(op).name not in RANDOM | UNSET_MEMORY | REFUSED and op.formatted_name not in NO_SAMPLES]
+TABLE_OPS = [
+    op
+    for op in table_ops()
+    if rule_of(op).name not in RANDOM | UNSET_MEMORY | REFUSED
+    and op.formatted_name not in NO_SAMPLES
+]

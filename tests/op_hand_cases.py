@@ -1,4 +1,6 @@
-"""Cases for entries of the op table that torch's `op_db` has no samples for: operators, aten kernels, casts, assignments."""
+"""Cases for entries of the op table that torch's `op_db` has no samples for: operators, aten
+kernels, casts, assignments.
+"""
 
 from __future__ import annotations
 
@@ -219,7 +221,17 @@ PRODUCTS = [
     call(aten.sort.stable, x(3, 4), stable=True, dim=0),
 ]  # fmt: skip
 
-HAND_CASES = [*OPERATORS, *INDEXING, *SHAPE, *CREATION, *CASTS, *NEURAL, *POOLING, *LOSSES, *PRODUCTS]
+HAND_CASES = [
+    *OPERATORS,
+    *INDEXING,
+    *SHAPE,
+    *CREATION,
+    *CASTS,
+    *NEURAL,
+    *POOLING,
+    *LOSSES,
+    *PRODUCTS,
+]
 
 
 def _at(*values: float) -> torch.Tensor:
@@ -227,7 +239,7 @@ def _at(*values: float) -> torch.Tensor:
 
 
 inf, nan = float("inf"), float("nan")
-_edge = lambda *v: _at(*v, *(-e for e in v), 0.3)  # noqa: E731
+_edge = lambda *v: _at(*v, *(-e for e in v), 0.3)
 
 # Points where a derivative is a convention: kinks, ties, zeros, infinities. One line a function.
 KINKS = [

@@ -2,13 +2,16 @@
 
 Nothing here uses the engine or the rules. Two oracles:
 
-- `Dense`: any plain brainstate model. The step's own jaxpr is evaluated, `stop_gradient` at the operands that the graph
-  names as cuts, and differentiated into dense Jacobians, step by step; the rules are loops of matrix products. It takes the
-  cuts and groups from the compiler: it shows that the engine computes the rule for these cuts, not that they are the right ones.
-- `Cell`: one recurrent layer written out by hand, without the compiler: what meets a weight, and the core.
+- `Dense`: any plain brainstate model. The step's own jaxpr is evaluated, `stop_gradient` at the
+  operands that the graph names as cuts, and differentiated into dense Jacobians, step by step; the
+  rules are loops of matrix products. It takes the cuts and groups from the compiler: it shows that
+  the engine computes the rule for these cuts, not that they are the right ones.
+- `Cell`: one recurrent layer written out by hand, without the compiler: what meets a weight, and
+  the core.
 
-Where the cuts belong is shown without the compiler: by `Cell` here, by online_oracle.py, test_stacks_in_torch.py and
-test_low_rank.py in torch, and by exact rules, which have none and must be torch's BPTT.
+Where the cuts belong is shown without the compiler: by `Cell` here, by online_oracle.py,
+test_stacks_in_torch.py and test_low_rank.py in torch, and by exact rules, which have none and must
+be torch's BPTT.
 """
 
 from __future__ import annotations
@@ -40,12 +43,17 @@ STRICT = ("bptt", "d_rtrl", "eprop", "rflo", "rtrl", "snap1")
 
 @contextlib.contextmanager
 def strict(rule: Any) -> Iterator[None]:
-    """Let JAX promote neither dtypes nor ranks by itself: for the engine's code, where either would be an oversight.
+    """Let JAX promote neither dtypes nor ranks by itself: for the engine's code, where either would
+    be an oversight.
 
-    A model's own code is traced outside of it: users may write `x @ w + b`. Rules that are not listed still lean on promotion.
+    A model's own code is traced outside of it: users may write `x @ w + b`. Rules that are not
+    listed still lean on promotion.
     """
     dtypes = "strict" if rule.name in (*STRICT, "pp_prop") else "standard"
-    with jax.numpy_dtype_promotion(dtypes), jax.numpy_rank_promotion("raise" if rule.name in STRICT else "allow"):
+    with (
+        jax.numpy_dtype_promotion(dtypes),
+        jax.numpy_rank_promotion("raise" if rule.name in STRICT else "allow"),
+    ):
         yield
 
 
@@ -72,7 +80,8 @@ def assert_live(grads: Sequence[Any]) -> None:
         assert np.abs(np.asarray(g)).max() > 1e-6, f"the gradient of parameter {n} is zero"
 
 
-# -- any plain model -------------------------------------------------------------------------------------------------
+# -- any plain model
+# -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,8 @@ class Values:
 
 @dataclass(frozen=True)
 class DenseStep:
-    """One step's value and Jacobians; states `s` are hidden states and then others, everything flattened.
+    """One step's value and Jacobians; states `s` are hidden states and then others, everything
+    flattened.
 
     Attributes:
         loss: loss of the step.
@@ -95,7 +105,8 @@ class DenseStep:
         l_w, l_s: derivative of the loss by weights and old states.
         s_w, s_s: Jacobian of the new states.
         h_w, h_h: Jacobian of the new hidden states with everything stopped at the cuts.
-        l_h: derivative of the loss by old hidden states, stopped where they leave the core (`credit="core"`).
+        l_h: derivative of the loss by old hidden states, stopped where they leave the core
+            (`credit="core"`).
     """
 
     loss: Any
@@ -113,7 +124,9 @@ class DenseStep:
 class Dense:
     """Brute-force rules for a compiled plain model on one sequence."""
 
-    def __init__(self, graph: Any, values: Values, xs: Sequence[Any], targets: Any, loss: Callable = loss_of) -> None:
+    def __init__(
+        self, graph: Any, values: Values, xs: Sequence[Any], targets: Any, loss: Callable = loss_of
+    ) -> None:
         self.graph, self.loss = graph, loss
         minfo = self.minfo = graph.module_info
         self.jaxpr = minfo.jaxpr
@@ -141,7 +154,9 @@ class Dense:
         self.hidden_after, self.other_after = self.unravel_h(h), self.unravel_o(o)
         self.outputs = [s.output for s in self.steps]
 
-    def _run(self, cuts: Sequence[tuple[int, int]], w, h, o, args, target) -> tuple[Any, Any, Any, Any]:
+    def _run(
+        self, cuts: Sequence[tuple[int, int]], w, h, o, args, target
+    ) -> tuple[Any, Any, Any, Any]:
         minfo = self.minfo
         env = dict(zip(self.jaxpr.constvars, minfo.closed_jaxpr.consts, strict=True))
         env.update(zip(self.jaxpr.invars[: minfo.num_var_arg], args, strict=True))
@@ -153,9 +168,14 @@ class Dense:
             return jnp.asarray(v.val) if isinstance(v, Literal) else env[v]
 
         for i, eqn in enumerate(self.jaxpr.eqns):
-            operands = [lax.stop_gradient(read(v)) if (i, k) in cuts else read(v) for k, v in enumerate(eqn.invars)]
+            operands = [
+                lax.stop_gradient(read(v)) if (i, k) in cuts else read(v)
+                for k, v in enumerate(eqn.invars)
+            ]
             env.update(zip(eqn.outvars, bind_equation(eqn, operands), strict=True))
-        output = jax.tree.unflatten(minfo.out_tree, [read(v) for v in self.jaxpr.outvars[: minfo.num_var_out]])
+        output = jax.tree.unflatten(
+            minfo.out_tree, [read(v) for v in self.jaxpr.outvars[: minfo.num_var_out]]
+        )
         hidden = ravel_pytree([read(v) for v in self.hidden_out])[0]
         other = ravel_pytree([read(v) for v in self.other_out])[0]
         return self.loss(output, target), output, hidden, other
@@ -183,8 +203,9 @@ class Dense:
         return [np.asarray(g) for g in self.unravel_w(jnp.asarray(flat))]
 
     def bptt(self, first: int = 0, last: int | None = None) -> tuple[list[np.ndarray], np.ndarray]:
-        """Gradient of the losses of steps `first` to `last` by the chain rule backwards, and that of the states
-        before them."""
+        """Gradient of the losses of steps `first` to `last` by the chain rule backwards, and that
+        of the states before them.
+        """
         g, back = np.zeros(self.num_weights), 0.0
         for s in reversed(self.steps[first:last]):
             after = np.zeros(s.after.size) + back
@@ -192,7 +213,9 @@ class Dense:
         return self._grads(g), back
 
     def d_rtrl(self, credit: str = "step", chunk: int = 1) -> list[np.ndarray]:
-        """`eps_t = D_t eps_(t-1) + df_t ⊗ x_t`, `g_t = direct + b_t · eps_(t-1)`, with dense matrices."""
+        """`eps_t = D_t eps_(t-1) + df_t ⊗ x_t`, `g_t = direct + b_t · eps_(t-1)`, with dense
+        matrices.
+        """
         n = self.num_hidden
         eps, total = np.zeros((n, self.num_weights)), np.zeros(self.num_weights)
         for t, s in enumerate(self.steps):
@@ -205,7 +228,9 @@ class Dense:
         return self._grads(total)
 
     def upstream(self, credit: str, chunk: int) -> list[np.ndarray]:
-        """Gradient of weights without any trace: direct, and what the rest of the chunk asks of the states."""
+        """Gradient of weights without any trace: direct, and what the rest of the chunk asks of the
+        states.
+        """
         n, total = self.num_hidden, np.zeros(self.num_weights)
         for first in range(0, len(self.steps), chunk):
             a = np.zeros(n)
@@ -215,10 +240,14 @@ class Dense:
         return self._grads(total)
 
     def snap1(self) -> list[np.ndarray]:
-        """D-RTRL that keeps the diagonal of products with weights: all pairs of states of a group, same position."""
+        """D-RTRL that keeps the diagonal of products with weights: all pairs of states of a group,
+        same position.
+        """
         contacts = self.graph.structure.use.contact_of_eqn
         mixing = {edge for edge in self.graph.structure.facts.cuts if edge[0] not in contacts}
-        through_products = fast_jit(jax.jacrev(lambda *start: self._run(mixing, *start)[2], argnums=1))
+        through_products = fast_jit(
+            jax.jacrev(lambda *start: self._run(mixing, *start)[2], argnums=1)
+        )
         owner = []
         for n, (path, var) in enumerate(self.minfo.hidden_path_to_invar.items()):
             group = self.graph.hid_path_to_group[path].index
@@ -244,7 +273,8 @@ def unrolled_bptt(model_step: Callable, weights: Any, state: Any, xs: Any, targe
     return fast_jit(jax.grad(total))(weights)
 
 
-# -- one layer by hand -----------------------------------------------------------------------------------------------
+# -- one layer by hand
+# -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -252,11 +282,14 @@ class Cell:
     """One recurrent layer written by hand, for one batch element; all values are vectors.
 
     Attributes:
-        views: `weights -> {contact: matrix}`, what multiplies the features; a vector for an element-wise contact.
+        views: `weights -> {contact: matrix}`, what multiplies the features; a vector for an
+            element-wise contact.
         features: `(x, states) -> {contact: features}`; contacts that are left out are element-wise.
-        core: `(contact outputs, x, states) -> (new states, exits)`; exits are what the rest of the step reads.
+        core: `(contact outputs, x, states) -> (new states, exits)`; exits are what the rest of the
+            step reads.
         readout: `(weights, exits) -> output`.
-        biases: element-wise contacts that are only added to a product; pp-prop takes them for a column of its matrix.
+        biases: element-wise contacts that are only added to a product; pp-prop takes them for a
+            column of its matrix.
     """
 
     views: Callable
@@ -267,9 +300,19 @@ class Cell:
 
 
 class CellRules:
-    """The rules' own equations on a hand-written cell, in loops over time; batch elements run side by side."""
+    """The rules' own equations on a hand-written cell, in loops over time; batch elements run side
+    by side.
+    """
 
-    def __init__(self, cell: Cell, weights: dict, states: Sequence[Any], xs: Any, targets: Any, loss: Callable) -> None:
+    def __init__(
+        self,
+        cell: Cell,
+        weights: dict,
+        states: Sequence[Any],
+        xs: Any,
+        targets: Any,
+        loss: Callable,
+    ) -> None:
         self.cell, self.weights, self.loss = cell, weights, loss
         linear = fast_jit(jax.vmap(self._linearise, in_axes=(0, 0, None)))
         self.steps = []
@@ -277,7 +320,9 @@ class CellRules:
             self.steps.append(jax.device_get(linear(x, list(states), target)))
             states = self.steps[-1]["new"]
         self.views = cell.views(weights)
-        self.shapes = {name: (self.steps[0]["h_h"].shape[:2] + v.shape) for name, v in self.views.items()}
+        self.shapes = {
+            name: (self.steps[0]["h_h"].shape[:2] + v.shape) for name, v in self.views.items()
+        }
 
     def _linearise(self, x: Any, states: Sequence[Any], target: Any) -> dict:
         cell, weights = self.cell, self.weights
@@ -289,7 +334,9 @@ class CellRules:
 
         def outputs(weights: dict, h: Any) -> dict:
             features = cell.features(x, split(h))
-            return {n: v @ features[n] if n in features else v for n, v in cell.views(weights).items()}
+            return {
+                n: v @ features[n] if n in features else v for n, v in cell.views(weights).items()
+            }
 
         def core(y: dict, h: Any) -> tuple[Any, Any]:
             new, exits = cell.core(y, x, split(h))
@@ -297,7 +344,9 @@ class CellRules:
 
         def through(weights: dict, h: Any, held: bool) -> Any:
             u = core(outputs(weights, h), h)[1]
-            return self.loss(cell.readout(weights, split(lax.stop_gradient(u) if held else u)), target)
+            return self.loss(
+                cell.readout(weights, split(lax.stop_gradient(u) if held else u)), target
+            )
 
         y = outputs(weights, h)
         new, u = core(y, h)
@@ -326,17 +375,24 @@ class CellRules:
         return {n: sum(np.asarray(s[key][n]).sum(0) for s in self.steps) for n in self.weights}
 
     def _outer(self, left: Any, s: dict, name: str) -> Any:
-        """`left ⊗ features`, or `left` alone for an element-wise contact; `left` is (batch, states, outputs)."""
+        """`left ⊗ features`, or `left` alone for an element-wise contact; `left` is (batch, states,
+        outputs).
+        """
         return left[..., None] * s["x"][name][:, None, None] if name in s["x"] else left
 
     def pp_prop(self, decay: float, credit: str) -> dict:
-        """Factored traces, a bias seeing a feature of 1; other element-wise contacts keep their D-RTRL trace."""
+        """Factored traces, a bias seeing a feature of 1; other element-wise contacts keep their
+        D-RTRL trace.
+        """
         total = self._total("direct")
         x_bar: dict[str, Any] = {}
         f_bar = dict.fromkeys(self.views, 0.0)
         for t, s in enumerate(self.steps):
             if t > 0:
-                past, b = {}, s["l_h"] if credit == "step" else np.einsum("bu,bus->bs", s["l_u"], s["u_h"])
+                past, b = (
+                    {},
+                    s["l_h"] if credit == "step" else np.einsum("bu,bus->bs", s["l_u"], s["u_h"]),
+                )
                 for n in self.views:
                     asked = np.einsum("bs,bso->bo", b, f_bar[n])
                     if n in s["x"]:
@@ -355,11 +411,13 @@ class CellRules:
         return total
 
     def eprop(self, kappa: float, feedback: Any = None) -> dict:
-        """`sum over t, s <= t of kappa^(t-s) L_t · e_s`, and the plain gradient of what is outside the recurrence.
+        """`sum over t, s <= t of kappa^(t-s) L_t · e_s`, and the plain gradient of what is outside
+        the recurrence.
 
         Args:
             kappa: the filter.
-            feedback: (outputs, exits) matrix in place of the readout's derivative; None for the derivative itself.
+            feedback: (outputs, exits) matrix in place of the readout's derivative; None for the
+                derivative itself.
         """
         return self._eligibility("h_h", "u_h", kappa, feedback)
 
@@ -372,7 +430,8 @@ class CellRules:
         return self._total("direct")
 
     def rflo(self, feedback: Any) -> dict:
-        """`s_t · eps_t` with `s_t = dl_t/dy_t F` for all states, and the plain gradient of what is outside the recurrence.
+        """`s_t · eps_t` with `s_t = dl_t/dy_t F` for all states, and the plain gradient of what is
+        outside the recurrence.
 
         Args:
             feedback: F, (outputs, states).
@@ -381,16 +440,24 @@ class CellRules:
 
     def three_factor(self, losses: Sequence[float]) -> dict:
         """`m_t · eps_t`, summed over states, with the batch's loss as the one signal."""
-        return self._signalled([np.full(s["h_h"].shape[:2], m) for s, m in zip(self.steps, losses, strict=True)])
+        return self._signalled(
+            [np.full(s["h_h"].shape[:2], m) for s, m in zip(self.steps, losses, strict=True)]
+        )
 
     def _signalled(self, signals: Sequence[Any]) -> dict:
-        """`s_t · eps_t` for signals (batch, states), and the plain gradient of what is outside the recurrence."""
+        """`s_t · eps_t` for signals (batch, states), and the plain gradient of what is outside the
+        recurrence.
+        """
         total = self._total("outside")
         eps = {n: np.zeros(shape) for n, shape in self.shapes.items()}
         for s, signal in zip(self.steps, signals, strict=True):
             for n in self.views:
-                eps[n] = np.einsum("bsr,br...->bs...", s["h_h"], eps[n]) + self._outer(s["h_y"][n], s, n)
-            total = self._add_views(total, {n: np.einsum("bs,bs...->b...", signal, e) for n, e in eps.items()})
+                eps[n] = np.einsum("bsr,br...->bs...", s["h_h"], eps[n]) + self._outer(
+                    s["h_y"][n], s, n
+                )
+            total = self._add_views(
+                total, {n: np.einsum("bs,bs...->b...", signal, e) for n, e in eps.items()}
+            )
         return total
 
     def _eligibility(self, D: str, U: str, kappa: float, feedback: Any) -> dict:
@@ -403,7 +470,9 @@ class CellRules:
             for n in self.views:
                 e = np.einsum("bus,bs...->bu...", s[U], eps[n]) + self._outer(s["u_y"][n], s, n)
                 e_bar[n] = kappa * e_bar[n] + e
-                eps[n] = np.einsum("bsr,br...->bs...", s[D], eps[n]) + self._outer(s["h_y"][n], s, n)
+                eps[n] = np.einsum("bsr,br...->bs...", s[D], eps[n]) + self._outer(
+                    s["h_y"][n], s, n
+                )
                 by_view[n] = np.einsum("bu,bu...->b...", signal, e_bar[n])
             total = self._add_views(total, by_view)
         return total

@@ -1,8 +1,9 @@
 """What the compiler's results must equal, computed the slow way: dense Jacobians of the whole step.
 
-Nothing here uses the compiler's core, groups or traces. The step's own jaxpr is evaluated, with `stop_gradient` at the
-operands that the graph names as cuts, and differentiated by reverse mode. That the cuts are the right ones is not shown here: see
-oracle.py for the oracles that know nothing of the compiler.
+Nothing here uses the compiler's core, groups or traces. The step's own jaxpr is evaluated, with
+`stop_gradient` at the operands that the graph names as cuts, and differentiated by reverse mode.
+That the cuts are the right ones is not shown here: see oracle.py for the oracles that know nothing
+of the compiler.
 """
 
 from __future__ import annotations
@@ -16,17 +17,22 @@ from jax import lax
 
 from etrace_bridge._jax_compat import Literal, bind_equation
 
-# Each program runs once, so compiling it is all that costs; these options make that four times faster.
+# Each program runs once, so compiling it is all that costs; these options make that four times
+# faster.
 QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 
 
 def compute(fun: Callable) -> Any:
-    """The results of `fun()`, on the host, as one program (eager mode would compile every operation)."""
+    """The results of `fun()`, on the host, as one program (eager mode would compile every
+    operation).
+    """
     return jax.device_get(jax.jit(fun, compiler_options=QUICK)())
 
 
 class Step:
-    """A traced step as a function of arguments, states, parameters and values added to chosen variables."""
+    """A traced step as a function of arguments, states, parameters and values added to chosen
+    variables.
+    """
 
     def __init__(self, graph: Any, args: Sequence[Any]) -> None:
         self.minfo = minfo = graph.module_info
@@ -40,7 +46,13 @@ class Step:
     def _state_values(self) -> list[Any]:
         return [leaf for s in self.minfo.compiled_model_states for leaf in jax.tree.leaves(s.value)]
 
-    def run(self, replaced: dict, added: dict, cuts: Sequence[tuple[int, int]] = (), args: Sequence[Any] | None = None) -> dict:
+    def run(
+        self,
+        replaced: dict,
+        added: dict,
+        cuts: Sequence[tuple[int, int]] = (),
+        args: Sequence[Any] | None = None,
+    ) -> dict:
         """The values of all variables.
 
         Args:
@@ -82,16 +94,22 @@ class Step:
         return [self.values[v] for v in self.hidden_invars()]
 
     def state_jacobian(self) -> list[list[Any]]:
-        """`[i][j]`: d new state i / d old state j, flattened, gradients stopped at the graph's cuts."""
+        """`[i][j]`: d new state i / d old state j, flattened, gradients stopped at the graph's
+        cuts.
+        """
         cuts = list(self.graph.structure.facts.cuts)
 
         def new(*old: Any) -> list[Any]:
-            return self.new_states(self.run(dict(zip(self.hidden_invars(), old, strict=True)), {}, cuts))
+            return self.new_states(
+                self.run(dict(zip(self.hidden_invars(), old, strict=True)), {}, cuts)
+            )
 
         return _dense(new, self.old_states())
 
     def contact_jacobian(self, variables: Sequence[Any]) -> list[list[Any]]:
-        """`[i][j]`: d new state i / d contact variable j, flattened, gradients stopped at the graph's cuts."""
+        """`[i][j]`: d new state i / d contact variable j, flattened, gradients stopped at the
+        graph's cuts.
+        """
         cuts = list(self.graph.structure.facts.cuts)
 
         def new(*added: Any) -> list[Any]:
@@ -107,16 +125,21 @@ def _dense(fun: Callable, at: Sequence[Any]) -> list[list[Any]]:
     return [[j.reshape(-1, a.size) for j, a in zip(row, at, strict=True)] for row in jacobians]
 
 
-# BPTT and brute-force D-RTRL over a sequence ------------------------------------------------------------------------
+# BPTT and brute-force D-RTRL over a sequence
+# ------------------------------------------------------------------------
 
 
 class Unrolled:
-    """Gradients of `sum_t loss(output_t)` over a few steps, by BPTT and by D-RTRL with dense influence matrices."""
+    """Gradients of `sum_t loss(output_t)` over a few steps, by BPTT and by D-RTRL with dense
+    influence matrices.
+    """
 
     def __init__(self, graph: Any, inputs: Sequence[Any]) -> None:
         self.step = Step(graph, inputs[0])
         self.graph = graph
-        self.inputs = [jnp.stack(xs) for xs in zip(*(jax.tree.leaves(tuple(x)) for x in inputs), strict=True)]
+        self.inputs = [
+            jnp.stack(xs) for xs in zip(*(jax.tree.leaves(tuple(x)) for x in inputs), strict=True)
+        ]
         minfo = graph.module_info
         pairs = [
             (i, o)
@@ -142,7 +165,9 @@ class Unrolled:
                 total = total + (ramp * value + 0.5 * (value - 0.3) ** 2).sum()
         return total
 
-    def _run(self, args: Sequence[Any], states: Sequence[Any], weights: Sequence[Any], cuts=()) -> tuple[Any, list[Any]]:
+    def _run(
+        self, args: Sequence[Any], states: Sequence[Any], weights: Sequence[Any], cuts=()
+    ) -> tuple[Any, list[Any]]:
         replaced = dict(zip((*self.carried, *self.weights), (*states, *weights), strict=True))
         env = self.step.run(replaced, {}, cuts, args)
         return self._loss(env), [self.step.read(env, v) for v in self.after]
@@ -165,11 +190,13 @@ class Unrolled:
         return jax.grad(total)(weights)
 
     def d_rtrl(self) -> dict[str, list[Any]]:
-        """The same by D-RTRL: influence of the parameters on the hidden states, carried through uncut paths only.
+        """The same by D-RTRL: influence of the parameters on the hidden states, carried through
+        uncut paths only.
 
         Returns:
-            For each `credit`, the gradients. It says how a step's loss is differentiated by the hidden states before
-            the step: through the whole step (`"step"`), or not through cuts between an old and a new state (`"core"`).
+            For each `credit`, the gradients. It says how a step's loss is differentiated by the
+            hidden states before the step: through the whole step (`"step"`), or not through cuts
+            between an old and a new state (`"core"`).
         """
         facts, n = self.graph.structure.facts, self.n_hidden
         states, weights = self._start()
@@ -191,16 +218,24 @@ class Unrolled:
                 backs["core"] = jax.grad(loss)(hidden, weights, list(facts.pre_cuts))
             grads = {
                 credit: [
-                    grad + d.ravel() + sum(b.ravel() @ row[j] for b, row in zip(backs[credit], influence, strict=True))
+                    grad
+                    + d.ravel()
+                    + sum(
+                        b.ravel() @ row[j] for b, row in zip(backs[credit], influence, strict=True)
+                    )
                     for j, (grad, d) in enumerate(zip(grads[credit], direct, strict=True))
                 ]
                 for credit in grads
             }
-            jacobian = jax.jacrev(new, argnums=(0, 1))(hidden, weights)  # [new state][0: hidden, 1: weights][which]
+            # [new state][0: hidden, 1: weights][which]
+            jacobian = jax.jacrev(new, argnums=(0, 1))(hidden, weights)
             influence = [
                 [
                     jacobian[i][1][j].reshape(-1, size)
-                    + sum(jacobian[i][0][k].reshape(-1, hidden[k].size) @ influence[k][j] for k in range(n))
+                    + sum(
+                        jacobian[i][0][k].reshape(-1, hidden[k].size) @ influence[k][j]
+                        for k in range(n)
+                    )
                     for j, size in enumerate(sizes)
                 ]
                 for i in range(n)
@@ -210,4 +245,7 @@ class Unrolled:
         zeros = [[jnp.zeros((h.size, size)) for size in sizes] for h in states[:n]]
         start = {credit: [jnp.zeros(size) for size in sizes] for credit in ("step", "core")}
         (_, _, grads), _ = lax.scan(body, (states, zeros, start), self.inputs)
-        return {c: [g.reshape(w.shape) for g, w in zip(gs, weights, strict=True)] for c, gs in grads.items()}
+        return {
+            c: [g.reshape(w.shape) for g, w in zip(gs, weights, strict=True)]
+            for c, gs in grads.items()
+        }

@@ -1,4 +1,5 @@
-"""One of several processes that train together over loopback; `test_processes` starts them and compares.
+"""One of several processes that train together over loopback; `test_processes` starts them and
+compares.
 
 Usage: process_script.py INDEX COUNT PORT FOLDER DTYPE [LOAD]
 """
@@ -21,7 +22,9 @@ MEMORIES = ("d_rtrl", "pp_prop", "rtrl")  # a rule of each kind of memory
 
 
 def rules(count: int) -> tuple[str, ...]:
-    """Which rules so many processes run: a few, since compiling takes seconds; PROCESS_RULES names others, or is "all"."""
+    """Which rules so many processes run: a few, since compiling takes seconds; PROCESS_RULES names
+    others, or is "all".
+    """
     from etrace_bridge.rules import rule_names
 
     named = os.environ.get("PROCESS_RULES")
@@ -35,7 +38,9 @@ def make_learner(rule: str, dtype: torch.dtype, **where: Any):
     from learner_models import make_net
 
     model = make_net(dtype)
-    return eb.OnlineLearner(model, rule=rule, loss=mse_loss, optimizer=optax.adam(0.01), chunk=2, **where)
+    return eb.OnlineLearner(
+        model, rule=rule, loss=mse_loss, optimizer=optax.adam(0.01), chunk=2, **where
+    )
 
 
 def data(dtype: torch.dtype, part: slice = slice(None)):
@@ -62,7 +67,10 @@ def whole_state(learner: Any) -> dict[str, list]:
 def gather(x: jax.Array) -> Any:
     if x.is_fully_addressable or x.is_fully_replicated:
         return x
-    return jax.jit(lambda x: x, out_shardings=jax.sharding.NamedSharding(x.sharding.mesh, jax.sharding.PartitionSpec()))(x)
+    return jax.jit(
+        lambda x: x,
+        out_shardings=jax.sharding.NamedSharding(x.sharding.mesh, jax.sharding.PartitionSpec()),
+    )(x)
 
 
 def all_calls(learner: Any, xs: torch.Tensor, ys: torch.Tensor, rows: slice) -> dict[str, list]:
@@ -71,21 +79,34 @@ def all_calls(learner: Any, xs: torch.Tensor, ys: torch.Tensor, rows: slice) -> 
     gone = (torch.arange(BATCH) % 3 == 0)[rows]
     learner.reset(gone)
     found["after reset"] = [learner.step(xs[0], ys[0]).loss]
-    found["update"] = [learner.update(xs, ys).loss, learner.update(xs, ys, carry=True, every="chunk").loss]
+    found["update"] = [
+        learner.update(xs, ys).loss,
+        learner.update(xs, ys, carry=True, every="chunk").loss,
+    ]
     result = learner.gradients(xs, ys)
     found["gradients"] = [*result.grads.values()]
     found["sequence outputs"] = [result.outputs, learner.predict(xs)]
     found["evaluate"] = [learner.evaluate([(xs, ys)])]
     loader = [(xs, ys), (ys.flip(0) + xs, ys)]
-    history = learner.fit(loader, epochs=2, validation=loader, metrics={"size": lambda o, t: (o - t).abs().mean()})
-    found["fit"] = [*history["loss"], *history["validation_loss"], *history["size"], *history["validation_size"]]
+    history = learner.fit(
+        loader, epochs=2, validation=loader, metrics={"size": lambda o, t: (o - t).abs().mean()}
+    )
+    found["fit"] = [
+        *history["loss"],
+        *history["validation_loss"],
+        *history["size"],
+        *history["validation_size"],
+    ]
     learner.sync_to_torch()
     found["synced"] = [t.clone() for t in learner.runtime.net.model.state_dict().values()]
     return found
 
 
 def save(path: Path, found: dict[str, list]) -> None:
-    np.savez(path, **{f"{name}/{n}": np.asarray(x) for name, xs in found.items() for n, x in enumerate(xs)})
+    np.savez(
+        path,
+        **{f"{name}/{n}": np.asarray(x) for name, xs in found.items() for n, x in enumerate(xs)},
+    )
 
 
 def main() -> None:
@@ -128,7 +149,9 @@ def messages(eb: Any, mesh: Any, learner: Any, xs: Any, ys: Any, index: int, fol
             learner.predict(bad)
         except eb.InputError as error:
             lines.append(str(error))
-    lines.append(str(eb.check_gradients(learner.runtime.net.model, xs, ys, mse_loss, rule="rtrl").ok))
+    lines.append(
+        str(eb.check_gradients(learner.runtime.net.model, xs, ys, mse_loss, rule="rtrl").ok)
+    )
     (folder / f"messages-{index}.txt").write_text("\n".join(lines))
 
 

@@ -1,4 +1,5 @@
-"""Trains from one step to another and prints the losses; `test_checkpoint` runs it in processes of their own.
+"""Trains from one step to another and prints the losses; `test_checkpoint` runs it in processes of
+their own.
 
 python resume_script.py FIRST LAST CHECKPOINT-OR-"-" SAVE-AS
 """

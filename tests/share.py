@@ -10,9 +10,12 @@ FULL = bool(os.environ.get("FULL_TESTS"))
 Case = TypeVar("Case")
 
 
-def in_turn(cases: Sequence[Case], every: int, always: Callable[[Case], Any] = lambda case: False) -> list[Case]:
+def in_turn(
+    cases: Sequence[Case], every: int, always: Callable[[Case], Any] = lambda case: False
+) -> list[Case]:
     """One in `every` of the cases, the first among them, and those that `always` names.
 
-    Compiling is what tests cost, so a product of several lists is worth its time only where the parts act on each other.
+    Compiling is what tests cost, so a product of several lists is worth its time only where the
+    parts act on each other.
     """
     return [case for n, case in enumerate(cases) if FULL or n % every == 0 or always(case)]

@@ -55,11 +55,18 @@ class Mixed(nn.Module):
     def __init__(self, first: torch.dtype, second: torch.dtype) -> None:
         super().__init__()
         self.first, self.second = first, second
-        self.w, self.u, self.out = (nn.Linear(n, m, dtype=first) for n, m in ((I, 4), (4, 4), (4, O)))
+        self.w, self.u, self.out = (
+            nn.Linear(n, m, dtype=first) for n, m in ((I, 4), (4, 4), (4, O))
+        )
 
-    def forward(self, x: Tensor, state: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(
+        self, x: Tensor, state: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         if state is None:
-            state = torch.zeros(x.shape[0], 4, dtype=self.first), torch.zeros(x.shape[0], 4, dtype=self.second)
+            state = (
+                torch.zeros(x.shape[0], 4, dtype=self.first),
+                torch.zeros(x.shape[0], 4, dtype=self.second),
+            )
         h, c = state
         drive = torch.tanh(self.w(x) + self.u(h)).to(self.second)
         c = 0.7 * c + 0.3 * drive + 0.1 * h.to(self.second)
@@ -86,7 +93,7 @@ class Programs:
                 jnp.asarray(new_alarm(0, 1 + len(theta) + len(hidden))),
             )
         )  # fmt: skip
-        shape = lambda *s: jax.ShapeDtypeStruct(s, dtype)  # noqa: E731
+        shape = lambda *s: jax.ShapeDtypeStruct(s, dtype)
         self.one, self.many = ([shape(B, I)], shape(B, O)), ([shape(T, B, I)], shape(T, B, O), None)
 
     def step(self) -> tuple[Any, tuple]:
@@ -124,7 +131,11 @@ def test_every_program_lowers_for_accelerators(everything: CompiledStep, rule: s
 def test_tuning_and_options_follow_the_platform() -> None:
     for platform in ("gpu", *PLATFORMS):
         assert type(tuning_for(platform)) is Tuning
-        assert compiler_options(platform=platform) == compiler_options(one_step=True, platform=platform) == {}
+        assert (
+            compiler_options(platform=platform)
+            == compiler_options(one_step=True, platform=platform)
+            == {}
+        )
     assert type(tuning_for("cpu")) is CPUTuning and compiler_options(platform="cpu")
 
 
@@ -134,8 +145,12 @@ def test_tuning_and_options_follow_the_platform() -> None:
     [((torch.bfloat16, torch.float32), RULES), ((torch.float32, torch.float16), ("rtrl", "rflo"))],
     ids=["bfloat16 weights", "float16 state"],
 )
-def test_mixed_precision_keeps_every_dtype(dtypes: tuple[torch.dtype, torch.dtype], rules: tuple[str, ...]) -> None:
-    """The state comes back as it went in, and gradients have the weights' precision, with every rule; `rtrl` failed."""
+def test_mixed_precision_keeps_every_dtype(
+    dtypes: tuple[torch.dtype, torch.dtype], rules: tuple[str, ...]
+) -> None:
+    """The state comes back as it went in, and gradients have the weights' precision, with every
+    rule; `rtrl` failed.
+    """
     example = np.zeros((B, I), jnp.dtype(str(dtypes[0]).removeprefix("torch.")))
     compiled = CompiledStep(eb.wrap(Mixed(*dtypes)), [example], "cpu")
     assert len({leaf.invar.aval.dtype for leaf in compiled.program.leaves}) == 2
@@ -159,7 +174,11 @@ def test_mixed_precision_gradients_of_rtrl() -> None:
     xs, ys = torch.randn(T, B, I).bfloat16(), torch.randn(T, B, O).bfloat16()
     loss = nn.functional.mse_loss
     found = eb.OnlineLearner(half, rule="rtrl", loss=loss, chunk=2).gradients(xs, ys).grads
-    wanted = eb.OnlineLearner(whole, rule="rtrl", loss=loss, chunk=2).gradients(xs.float(), ys.float()).grads
+    wanted = (
+        eb.OnlineLearner(whole, rule="rtrl", loss=loss, chunk=2)
+        .gradients(xs.float(), ys.float())
+        .grads
+    )
     for name, grad in wanted.items():
         assert found[name].dtype == torch.bfloat16 and grad.norm() > 1e-4
         assert (found[name].float() - grad).norm() < 0.05 * grad.norm(), name

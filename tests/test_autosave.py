@@ -1,4 +1,6 @@
-"""Checkpoints that `fit` writes: a resumed run ends bit for bit where an uninterrupted one does, and no disk stops a training."""
+"""Checkpoints that `fit` writes: a resumed run ends bit for bit where an uninterrupted one does,
+and no disk stops a training.
+"""
 
 from __future__ import annotations
 
@@ -58,17 +60,38 @@ def nothing() -> None:
     pass
 
 
-def run(path: Path, resume: bool, *, read=nothing, validate=nothing, call=nothing, seed: int = 1, epochs: int = 4) -> eb.OnlineLearner:
-    """A run with everything that has a state: shuffling, noise, dropout, momenta, accumulation, a scheduler, early stopping, metrics."""
+def run(
+    path: Path,
+    resume: bool,
+    *,
+    read=nothing,
+    validate=nothing,
+    call=nothing,
+    seed: int = 1,
+    epochs: int = 4,
+) -> eb.OnlineLearner:
+    """A run with everything that has a state: shuffling, noise, dropout, momenta, accumulation, a
+    scheduler, early stopping, metrics.
+    """
     torch.manual_seed(seed)
     np.random.seed(seed)
     model = make_net(dropout=0.3)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=3)
-    options = {"rule": "bptt", "loss": mse_loss, "optimizer": optimizer, "accumulate": 3, "seed": 5, "track_norm": True}
+    options = {
+        "rule": "bptt",
+        "loss": mse_loss,
+        "optimizer": optimizer,
+        "accumulate": 3,
+        "seed": 5,
+        "track_norm": True,
+    }
     if resume:
-        learner = eb.OnlineLearner.load(path, model, **{k: v for k, v in options.items() if k != "rule"})
-        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=3)  # made after the load
+        learner = eb.OnlineLearner.load(
+            path, model, **{k: v for k, v in options.items() if k != "rule"}
+        )
+        # made after the load
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=3)
     else:
         learner = eb.OnlineLearner(model, **options)
 
@@ -89,8 +112,13 @@ def assert_same_run(found: eb.OnlineLearner, expected: eb.OnlineLearner) -> None
     assert_equal(everything(found), everything(expected))
     assert (found.steps, found.updates) == (expected.steps, expected.updates)
     plain = [{k: v for k, v in record.items() if k not in TIMES} for record in found.history.epochs]
-    assert plain == [{k: v for k, v in record.items() if k not in TIMES} for record in expected.history.epochs]
-    assert found.history.batch_losses == expected.history.batch_losses and found.history.stopped == expected.history.stopped
+    assert plain == [
+        {k: v for k, v in record.items() if k not in TIMES} for record in expected.history.epochs
+    ]
+    assert (
+        found.history.batch_losses == expected.history.batch_losses
+        and found.history.stopped == expected.history.stopped
+    )
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +126,10 @@ def whole(tmp_path_factory) -> eb.OnlineLearner:
     """The run that nothing interrupts."""
     learner = run(tmp_path_factory.mktemp("whole") / "run", resume=False)
     assert len(learner.history) == 4 and len(set(learner.history.batch_losses)) == 16
-    assert len(set(learner.history["gradient_norm"])) == 4 and min(learner.history["gradient_norm"]) > 0
+    assert (
+        len(set(learner.history["gradient_norm"])) == 4
+        and min(learner.history["gradient_norm"]) > 0
+    )
     return learner
 
 
@@ -126,7 +157,8 @@ def test_a_finished_run_can_be_extended_and_is_not_trained_again(whole, tmp_path
     assert_same_run(again, whole)
 
 
-# -- when it saves ------------------------------------------------------------------------------------------------
+# -- when it saves
+# ------------------------------------------------------------------------------------------------
 
 BATCHES = [make_data(seed=n) for n in range(4)]
 
@@ -139,7 +171,9 @@ def shared() -> eb.OnlineLearner:
 def saves_of(learner: eb.OnlineLearner, monkeypatch) -> list[int]:
     """The numbers of batches done at each save."""
     found, real = [], learner.save
-    monkeypatch.setattr(learner, "save", lambda path: found.append(len(learner.history.batch_losses)) or real(path))
+    monkeypatch.setattr(
+        learner, "save", lambda path: found.append(len(learner.history.batch_losses)) or real(path)
+    )
     return found
 
 
@@ -164,10 +198,17 @@ def test_sigterm_saves_and_ends_the_process_in_order(shared, tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     assert before is signal.SIG_DFL
     with pytest.raises(SystemExit) as caught:
-        shared.fit(BATCHES, 5, callbacks=[lambda *_: os.kill(os.getpid(), signal.SIGTERM)], checkpoint=tmp_path / "run")
+        shared.fit(
+            BATCHES,
+            5,
+            callbacks=[lambda *_: os.kill(os.getpid(), signal.SIGTERM)],
+            checkpoint=tmp_path / "run",
+        )
     assert caught.value.code == 143 and shared.history.stopped == "SystemExit"
     assert signal.getsignal(signal.SIGTERM) is before
-    loaded = eb.OnlineLearner.load(tmp_path / "run", make_net(), loss=mse_loss, optimizer=optax.sgd(0.1))
+    loaded = eb.OnlineLearner.load(
+        tmp_path / "run", make_net(), loss=mse_loss, optimizer=optax.sgd(0.1)
+    )
     assert_equal(everything(loaded), everything(shared))
     assert loaded.place_in_fit.epoch == 1 and loaded.place_in_fit.stage == "callbacks"
 
@@ -178,7 +219,9 @@ def test_a_place_that_cannot_be_written_is_found_before_training(shared, tmp_pat
     updates = shared.updates
     for path in (tmp_path / "file" / "run", tmp_path / "folder"):
         with pytest.raises(eb.CheckpointError, match="cannot be written"):
-            shared.fit(BATCHES, checkpoint=path if path.name == "run" else tmp_path / "folder.safetensors")
+            shared.fit(
+                BATCHES, checkpoint=path if path.name == "run" else tmp_path / "folder.safetensors"
+            )
     assert shared.updates == updates
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder.safetensors"]
 
@@ -200,16 +243,25 @@ def test_a_full_disk_loses_nothing(shared, tmp_path, monkeypatch, after):
     old = everything(shared)
     files = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     full_disk(monkeypatch, after)
-    with pytest.warns(RuntimeWarning, match=r"No space left.*unchanged.*Training goes on"), pytest.raises(eb.CheckpointError) as caught:
+    with (
+        pytest.warns(RuntimeWarning, match=r"No space left.*unchanged.*Training goes on"),
+        pytest.raises(eb.CheckpointError) as caught,
+    ):
         shared.fit(BATCHES, 2, checkpoint=eb.Checkpoints(tmp_path / "run", updates=3))
     assert "No space left" in str(caught.value)
-    assert len(shared.history.batch_losses) == 8 and shared.history["complete"] == [True, True]  # all of it was trained
-    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == files  # nothing half-written, nothing lost
+    # all of it was trained
+    assert len(shared.history.batch_losses) == 8 and shared.history["complete"] == [True, True]
+    # nothing half-written, nothing lost
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == files
     monkeypatch.undo()
-    loaded = eb.OnlineLearner.load(tmp_path / "run", make_net(), loss=mse_loss, optimizer=optax.sgd(0.1))
+    loaded = eb.OnlineLearner.load(
+        tmp_path / "run", make_net(), loss=mse_loss, optimizer=optax.sgd(0.1)
+    )
     assert_equal(everything(loaded), old)
     shared.save(tmp_path / "run")  # and with room again, what was learned is there
-    loaded = eb.OnlineLearner.load(tmp_path / "run", make_net(), loss=mse_loss, optimizer=optax.sgd(0.1))
+    loaded = eb.OnlineLearner.load(
+        tmp_path / "run", make_net(), loss=mse_loss, optimizer=optax.sgd(0.1)
+    )
     assert_equal(everything(loaded), everything(shared))
 
 
@@ -217,7 +269,10 @@ def test_a_file_that_grows_too_large_for_the_system(shared, tmp_path):
     resource = pytest.importorskip("resource")
     path = shared.save(tmp_path / "run")
     files = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits, handler = (
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+    )
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))
     try:
         with pytest.raises(eb.CheckpointError, match="File too large"):
@@ -232,7 +287,9 @@ def test_training_that_becomes_infinite_does_not_replace_the_checkpoint(shared, 
     shared.fit(BATCHES, checkpoint=tmp_path / "run")
     good = (tmp_path / "run.safetensors").read_bytes()
     with pytest.raises(eb.NonFiniteError):
-        shared.fit([BATCHES[0], (BATCHES[1][0] * torch.inf, BATCHES[1][1])], checkpoint=tmp_path / "run")
+        shared.fit(
+            [BATCHES[0], (BATCHES[1][0] * torch.inf, BATCHES[1][1])], checkpoint=tmp_path / "run"
+        )
     assert (tmp_path / "run.safetensors").read_bytes() == good
 
 
@@ -243,14 +300,20 @@ def test_data_that_changed_are_noticed(shared, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         shared.fit(interrupted, checkpoint=tmp_path / "run")
-    loaded = eb.OnlineLearner.load(tmp_path / "run", make_net(), loss=mse_loss, optimizer=optax.sgd(0.1))
-    with pytest.raises(eb.InputError, match="had done 3 batches of epoch 1, but `batches` now gives 2"):
+    loaded = eb.OnlineLearner.load(
+        tmp_path / "run", make_net(), loss=mse_loss, optimizer=optax.sgd(0.1)
+    )
+    with pytest.raises(
+        eb.InputError, match="had done 3 batches of epoch 1, but `batches` now gives 2"
+    ):
         loaded.fit(BATCHES[:2], resume=True)
 
 
 def test_a_stream_is_read_on_from_where_it_is(shared, tmp_path):
     shared.fit(iter(BATCHES), epochs=2, max_batches=1, checkpoint=tmp_path / "run")
-    loaded = eb.OnlineLearner.load(tmp_path / "run", make_net(), loss=mse_loss, optimizer=optax.sgd(0.1))
+    loaded = eb.OnlineLearner.load(
+        tmp_path / "run", make_net(), loss=mse_loss, optimizer=optax.sgd(0.1)
+    )
     rest = iter(BATCHES[2:])
     loaded.fit(rest, epochs=4, max_batches=1, resume=True)
     assert next(rest, None) is None and [r["epoch"] for r in loaded.history.epochs] == [1, 2, 3, 4]

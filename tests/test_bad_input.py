@@ -1,4 +1,6 @@
-"""Every call of a learner with every kind of bad input: a `BridgeError` that names it, and nothing has changed."""
+"""Every call of a learner with every kind of bad input: a `BridgeError` that names it, and nothing
+has changed.
+"""
 
 from __future__ import annotations
 
@@ -33,12 +35,18 @@ def everything(learner: eb.OnlineLearner) -> list[np.ndarray]:
     """The learner's arrays, the torch model's weights and gradients, torch's random state, counts."""
     runtime = learner.runtime
     model = runtime.net.model
-    tensors = [*model.state_dict().values(), *(p.grad for p in model.parameters() if p.grad is not None), torch.get_rng_state()]
+    tensors = [
+        *model.state_dict().values(),
+        *(p.grad for p in model.parameters() if p.grad is not None),
+        torch.get_rng_state(),
+    ]
     arrays = runtime.store.arrays()
     return [
         *map(np.array, arrays),
         *(t.detach().clone().numpy() for t in tensors),
-        np.array([learner.steps, learner.updates, id(runtime.store.stream), id(runtime.store.active)]),
+        np.array(
+            [learner.steps, learner.updates, id(runtime.store.stream), id(runtime.store.active)]
+        ),
     ]
 
 
@@ -137,7 +145,8 @@ def test_other_bad_arguments(learner, name):
     assert len(after) == len(before) and all(map(np.array_equal, after, before))
 
 
-# -- nothing to learn from, or with --------------------------------------------------------------------------------
+# -- nothing to learn from, or with
+# --------------------------------------------------------------------------------
 
 
 def test_update_and_fit_need_an_optimizer_and_step_says_so_once():
@@ -194,7 +203,10 @@ class Spiking(nn.Module):
 def test_a_model_that_no_gradient_reaches_does_not_train():
     torch.manual_seed(0)
     frozen = make_net().requires_grad_(False)
-    for model, message in ((Spiking(False).double(), "No gradient can reach any parameter"), (frozen, "No parameter of")):
+    for model, message in (
+        (Spiking(False).double(), "No gradient can reach any parameter"),
+        (frozen, "No parameter of"),
+    ):
         learner = eb.OnlineLearner(model, "d_rtrl", F.mse_loss, optax.sgd(0.1))
         for call in (lambda k=learner: k.step(XS[0], YS[0]), lambda k=learner: k.update(XS, YS)):
             with pytest.raises(eb.BridgeError, match=message):
@@ -209,7 +221,8 @@ def test_what_is_not_finite_does_not_enter_states_through_gradients():
     bad[3, 1, 0] = torch.nan
     with pytest.raises(eb.NonFiniteError, match="At step 4"):
         learner.gradients(bad, YS, carry=True)
-    assert learner.steps == 0 and not learner.runtime.store.started  # also the first call leaves nothing
+    # Also the first call leaves nothing
+    assert learner.steps == 0 and not learner.runtime.store.started
     learner.gradients(XS, YS, carry=True)
     for value in (torch.nan, torch.inf):
         bad[3, 1, 0] = value
@@ -222,7 +235,10 @@ def test_what_is_not_finite_does_not_enter_states_through_gradients():
             learner.gradients(bad, YS, carry=True)
         assert all(map(np.array_equal, everything(learner), before))
     found = learner.gradients(bad, YS)  # nothing of it is kept: torch's NaN, for the user to see
-    assert not torch.isfinite(found.losses).all() or not torch.isfinite(found.grads["rnn.weight_ih_l0"]).all()
+    assert (
+        not torch.isfinite(found.losses).all()
+        or not torch.isfinite(found.grads["rnn.weight_ih_l0"]).all()
+    )
     assert all(map(np.isfinite, [learner.gradients(XS, YS, carry=True).loss]))
 
 

@@ -10,7 +10,11 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.stem not in ("__init__", "__main__"))
+MODULES = sorted(
+    path.stem
+    for path in (ROOT / "benchmarks").glob("*.py")
+    if path.stem not in ("__init__", "__main__")
+)
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +34,9 @@ def test_compile_cost(capsys):
 
 @pytest.mark.x32
 def test_the_online_step_grows_linearly_with_layers():
-    """The second four layers add as many lines as the first four; a guard that repeats its verdict everywhere adds more."""
+    """The second four layers add as many lines as the first four; a guard that repeats its verdict
+    everywhere adds more.
+    """
     step_size = importlib.import_module("benchmarks.step_size")
     first, second, third = (step_size.measure(layers, torch.nn.RNN)[0] for layers in (2, 6, 10))
     assert second > first + 100
@@ -38,15 +44,32 @@ def test_the_online_step_grows_linearly_with_layers():
 
 
 @pytest.mark.parametrize(
-    ("mode", "rule", "credit"), [("gradients", "d_rtrl", "step"), ("step", "d_rtrl", "step"), ("gradients", "pp_prop", "core")]
+    ("mode", "rule", "credit"),
+    [("gradients", "d_rtrl", "step"), ("step", "d_rtrl", "step"), ("gradients", "pp_prop", "core")],
 )
 def test_a_row(mode, rule, credit):
-    harness, workloads = importlib.import_module("benchmarks.harness"), importlib.import_module("benchmarks.workloads")
+    harness, workloads = (
+        importlib.import_module("benchmarks.harness"),
+        importlib.import_module("benchmarks.workloads"),
+    )
     steps = 1 if mode == "step" else 12
-    workload = workloads.Workload("small", "gru", 6, 3, 2, steps, rule=rule, credit=credit, mode=mode, chunk=4 if steps > 1 else 1)
+    workload = workloads.Workload(
+        "small",
+        "gru",
+        6,
+        3,
+        2,
+        steps,
+        rule=rule,
+        credit=credit,
+        mode=mode,
+        chunk=4 if steps > 1 else 1,
+    )
     makers = {name: harness.MAKERS[name] for name in ("ours", "yardstick", harness.REFERENCE)}
     with jax.enable_x64(False):
         row = harness.measure(workload, makers, repeats=1)
     assert all(row["programs"][name]["seconds"] > 0 for name in makers), row
     assert ("difference_to_yardstick" in row["programs"]["ours"]) == (mode == "gradients")
-    assert "small" in harness.table([row]) and "small" in harness.page({"rows": [row], "environment": {}})
+    assert "small" in harness.table([row]) and "small" in harness.page(
+        {"rows": [row], "environment": {}}
+    )

@@ -1,4 +1,6 @@
-"""brainstate modules as models: gradients beside `jax.grad`, units, random keys, sparse products, the user's own weights."""
+"""brainstate modules as models: gradients beside `jax.grad`, units, random keys, sparse products,
+the user's own weights.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ class RNN(brainstate.nn.Module):
 
     def __init__(self, noise: float = 0.0) -> None:
         super().__init__()
-        self.inner, self.recurrent, self.out = brainstate.nn.Linear(I, H), brainstate.nn.Linear(H, H), brainstate.nn.Linear(H, 2)
+        self.inner, self.recurrent, self.out = (
+            brainstate.nn.Linear(I, H),
+            brainstate.nn.Linear(H, H),
+            brainstate.nn.Linear(H, 2),
+        )
         self.noise, self.rng = noise, brainstate.random.RandomState(3)
 
     def init_state(self, batch_size: int, **_) -> None:
@@ -34,7 +40,9 @@ class RNN(brainstate.nn.Module):
 
 
 class Membrane(brainstate.nn.Module):
-    """A leaky membrane in mV, driven through weights in mA, with a time constant in ms that is learned."""
+    """A leaky membrane in mV, driven through weights in mA, with a time constant in ms that is
+    learned.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,13 +54,17 @@ class Membrane(brainstate.nn.Module):
 
     def update(self, x):
         current = x @ self.w.value
-        self.V.value = self.V.value + (current * (1.0 * u.ohm) - self.V.value) / self.tau.value * (1.0 * u.ms)
+        self.V.value = self.V.value + (current * (1.0 * u.ohm) - self.V.value) / self.tau.value * (
+            1.0 * u.ms
+        )
         return self.V.value / u.mV
 
 
 def data(outputs: int = 2):
     draw = np.random.default_rng(1)
-    return jnp.asarray(draw.standard_normal((T, B, I))), jnp.asarray(draw.standard_normal((T, B, outputs)))
+    return jnp.asarray(draw.standard_normal((T, B, I))), jnp.asarray(
+        draw.standard_normal((T, B, outputs))
+    )
 
 
 def squared(output, target):
@@ -68,7 +80,9 @@ def assert_grads(found: dict, wanted: dict, tolerance: float = 1e-9) -> None:
     assert set(found) == set(wanted)
     for name, e in wanted.items():
         assert np.abs(e).max() > 1e-6, f"{name}: nothing to compare"
-        np.testing.assert_allclose(flat_gradient(found[name]), e, rtol=0, atol=tolerance * np.abs(e).max())
+        np.testing.assert_allclose(
+            flat_gradient(found[name]), e, rtol=0, atol=tolerance * np.abs(e).max()
+        )
 
 
 def test_gradients_have_the_names_of_the_report_and_the_module_learns() -> None:
@@ -89,7 +103,11 @@ def test_gradients_have_the_names_of_the_report_and_the_module_learns() -> None:
 def test_check_gradients_of_a_module() -> None:
     net, (xs, targets) = RNN(), data()
     report = eb.check_gradients(net, xs, targets, squared, rule="rtrl")
-    assert report.ok and {p.name for p in report} == {"inner.weight", "recurrent.weight", "out.weight"}
+    assert report.ok and {p.name for p in report} == {
+        "inner.weight",
+        "recurrent.weight",
+        "out.weight",
+    }
     wrong = eb.check_gradients(net, xs, targets, squared, rule="d_rtrl")
     assert 0.5 < min(p.cosine for p in wrong) < 1 - 1e-6
     silent = eb.check_gradients(net, 0 * xs, targets, squared, rule="rtrl")
@@ -101,11 +119,15 @@ def test_units_stay_and_gradients_have_the_inverse() -> None:
     wanted = reference(net, xs, targets)
     learner = eb.OnlineLearner(net, "rtrl", squared, optax.sgd(0.1), chunk=2)
     grads = learner.gradients(xs, targets).grads
-    assert_grads(jax.tree.map(u.get_magnitude, grads, is_leaf=lambda x: isinstance(x, u.Quantity)), wanted)
+    assert_grads(
+        jax.tree.map(u.get_magnitude, grads, is_leaf=lambda x: isinstance(x, u.Quantity)), wanted
+    )
     assert grads["w"].unit == 1 / u.mA and grads["tau"].unit == 1 / u.ms
     learner.update(xs, targets)
     assert net.w.value.unit == u.mA and net.V.value.unit == u.mV
-    np.testing.assert_allclose(net.tau.value.to_decimal(u.ms), 5.0 - 0.1 * wanted["tau"][0], rtol=1e-9)
+    np.testing.assert_allclose(
+        net.tau.value.to_decimal(u.ms), 5.0 - 0.1 * wanted["tau"][0], rtol=1e-9
+    )
 
 
 def test_random_numbers_of_a_module() -> None:
@@ -134,10 +156,14 @@ class Leaky(brainstate.nn.Module):
 
 @pytest.mark.parametrize("library", ["brainunit", "brainevent", "braintrace"])
 def test_sparse_products_are_contacts(library: str) -> None:
-    """The reference is the same model with a dense matrix: JAX differentiates `x @ CSR` wrongly, brainevent needs numba for it."""
+    """The reference is the same model with a dense matrix: JAX differentiates `x @ CSR` wrongly,
+    brainevent needs numba for it.
+    """
     from brainevent import CSR
 
-    dense = np.random.default_rng(2).uniform(0.2, 1, (I, H)) * (np.arange(I * H).reshape(I, H) % 3 != 0)
+    dense = np.random.default_rng(2).uniform(0.2, 1, (I, H)) * (
+        np.arange(I * H).reshape(I, H) % 3 != 0
+    )
     matrix = (u.sparse.CSR if library == "brainunit" else CSR).fromdense(jnp.asarray(dense))
     layers = pytest.importorskip("braintrace").nn if library == "braintrace" else brainstate.nn
     xs, targets = data(H)

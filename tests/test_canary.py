@@ -1,4 +1,6 @@
-"""The canary: every private part of torch, JAX, brainstate and torch2jax is checked, and a broken one is refused by name."""
+"""The canary: every private part of torch, JAX, brainstate and torch2jax is checked, and a broken
+one is refused by name.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,15 @@ def in_half_precision(check: Callable) -> None:
 
 
 @pytest.mark.parametrize(
-    "where", [in_a_jitted_function, in_inference_mode, without_gradients, without_jit, on_the_meta_device, in_half_precision]
+    "where",
+    [
+        in_a_jitted_function,
+        in_inference_mode,
+        without_gradients,
+        without_jit,
+        on_the_meta_device,
+        in_half_precision,
+    ],
 )
 def test_it_holds_wherever_the_first_wrap_is(where: Callable) -> None:
     where(canary.check_hooks)
@@ -125,7 +135,10 @@ def calls_that_the_mode_does_not_see(patch: pytest.MonkeyPatch) -> None:
 
 def aten_that_is_not_reached(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch._C, "DisableTorchFunctionSubclass", contextlib.nullcontext)
-    patch.setattr("etrace_bridge.frontend.tensor.TracedTensor.__torch_dispatch__", torch._C._disabled_torch_dispatch_impl)
+    patch.setattr(
+        "etrace_bridge.frontend.tensor.TracedTensor.__torch_dispatch__",
+        torch._C._disabled_torch_dispatch_impl,
+    )
 
 
 def reads_that_are_missing(patch: pytest.MonkeyPatch) -> None:
@@ -133,7 +146,8 @@ def reads_that_are_missing(patch: pytest.MonkeyPatch) -> None:
 
 
 def names_that_changed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(registry, "lookup", lambda function: None)  # which remembers the names it has seen
+    # which remembers the names it has seen
+    patch.setattr(registry, "lookup", lambda function: None)
 
 
 def hooks_that_moved(patch: pytest.MonkeyPatch) -> None:
@@ -149,7 +163,11 @@ def jaxprs_that_lose_constants(patch: pytest.MonkeyPatch) -> None:
 
     def lossy(jaxpr: Any, *args: Any, **kwargs: Any) -> Any:
         live, used = plain(jaxpr, *args, **kwargs)
-        return live.replace(constvars=[], invars=[*live.constvars, *live.invars], debug_info=live.debug_info.with_unknown_names()), used
+        return live.replace(
+            constvars=[],
+            invars=[*live.constvars, *live.invars],
+            debug_info=live.debug_info.with_unknown_names(),
+        ), used
 
     patch.setattr(_jax_compat.partial_eval, "dce_jaxpr", lossy)
 
@@ -159,7 +177,9 @@ def equations_without_context(patch: pytest.MonkeyPatch) -> None:
 
 
 def states_in_another_form(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(brainstate.transform.StatefulFunction, "get_states", lambda self, *args, **kwargs: ())
+    patch.setattr(
+        brainstate.transform.StatefulFunction, "get_states", lambda self, *args, **kwargs: ()
+    )
 
 
 def rules_that_are_gone(patch: pytest.MonkeyPatch) -> None:
@@ -184,16 +204,21 @@ BROKEN: dict[Callable, str] = {
 
 
 def test_every_hook_has_a_test_that_breaks_it() -> None:
-    assert {hook.name for hook in canary.HOOKS} == {hook.name for hook in canary.HOOKS if hook.name.startswith(tuple(BROKEN.values()))}
+    assert {hook.name for hook in canary.HOOKS} == {
+        hook.name for hook in canary.HOOKS if hook.name.startswith(tuple(BROKEN.values()))
+    }
     assert len(set(BROKEN.values())) == len(canary.HOOKS)
 
 
 @pytest.mark.parametrize("damage", BROKEN, ids=lambda f: f.__name__)
-def test_a_broken_hook_is_refused_by_name_and_versions(damage: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_hook_is_refused_by_name_and_versions(
+    damage: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (hook,) = [hook for hook in canary.HOOKS if hook.name.startswith(BROKEN[damage])]
     assert hook.holds()
     with monkeypatch.context() as patch:
-        patch.setattr(canary, "HOOKS", (hook,))  # what one part of torch does, another may need: break and check one
+        # what one part of torch does, another may need: break and check one
+        patch.setattr(canary, "HOOKS", (hook,))
         damage(patch)
         with pytest.raises(eb.NotSupportedError) as caught:
             eb.wrap(nn.GRU(2, 2))

@@ -1,4 +1,6 @@
-"""`check_gradients` tells the truth: what agrees, what does not, and when there was nothing to compare."""
+"""`check_gradients` tells the truth: what agrees, what does not, and when there was nothing to
+compare.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,9 @@ def torch_gradients(model: nn.Module, xs: torch.Tensor, ys: torch.Tensor) -> dic
     import copy
 
     double = copy.deepcopy(model).double()
-    total = torch.stack([mse_loss(o, y) for o, y in zip(double(xs.double()), ys.double(), strict=True)]).mean()
+    total = torch.stack(
+        [mse_loss(o, y) for o, y in zip(double(xs.double()), ys.double(), strict=True)]
+    ).mean()
     total.backward()
     return {name: p.grad.numpy() for name, p in double.named_parameters()}
 
@@ -139,8 +143,12 @@ def test_numbers_are_those_of_the_gradients():
     for p in report:
         a, b = p.online_gradient, wanted[p.name]
         np.testing.assert_allclose(p.torch_gradient, b, rtol=1e-9, atol=1e-15)
-        assert p.cosine == pytest.approx((a * b).sum() / np.sqrt((a * a).sum() * (b * b).sum()), rel=1e-9)
-        assert p.relative_error == pytest.approx(np.sqrt(((a - b) ** 2).sum() / (b * b).sum()), rel=1e-6, abs=1e-12)
+        assert p.cosine == pytest.approx(
+            (a * b).sum() / np.sqrt((a * a).sum() * (b * b).sum()), rel=1e-9
+        )
+        assert p.relative_error == pytest.approx(
+            np.sqrt(((a - b) ** 2).sum() / (b * b).sum()), rel=1e-6, abs=1e-12
+        )
         assert p.norm_ratio == pytest.approx(np.sqrt((a * a).sum() / (b * b).sum()), rel=1e-9)
         assert p.sign_agreement == pytest.approx(np.mean(np.sign(a) == np.sign(b)))
         assert p.max_difference == pytest.approx(np.abs(a - b).max(), rel=1e-6, abs=1e-14)
@@ -157,7 +165,9 @@ def test_numbers_are_those_of_the_gradients():
 def test_diagonal_recurrence_is_certified_and_measured_exact():
     report = eb.check_gradients(Leaky(), *data(H), loss=mse_loss, rule="d_rtrl")
     assert report.ok
-    assert {p.verdict for p in report} == {"exact"} and {p.expectation.kind for p in report} == {"exact"}
+    assert {p.verdict for p in report} == {"exact"} and {p.expectation.kind for p in report} == {
+        "exact"
+    }
     assert min(p.past for p in report) > 1e-3
 
 
@@ -172,7 +182,10 @@ def test_truncated_bptt_says_so():
     assert report.ok
     assert report["gru.weight_hh_l0"].verdict == "truncated (as certified)"
     assert report["out.bias"].verdict == "exact"
-    assert eb.check_gradients(Net(), *data(), loss=mse_loss, rule="bptt")["gru.weight_hh_l0"].verdict == "exact"
+    assert (
+        eb.check_gradients(Net(), *data(), loss=mse_loss, rule="bptt")["gru.weight_hh_l0"].verdict
+        == "exact"
+    )
 
 
 def test_rules_that_promise_nothing_are_reported_and_ok():
@@ -204,7 +217,9 @@ def test_a_wrong_gradient_is_found_and_reads_like_assert_close():
     assert wrong.verdict == "MISMATCH" and wrong.max_index == (2, 1)
     text = "\n\n".join(report.mismatches())
     assert "`gru.weight_ih_l0` is not close" in text and "index (2, 1)" in text
-    assert repr(wrong.found) in text and repr(wrong.expected) in text and "up to 1e-09 allowed" in text
+    assert (
+        repr(wrong.found) in text and repr(wrong.expected) in text and "up to 1e-09 allowed" in text
+    )
     assert f"Mismatched elements: 1 / {3 * H * IN}" in text
     assert text in str(report)
 
@@ -222,7 +237,9 @@ def test_a_contradicted_certificate_is_found(monkeypatch):
 def test_assert_gradients_close_passes_and_asks_for_a_cosine():
     model, (xs, ys) = Net(), data()
     assert eb.assert_gradients_close(Leaky(), *data(H), mse_loss, "d_rtrl", min_cosine=0.99999).ok
-    with pytest.raises(AssertionError, match=r"`gru\.\w+` has cosine 0\.\d+ to torch's; at least 0\.99999"):
+    with pytest.raises(
+        AssertionError, match=r"`gru\.\w+` has cosine 0\.\d+ to torch's; at least 0\.99999"
+    ):
         eb.assert_gradients_close(model, xs, ys, mse_loss, "d_rtrl", min_cosine=0.99999)
 
 
@@ -245,7 +262,9 @@ def only_problem(report: eb.GradientReport) -> str:
 
 def test_one_chunk_never_uses_the_trace():
     xs, ys = data(H)
-    assert "one chunk" in only_problem(eb.check_gradients(Leaky(), xs, ys, mse_loss, "rtrl", chunk=T))
+    assert "one chunk" in only_problem(
+        eb.check_gradients(Leaky(), xs, ys, mse_loss, "rtrl", chunk=T)
+    )
     report = eb.check_gradients(Leaky(), xs[:1], ys[:1], mse_loss, "d_rtrl", allow_zero=["decay"])
     assert "one step" in only_problem(report)
 
@@ -253,7 +272,9 @@ def test_one_chunk_never_uses_the_trace():
 def test_loss_in_the_first_chunk_never_uses_the_trace():
     mask = torch.zeros(T)
     mask[:3] = 1
-    assert "only the first chunk" in only_problem(eb.check_gradients(Leaky(), *data(H), mse_loss, "rtrl", chunk=3, mask=mask))
+    assert "only the first chunk" in only_problem(
+        eb.check_gradients(Leaky(), *data(H), mse_loss, "rtrl", chunk=3, mask=mask)
+    )
 
 
 def test_detached_state_never_uses_the_trace():
@@ -262,12 +283,16 @@ def test_detached_state_never_uses_the_trace():
 
 
 def test_silent_network_is_not_ok():
-    assert "silent" in only_problem(eb.check_gradients(Spiking(gain=1e-3), *data(H), mse_loss, "d_rtrl"))
+    assert "silent" in only_problem(
+        eb.check_gradients(Spiking(gain=1e-3), *data(H), mse_loss, "d_rtrl")
+    )
 
 
 def test_zero_input_is_not_ok():
     xs, ys = data(H)
-    assert "input is zero" in eb.check_gradients(Leaky(), 0 * xs, ys, mse_loss, "d_rtrl").problems[0]
+    assert (
+        "input is zero" in eb.check_gradients(Leaky(), 0 * xs, ys, mse_loss, "d_rtrl").problems[0]
+    )
 
 
 def test_zero_gradients_are_not_ok():
@@ -275,7 +300,9 @@ def test_zero_gradients_are_not_ok():
     nn.init.zeros_(model.out.weight)
     for p in model.out.parameters():
         p.requires_grad_(False)
-    assert "All gradients are zero" in only_problem(eb.check_gradients(model, *data(), mse_loss, "rtrl"))
+    assert "All gradients are zero" in only_problem(
+        eb.check_gradients(model, *data(), mse_loss, "rtrl")
+    )
 
 
 def test_loss_that_ignores_the_model_is_not_ok():
@@ -310,14 +337,20 @@ def test_different_outputs_are_a_problem(monkeypatch):
         return found
 
     monkeypatch.setattr(check, "torch_reference", other)
-    assert "outputs differ at step 4" in eb.check_gradients(Leaky(), *data(H), mse_loss, "d_rtrl").problems[0]
+    assert (
+        "outputs differ at step 4"
+        in eb.check_gradients(Leaky(), *data(H), mse_loss, "d_rtrl").problems[0]
+    )
 
 
 # ---- the user's world stays as it was
 
 
 def snapshot(model: nn.Module) -> dict[str, Any]:
-    return {name: (t.data_ptr(), t.dtype, t._version, t.detach().clone()) for name, t in model.state_dict(keep_vars=True).items()}
+    return {
+        name: (t.data_ptr(), t.dtype, t._version, t.detach().clone())
+        for name, t in model.state_dict(keep_vars=True).items()
+    }
 
 
 @pytest.mark.x32
@@ -377,8 +410,13 @@ def test_a_fixed_precision_gives_advice():
             return super().forward(x) @ torch.ones(H, H, dtype=torch.float32)
 
     model, (xs, ys) = Fixed(), data(H)
-    for report in (eb.check_gradients(model, xs, ys, mse_loss, "d_rtrl"), eb.check_gradients(model, xs, ys, mse_loss, dtype="float64")):
-        assert report.dtype == "float32" and "cannot run in float64" in report.notes[0] and report.ok
+    for report in (
+        eb.check_gradients(model, xs, ys, mse_loss, "d_rtrl"),
+        eb.check_gradients(model, xs, ys, mse_loss, dtype="float64"),
+    ):
+        assert (
+            report.dtype == "float32" and "cannot run in float64" in report.notes[0] and report.ok
+        )
     double = Fixed().double()  # its own precision is float64, so there is none to fall back to
     with pytest.raises(eb.InputError, match="cannot run in float64.*Pass `dtype=None`"):
         eb.check_gradients(double, xs, ys, mse_loss, "d_rtrl")
@@ -394,21 +432,37 @@ def test_the_default_precision_is_float64():
 
 def test_jax_loss_equals_torch_loss():
     model, xs, ys, by_torch = shared("d_rtrl")
-    by_jax = eb.check_gradients(model, xs, ys, lambda y, t: jnp.mean(jnp.square(jnp.subtract(y, t))), "d_rtrl")
+    by_jax = eb.check_gradients(
+        model, xs, ys, lambda y, t: jnp.mean(jnp.square(jnp.subtract(y, t))), "d_rtrl"
+    )
     assert by_jax.ok and by_jax.torch_loss == pytest.approx(by_torch.torch_loss, rel=1e-12)
     for p in by_torch:
-        np.testing.assert_allclose(by_jax[p.name].torch_gradient, p.torch_gradient, rtol=1e-10, atol=1e-15)
+        np.testing.assert_allclose(
+            by_jax[p.name].torch_gradient, p.torch_gradient, rtol=1e-10, atol=1e-15
+        )
 
 
 def test_batch_first_mask_sum_and_numpy():
     model, (xs, ys) = Net(batch_first=True), data()
     mask = np.linspace(0, 1, T)
-    report = eb.check_gradients(model, xs.transpose(0, 1).numpy(), ys.transpose(0, 1).numpy(), mse_loss, "rtrl", mask=mask, reduction="sum")
+    report = eb.check_gradients(
+        model,
+        xs.transpose(0, 1).numpy(),
+        ys.transpose(0, 1).numpy(),
+        mse_loss,
+        "rtrl",
+        mask=mask,
+        reduction="sum",
+    )
     assert report.ok
     twin = Net()
     twin.load_state_dict(model.state_dict())
     same = eb.check_gradients(twin, xs, ys, mse_loss, "rtrl", mask=mask, reduction="sum")
-    np.testing.assert_allclose(report["gru.weight_hh_l0"].torch_gradient, same["gru.weight_hh_l0"].torch_gradient, rtol=1e-9)
+    np.testing.assert_allclose(
+        report["gru.weight_hh_l0"].torch_gradient,
+        same["gru.weight_hh_l0"].torch_gradient,
+        rtol=1e-9,
+    )
 
 
 def test_tokens_and_several_outputs():
@@ -424,7 +478,9 @@ def test_tokens_and_several_outputs():
     def loss(output, target):
         return ((output[0] - target) ** 2).mean() + (output[1]["twice"] * target).mean()
 
-    report = eb.check_gradients(Words(), torch.randint(0, 5, (T, B)), torch.randn(T, B, H), loss, "rtrl")
+    report = eb.check_gradients(
+        Words(), torch.randint(0, 5, (T, B)), torch.randn(T, B, H), loss, "rtrl"
+    )
     assert report.ok and report["embed.weight"].norm > 1e-3
 
 
@@ -445,7 +501,9 @@ def test_hooks_on_parameters_are_part_of_the_gradient():
     hooked = eb.check_gradients(model, xs, ys, mse_loss, "rtrl")
     handle.remove()
     assert hooked.ok
-    np.testing.assert_allclose(hooked["out.bias"].torch_gradient, 3 * plain["out.bias"].torch_gradient, rtol=1e-9)
+    np.testing.assert_allclose(
+        hooked["out.bias"].torch_gradient, 3 * plain["out.bias"].torch_gradient, rtol=1e-9
+    )
 
 
 @pytest.mark.parametrize(
@@ -458,7 +516,10 @@ def test_hooks_on_parameters_are_part_of_the_gradient():
         ({"loss": None}, "`loss` is a NoneType"),
         ({"mask": torch.ones(3)}, "`mask` has shape"),
         ({"mask": torch.zeros(T)}, "no step with a positive weight"),
-        ({"allow_zero": ["nope"]}, "`allow_zero` names parameters that the model does not train: nope"),
+        (
+            {"allow_zero": ["nope"]},
+            "`allow_zero` names parameters that the model does not train: nope",
+        ),
         ({"reduction": "max"}, "`reduction` is 'max'"),
         ({"xs": torch.randn(T)}, "needs a time axis and a batch axis"),
         ({"model": "a string"}, "takes a torch or brainstate module, not a `str`"),
@@ -482,11 +543,22 @@ def test_a_bridged_module_is_not_the_torch_model():
 def test_report_as_dict_json_html_and_picture(tmp_path):
     report = shared("d_rtrl")[-1]
     content = report.to_dict()
-    assert json.loads(report.to_json(tmp_path / "r.json")) == content == json.loads((tmp_path / "r.json").read_text())
-    assert content["ok"] is True and [p["name"] for p in content["parameters"]] == list(report.parameters)
+    assert (
+        json.loads(report.to_json(tmp_path / "r.json"))
+        == content
+        == json.loads((tmp_path / "r.json").read_text())
+    )
+    assert content["ok"] is True and [p["name"] for p in content["parameters"]] == list(
+        report.parameters
+    )
     page = report.to_html(tmp_path / "r.html").read_text()
     assert page.startswith("<!DOCTYPE html>") and all(name in page for name in report.parameters)
-    assert "http://" not in page and "https://" not in page and "<script" not in page and "src=" not in page
+    assert (
+        "http://" not in page
+        and "https://" not in page
+        and "<script" not in page
+        and "src=" not in page
+    )
     figure = report.plot(tmp_path / "r.png")
     assert len(figure.axes) == 3 and (tmp_path / "r.png").stat().st_size > 5000
     with pytest.raises(eb.InputError, match="Cannot write"):
@@ -496,7 +568,11 @@ def test_report_as_dict_json_html_and_picture(tmp_path):
 
 
 def test_budget_is_read():
-    assert parse_bytes("500MB") == 500_000_000 and parse_bytes("2 GiB") == 2**31 and parse_bytes("1.5kb") == 1500
+    assert (
+        parse_bytes("500MB") == 500_000_000
+        and parse_bytes("2 GiB") == 2**31
+        and parse_bytes("1.5kb") == 1500
+    )
     assert parse_bytes(12) == 12
     for bad in ("much", "-5MB", "5 apples", 0, -1, True, float("inf")):
         with pytest.raises(eb.InputError, match="`budget` is"):
@@ -506,11 +582,18 @@ def test_budget_is_read():
 def test_map_tensors_keeps_structure():
     tree = {"a": (torch.ones(1), [torch.zeros(1)]), "b": 3}
     found = map_tensors(tree, lambda t: t + 1)
-    assert found["a"][0].item() == 2 and found["a"][1][0].item() == 1 and found["b"] == 3 and isinstance(found["a"], tuple)
+    assert (
+        found["a"][0].item() == 2
+        and found["a"][1][0].item() == 1
+        and found["b"] == 3
+        and isinstance(found["a"], tuple)
+    )
 
 
 class RootOfState(nn.Module):
-    """Found by the fuzzer: the slope of the root at a state of zero is infinite, and torch never asks for it at the first state."""
+    """Found by the fuzzer: the slope of the root at a state of zero is infinite, and torch never
+    asks for it at the first state.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -525,8 +608,12 @@ class RootOfState(nn.Module):
 
 @pytest.mark.parametrize("rule", ["rtrl", "d_rtrl"])
 def test_an_infinite_slope_at_the_first_state_is_reported_not_hidden(rule):
-    """A limit, said in docs/limits.md: the online gradient is NaN where torch's is finite, and the report says so."""
+    """A limit, said in docs/limits.md: the online gradient is NaN where torch's is finite, and the
+    report says so.
+    """
     torch.manual_seed(0)
-    report = eb.check_gradients(RootOfState(), torch.randn(T, B, IN), torch.randn(T, B, H), loss=mse_loss, rule=rule)
+    report = eb.check_gradients(
+        RootOfState(), torch.randn(T, B, IN), torch.randn(T, B, H), loss=mse_loss, rule=rule
+    )
     assert not report.ok and "nan" in str(report)
     assert all(math.isfinite(report[name].norm) for name in ("fc.weight", "fc.bias"))

@@ -1,4 +1,6 @@
-"""Several rules side by side: what they cost, which one is recommended, and that predicted bytes are XLA's."""
+"""Several rules side by side: what they cost, which one is recommended, and that predicted bytes
+are XLA's.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,10 @@ RULES = ["rtrl", "d_rtrl", "pp_prop"]
 class NearlyDiagonal(nn.Module):
     """Leaky units with a weak mixing, on which the order of the rules has a reason.
 
-    `rtrl` is exact. `d_rtrl` drops only what passes through the mixing product, of the order of its size, 0.005. `pp_prop` carries
-    the past as one product of two low-pass filters with one decay, while the units have decays from 0.2 to 0.95: a trace for each
-    unit's own decay is just what it has not. Their memory falls in the same order: hidden x parameters, parameters, units.
+    `rtrl` is exact. `d_rtrl` drops only what passes through the mixing product, of the order of its
+    size, 0.005. `pp_prop` carries the past as one product of two low-pass filters with one decay,
+    while the units have decays from 0.2 to 0.95: a trace for each unit's own decay is just what it
+    has not. Their memory falls in the same order: hidden x parameters, parameters, units.
     """
 
     def __init__(self, mixing: float = 0.005) -> None:
@@ -79,10 +82,16 @@ def test_the_order_of_the_rules_has_its_reason(comparison):
     assert exact > 1 - 1e-12
     assert 1 - 1e-3 < diagonal < 1 - 1e-7  # the mixing is dropped, and it is small
     assert 1 - factored > 10 * (1 - diagonal)
-    assert comparison["pp_prop"]["fc.weight"].relative_error > 3 * comparison["d_rtrl"]["fc.weight"].relative_error
+    assert (
+        comparison["pp_prop"]["fc.weight"].relative_error
+        > 3 * comparison["d_rtrl"]["fc.weight"].relative_error
+    )
     none = eb.check_gradients(NearlyDiagonal(mixing=0.0), *data(), mse_loss, "d_rtrl")
-    assert none["fc.weight"].relative_error < 1e-12  # with no mixing nothing is dropped: that was the reason
-    assert [comparison[name].memory for name in RULES] == sorted((r.memory for r in comparison), reverse=True)
+    # with no mixing nothing is dropped: that was the reason
+    assert none["fc.weight"].relative_error < 1e-12
+    assert [comparison[name].memory for name in RULES] == sorted(
+        (r.memory for r in comparison), reverse=True
+    )
 
 
 def test_comparison_recommends_within_a_budget(comparison):
@@ -100,7 +109,9 @@ def test_recommend_picks_the_most_faithful_rule_that_fits():
     assert best.rule == "rtrl" and best.ok and best.memory <= 100e6
     by_name = {c.rule: c for c in best.candidates}
     assert [c.rule for c in best.candidates] == RULES  # most faithful first
-    assert by_name["rtrl"].cosine > 1 - 1e-6 and 1 - by_name["pp_prop"].cosine > 10 * (1 - by_name["d_rtrl"].cosine)
+    assert by_name["rtrl"].cosine > 1 - 1e-6 and 1 - by_name["pp_prop"].cosine > 10 * (
+        1 - by_name["d_rtrl"].cosine
+    )
     assert 'Use rule="rtrl"' in str(best) and json.loads(best.to_json())["rule"] == "rtrl"
     less = eb.recommend(model, x, budget=by_name["d_rtrl"].memory, rules=RULES, steps=8)
     assert less.rule == "d_rtrl" and less.memory <= by_name["d_rtrl"].memory
@@ -111,7 +122,8 @@ def test_recommend_picks_the_most_faithful_rule_that_fits():
 
 def test_recommend_prefers_the_smaller_of_two_exact_rules():
     model = NearlyDiagonal(mixing=0.0)
-    model.mix.requires_grad_(False)  # a frozen mixing of zero: nothing is left that `d_rtrl` could drop
+    # a frozen mixing of zero: nothing is left that `d_rtrl` could drop
+    model.mix.requires_grad_(False)
     best = eb.recommend(model, torch.randn(B, IN), rules=["rtrl", "d_rtrl"], steps=8)
     assert {c.cosine > 1 - 1e-6 for c in best.candidates} == {True}
     assert best.rule == "d_rtrl" and best.memory == min(c.memory for c in best.candidates)
@@ -126,7 +138,11 @@ def learner_bytes(model: nn.Module, rule: str, chunk: int, xs: Tensor, ys: Tenso
     before = client.live_executables()
     kept = eb.OnlineLearner(model, rule=rule, loss=mse_loss, chunk=chunk, guard=False)
     assert kept.gradients(xs, ys).grads
-    found = [program.get_compiled_memory_stats() for program in client.live_executables() if all(program is not old for old in before)]
+    found = [
+        program.get_compiled_memory_stats()
+        for program in client.live_executables()
+        if all(program is not old for old in before)
+    ]
     parts = ("argument_size_in_bytes", "output_size_in_bytes", "temp_size_in_bytes")
     largest = max(sum(getattr(f, part) for part in parts) - f.alias_size_in_bytes for f in found)
     return largest - sum(t.numel() * t.element_size() for t in (xs, ys))
@@ -147,7 +163,11 @@ def test_predicted_bytes_are_those_of_the_learners_own_program(name):
     xs, ys = torch.randn(steps, B, IN), torch.randn(steps, B, width)
     for candidate in found.candidates:
         wanted = learner_bytes(model, candidate.rule, candidate.chunk, xs, ys)
-        assert candidate.compiled and abs(candidate.memory - wanted) <= 0.1 * wanted, (candidate.rule, candidate.memory, wanted)
+        assert candidate.compiled and abs(candidate.memory - wanted) <= 0.1 * wanted, (
+            candidate.rule,
+            candidate.memory,
+            wanted,
+        )
 
 
 def test_the_comparisons_bytes_are_those_of_the_learners_own_program(comparison):

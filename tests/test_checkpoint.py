@@ -1,4 +1,6 @@
-"""Checkpoints: everything comes back bit for bit, a kill leaves the old or the new one, and what does not fit is listed."""
+"""Checkpoints: everything comes back bit for bit, a kill leaves the old or the new one, and what
+does not fit is listed.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,15 @@ SCRIPT = Path(__file__).with_name("resume_script.py")
 
 def everything(learner: eb.OnlineLearner) -> dict[str, np.ndarray]:
     """Every array that a learner holds, by name."""
-    tensors = {name: checkpoint.as_tensor(x) for name, x in checkpoint.named_arrays(learner.runtime.store).items()}
+    tensors = {
+        name: checkpoint.as_tensor(x)
+        for name, x in checkpoint.named_arrays(learner.runtime.store).items()
+    }
     tensors |= {f"torch {n}": t for n, t in learner.net.state_dict().items()}
-    return {n: (t.view(torch.int16) if t.dtype == torch.bfloat16 else t).numpy() for n, t in tensors.items()}
+    return {
+        n: (t.view(torch.int16) if t.dtype == torch.bfloat16 else t).numpy()
+        for n, t in tensors.items()
+    }
 
 
 def assert_equal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
@@ -72,8 +80,12 @@ def test_everything_comes_back(trained, saved):
     kinds = {name.split()[0] for name in expected}
     assert {"parameter", "hidden", "carried", "trace", "optimizer", "alarm", "torch"} <= kinds
     assert any(name.startswith("carried") and "rng_key" in name for name in expected)
-    assert all(np.any(expected[n]) for n in expected if n.startswith("trace ")), "an empty trace shows nothing"
-    loaded = eb.OnlineLearner.load(saved, make_net(dropout=0.3), loss=mse_loss, optimizer=optax.adam(0.02))
+    assert all(np.any(expected[n]) for n in expected if n.startswith("trace ")), (
+        "an empty trace shows nothing"
+    )
+    loaded = eb.OnlineLearner.load(
+        saved, make_net(dropout=0.3), loss=mse_loss, optimizer=optax.adam(0.02)
+    )
     assert_equal(everything(loaded), expected)
     assert (loaded.steps, loaded.updates) == (trained.steps, trained.updates) == (6, 6)
     assert loaded.rule == trained.rule and loaded.runtime.options.chunk == 2
@@ -91,9 +103,12 @@ def test_the_weights_are_a_plain_file_for_torch(saved):
     model = make_net()
     assert list(model.state_dict()) == sorted(found, key=list(model.state_dict()).index)
     with pytest.raises(AssertionError):
-        assert_same({n: found[n] for n in model.state_dict()}, model.state_dict(), 1e-6)  # they were trained
+        # they were trained
+        assert_same({n: found[n] for n in model.state_dict()}, model.state_dict(), 1e-6)
     model.load_state_dict(found)
-    loaded = eb.OnlineLearner.load(saved, make_net(dropout=0.3), loss=mse_loss, optimizer=optax.adam(0.02))
+    loaded = eb.OnlineLearner.load(
+        saved, make_net(dropout=0.3), loss=mse_loss, optimizer=optax.adam(0.02)
+    )
     assert_same(dict(loaded.net.state_dict()), model.state_dict(), 0)
 
 
@@ -109,19 +124,27 @@ def test_a_new_learner_and_one_without_a_stream(tmp_path):
     empty = make_learner()
     empty.save(tmp_path / "empty")
     xs, ys = make_data()
-    loaded = eb.OnlineLearner.load(tmp_path / "empty", make_net(dropout=0.3), loss=mse_loss, optimizer=optax.adam(0.02), seed=5)
+    loaded = eb.OnlineLearner.load(
+        tmp_path / "empty", make_net(dropout=0.3), loss=mse_loss, optimizer=optax.adam(0.02), seed=5
+    )
     assert loaded.steps == 0
     first = loaded.fit([(xs, ys)]).batch_losses
     assert first == empty.fit([(xs, ys)]).batch_losses
     loaded.save(tmp_path / "empty")
-    again = eb.OnlineLearner.load(tmp_path / "empty", make_net(dropout=0.3), loss=mse_loss, optimizer=optax.adam(0.02))
-    assert again.updates == 1 and again.history.batch_losses == first and again.history["epoch"] == [1]
+    again = eb.OnlineLearner.load(
+        tmp_path / "empty", make_net(dropout=0.3), loss=mse_loss, optimizer=optax.adam(0.02)
+    )
+    assert (
+        again.updates == 1 and again.history.batch_losses == first and again.history["epoch"] == [1]
+    )
     assert again.update(xs, ys).loss == loaded.update(xs, ys).loss
     assert again.updates == 2
 
 
 OPTIMIZERS = {
-    "translated": lambda model: torch.optim.Adam([{"params": model.rnn.parameters()}, {"params": model.out.parameters(), "lr": 0.1}]),
+    "translated": lambda model: torch.optim.Adam(
+        [{"params": model.rnn.parameters()}, {"params": model.out.parameters(), "lr": 0.1}]
+    ),
     "in torch": lambda model: torch.optim.NAdam(model.parameters(), lr=0.05),
 }
 
@@ -136,7 +159,9 @@ def test_torch_optimizers_come_back(kind, tmp_path):
     learner.runtime.optimizer.param_groups[0]["lr"] = 0.003  # as a scheduler does
     learner.save(tmp_path / "model")
     optimizer = OPTIMIZERS[kind](other)
-    loaded = eb.OnlineLearner.load(tmp_path / "model", other, loss=mse_loss, optimizer=optimizer, accumulate=2)
+    loaded = eb.OnlineLearner.load(
+        tmp_path / "model", other, loss=mse_loss, optimizer=optimizer, accumulate=2
+    )
     assert optimizer.param_groups[0]["lr"] == 0.003
     for batch in batches[3:]:
         assert learner.update(*batch).loss == loaded.update(*batch).loss
@@ -145,7 +170,9 @@ def test_torch_optimizers_come_back(kind, tmp_path):
 
 def test_the_guard_goes_on_counting(trained, tmp_path):
     trained.save(tmp_path / "model")
-    loaded = eb.OnlineLearner.load(tmp_path / "model", make_net(dropout=0.3), loss=mse_loss, optimizer=optax.adam(0.02))
+    loaded = eb.OnlineLearner.load(
+        tmp_path / "model", make_net(dropout=0.3), loss=mse_loss, optimizer=optax.adam(0.02)
+    )
     xs, ys = make_data(seed=2)
     loaded.step(xs[0], ys[0])
     loaded.step(xs[1] * torch.nan, ys[1])
@@ -154,7 +181,8 @@ def test_the_guard_goes_on_counting(trained, tmp_path):
     assert not (tmp_path / "other.safetensors").exists() and loaded.steps == trained.steps + 1
 
 
-# -- what does not fit ------------------------------------------------------------------------------------------
+# -- what does not fit
+# ------------------------------------------------------------------------------------------
 
 
 def test_another_model_is_told_what_differs(saved):
@@ -176,8 +204,13 @@ def test_another_model_is_told_what_differs(saved):
         "rnn.weight_hh_l0: float64(3, 3) in the checkpoint, float64(4, 4) here",
     ):
         assert line in message
-    assert "rnn.bias_hh_l0" in message and message.index("extra.bias") < message.index("extra.weight")
-    with pytest.raises(eb.StateError, match=r"rnn.weight_ih_l0: float64\(3, 2\) in the checkpoint, float32\(3, 2\) here"):
+    assert "rnn.bias_hh_l0" in message and message.index("extra.bias") < message.index(
+        "extra.weight"
+    )
+    with pytest.raises(
+        eb.StateError,
+        match=r"rnn.weight_ih_l0: float64\(3, 2\) in the checkpoint, float32\(3, 2\) here",
+    ):
         eb.OnlineLearner.load(saved, make_net(torch.float32), loss=mse_loss)
 
 
@@ -190,7 +223,9 @@ def test_another_rule_or_optimizer_is_told_what_differs(saved, tmp_path):
     with pytest.raises(eb.StateError, match="optimizer .*mu.*in the checkpoint only"):
         eb.OnlineLearner.load(saved, model, loss=mse_loss, optimizer=optax.sgd(0.1))
     with pytest.raises(eb.StateError, match="not a torch optimizer in the checkpoint"):
-        eb.OnlineLearner.load(saved, model, loss=mse_loss, optimizer=torch.optim.SGD(model.parameters()))
+        eb.OnlineLearner.load(
+            saved, model, loss=mse_loss, optimizer=torch.optim.SGD(model.parameters())
+        )
     weights = tmp_path / "plain.safetensors"
     safetensors.torch.save_file(model.state_dict(), weights)
     with pytest.raises(eb.InputError, match="holds weights only"):
@@ -202,7 +237,8 @@ def test_another_rule_or_optimizer_is_told_what_differs(saved, tmp_path):
         eb.OnlineLearner.load(tmp_path / "text", model)
 
 
-# -- whole or not at all ----------------------------------------------------------------------------------------
+# -- whole or not at all
+# ----------------------------------------------------------------------------------------
 
 
 def write(folder: Path, number: int) -> None:
@@ -213,7 +249,9 @@ def write(folder: Path, number: int) -> None:
 
 def read(folder: Path) -> int:
     weights, arrays, facts = checkpoint_files.read_checkpoint(folder / "run[1]")
-    assert torch.equal(weights["x"], arrays["x"]) and float(weights["x"][0]) == facts["number"], "parts of two checkpoints"
+    assert torch.equal(weights["x"], arrays["x"]) and float(weights["x"][0]) == facts["number"], (
+        "parts of two checkpoints"
+    )
     return facts["number"]
 
 
@@ -222,11 +260,18 @@ class Killed(BaseException):
 
 
 def test_a_failure_at_any_file_operation_leaves_the_old_or_the_new(tmp_path, monkeypatch):
-    operations = {"open": (builtins, "open"), "fsync": (os, "fsync"), "replace": (os, "replace"), "unlink": (os, "unlink")}
+    operations = {
+        "open": (builtins, "open"),
+        "fsync": (os, "fsync"),
+        "replace": (os, "replace"),
+        "unlink": (os, "unlink"),
+    }
     real = {name: getattr(*place) for name, place in operations.items()}
 
     def run(fail_at: int, late: bool) -> int:
-        """Writes number 2 over number 1 and fails at one operation, before or after it; the operations begun."""
+        """Writes number 2 over number 1 and fails at one operation, before or after it; the
+        operations begun.
+        """
         folder = tmp_path / f"{fail_at}-{late}"
         write(folder, 1)
         begun = 0
@@ -285,7 +330,8 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE)
     try:
         assert process.stdout.readline() == b"ready\n"
-        # Stopping and looking is a kill after which the process can be asked again: many moments from one process.
+        # Stopping and looking is a kill after which the process can be asked again: many moments
+        # from one process.
         seen: list[int] = []
         while len(seen) < 60 or seen[-1] < 3:
             process.send_signal(signal.SIGSTOP)
@@ -301,19 +347,24 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
     assert read(tmp_path) >= max(seen)
 
 
-TWO_SCRIPT = KILLED_SCRIPT.replace("number = 1", "number = int(sys.argv[3])").replace("number += 1", "number += 2")
+TWO_SCRIPT = KILLED_SCRIPT.replace("number = 1", "number = int(sys.argv[3])").replace(
+    "number += 1", "number += 2"
+)
 
 
 def test_two_processes_that_save_to_one_path_never_mix(tmp_path):
     write(tmp_path, 0)
     arguments = [sys.executable, "-c", TWO_SCRIPT, str(Path(__file__).parent), str(tmp_path)]
-    processes = [subprocess.Popen([*arguments, str(first)], stdout=subprocess.PIPE) for first in (1, 2)]
+    processes = [
+        subprocess.Popen([*arguments, str(first)], stdout=subprocess.PIPE) for first in (1, 2)
+    ]
     try:
         for process in processes:
             assert process.stdout.readline() == b"ready\n"
         seen: list[int] = []
         while len(seen) < 100 or len({n % 2 for n in seen[-50:]}) < 2:
-            seen.append(read(tmp_path))  # raises if the files belong to two saves, or one is missing
+            # raises if the files belong to two saves, or one is missing
+            seen.append(read(tmp_path))
             time.sleep(0.001)
     finally:
         for process in processes:
@@ -335,7 +386,8 @@ def test_a_folder_without_locks_and_one_whose_lock_is_held(tmp_path, monkeypatch
             write(tmp_path, 2)
     assert read(tmp_path) == 1
     monkeypatch.setattr(checkpoint_files, "fcntl", None)  # as on Windows
-    bystander = tmp_path / "run[1].12345678.state.safetensors"  # may be another process's, about to be named
+    # May be another process's, about to be named
+    bystander = tmp_path / "run[1].12345678.state.safetensors"
     bystander.write_bytes(b"")
     write(tmp_path, 3)
     assert read(tmp_path) == 3 and bystander.exists() and len(list(tmp_path.iterdir())) == 3
@@ -345,7 +397,9 @@ def test_a_brainstate_module_that_has_seen_no_input_keeps_its_weights(tmp_path):
     class Cell(brainstate.nn.Module):
         def __init__(self, scale: float) -> None:
             super().__init__()
-            self.w = brainstate.ParamState({"a": scale * jnp.ones((2, 3)), "b": scale * jnp.ones(3)})
+            self.w = brainstate.ParamState(
+                {"a": scale * jnp.ones((2, 3)), "b": scale * jnp.ones(3)}
+            )
             self.h = brainstate.HiddenState(jnp.zeros((3, 3)))
 
         def update(self, x):
@@ -366,12 +420,19 @@ def test_a_brainstate_module_that_has_seen_no_input_keeps_its_weights(tmp_path):
     assert again.step(x, y).loss == loaded.step(x, y).loss == learner.step(x, y).loss
 
 
-# -- a new process ----------------------------------------------------------------------------------------------
+# -- a new process
+# ----------------------------------------------------------------------------------------------
 
 
 def run_script(*arguments: str) -> list[float]:
     environment = os.environ | {"PYTHONPATH": str(SCRIPT.parent)}
-    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 

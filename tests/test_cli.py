@@ -101,14 +101,35 @@ def test_check_as_printed_in_the_documentation(tmp_path, file):
 
 
 def test_check_as_json(capsys, file):
-    status, out, _ = run(capsys, "check", f"{file}:made", "--input", "2,3", "--steps", "6", "--rule", "rtrl", "--json")
+    status, out, _ = run(
+        capsys,
+        "check",
+        f"{file}:made",
+        "--input",
+        "2,3",
+        "--steps",
+        "6",
+        "--rule",
+        "rtrl",
+        "--json",
+    )
     content = json.loads(out)
     assert status == 0 and content["ok"] and content["rule"] == "rtrl" and content["steps"] == 6
 
 
 def test_check_of_several_rules_with_budget(capsys, file):
     status, out, _ = run(
-        capsys, "check", f"{file}:make_model", "--input", "2,3", "--steps", "6", "--rule", "rtrl,d_rtrl", "--budget", "1GB"
+        capsys,
+        "check",
+        f"{file}:make_model",
+        "--input",
+        "2,3",
+        "--steps",
+        "6",
+        "--rule",
+        "rtrl,d_rtrl",
+        "--budget",
+        "1GB",
     )
     assert status == 0 and "2 rules on 6 steps" in out and "Under 1GB: rtrl" in out
 
@@ -122,7 +143,9 @@ def test_check_of_tokens_and_classes(capsys, file):
 
 def test_check_of_a_cell_with_a_state(capsys, file):
     arguments = ("--input", "2,3", "--steps", "6", "--rule", "rtrl")
-    status, out, _ = run(capsys, "check", f"{file}:Cell", *arguments, "--state", f"{file}:make_state")
+    status, out, _ = run(
+        capsys, "check", f"{file}:Cell", *arguments, "--state", f"{file}:make_state"
+    )
     assert status == 0 and "fc.weight" in out
     status, _, err = run(capsys, "check", f"{file}:Cell", *arguments)
     assert status == 2 and "needs a state" in err and "Traceback" not in err
@@ -132,9 +155,14 @@ def test_check_of_a_model_that_runs_in_float32_only(capsys, tmp_path):
     """snnTorch makes float32 spikes, so the check falls back to float32 by itself."""
     pytest.importorskip("snntorch")
     code = (
-        "import snntorch\nfrom torch import nn\n\nmodel = nn.Sequential(\n    nn.Linear(3, 8), snntorch.Leaky(beta=0.9, init_hidden=True),"
+        "import snntorch\n"
+        "from torch import nn\n\n"
+        "model = nn.Sequential(\n"
+        "    nn.Linear(3, 8), snntorch.Leaky(beta=0.9, init_hidden=True),"
     )
-    (tmp_path / "spiking.py").write_text(f"{code}\n    nn.Linear(8, 2), snntorch.Leaky(beta=0.9, init_hidden=True)\n)\n")
+    (tmp_path / "spiking.py").write_text(
+        f"{code}\n    nn.Linear(8, 2), snntorch.Leaky(beta=0.9, init_hidden=True)\n)\n"
+    )
     arguments = ("--input", "4,3", "--steps", "12", "--rule", "rtrl")
     status, out, err = run(capsys, "check", f"{tmp_path}/spiking.py:model", *arguments)
     assert status == 0, out + err
@@ -145,13 +173,17 @@ def test_check_that_shows_nothing_is_not_ok(capsys, file):
     arguments = ("--input", "2,3", "--steps", "6", "--rule", "rtrl")
     status, out, _ = run(capsys, "check", f"{file}:make_model", *arguments, "--chunk", "6")
     assert status == 1 and "The trace is never used" in out
-    status, _, err = run(capsys, "check", f"{file}:make_model", *arguments, "--loss", f"{file}:silent_loss", "--json")
+    status, _, err = run(
+        capsys, "check", f"{file}:make_model", *arguments, "--loss", f"{file}:silent_loss", "--json"
+    )
     assert status == 2 and "has no derivative by the model's output" in err
 
 
 def test_own_loss_and_picture(capsys, file, tmp_path):
     arguments = ("--input", "2,3", "--steps", "6", "--rule", "rtrl", "--loss", f"{file}:my_loss")
-    status, _, _ = run(capsys, "check", f"{file}:make_model", *arguments, "--plot", str(tmp_path / "p.svg"))
+    status, _, _ = run(
+        capsys, "check", f"{file}:make_model", *arguments, "--plot", str(tmp_path / "p.svg")
+    )
     assert status == 0 and (tmp_path / "p.svg").read_text().lstrip().startswith("<?xml")
 
 
@@ -168,14 +200,19 @@ def test_recommend(capsys, file):
     arguments = ("--input", "2,3", "--steps", "6", "--rule", "d_rtrl,pp_prop")
     status, out, _ = run(capsys, "recommend", f"{file}:make_model", *arguments)
     assert status == 0 and out.startswith("Use rule=")
-    status, out, _ = run(capsys, "recommend", f"{file}:make_model", *arguments, "--budget", "10", "--json")
+    status, out, _ = run(
+        capsys, "recommend", f"{file}:make_model", *arguments, "--budget", "10", "--json"
+    )
     assert status == 1 and json.loads(out)["rule"] is None
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("check", "{}:nothing", "--input", "2,3"), "has no `nothing`. It defines: Cell, Net, broken"),
+        (
+            ("check", "{}:nothing", "--input", "2,3"),
+            "has no `nothing`. It defines: Cell, Net, broken",
+        ),
         (("check", "{}", "--input", "2,3"), "not of the form"),
         (("check", "missing.py:make", "--input", "2,3"), "There is no file `missing.py`"),
         (("check", "{}:broken", "--input", "2,3"), "failed: ValueError: no such dataset"),
@@ -184,12 +221,24 @@ def test_recommend(capsys, file):
         (("check", "{}:make_model", "--input", "two"), "is no shape"),
         (("check", "{}:make_model", "--input", "2,3", "--steps", "0"), "--steps is 0"),
         (("check", "{}:make_model", "--input", "2,3", "--chunk", "some"), "--chunk is 'some'"),
-        (("check", "{}:make_model", "--input", "2,3", "--rule", "backprop"), "There is no rule 'backprop'"),
-        (("check", "{}:make_model", "--input", "2,3", "--loss", "hinge"), "There is no loss `hinge`"),
+        (
+            ("check", "{}:make_model", "--input", "2,3", "--rule", "backprop"),
+            "There is no rule 'backprop'",
+        ),
+        (
+            ("check", "{}:make_model", "--input", "2,3", "--loss", "hinge"),
+            "There is no loss `hinge`",
+        ),
         (("check", "{}:make_model", "--input", "2,7"), "error:"),
-        (("explain", "{}.needs.py:make", "--input", "2,3"), "imports `no_such_library`, which is not installed"),
+        (
+            ("explain", "{}.needs.py:make", "--input", "2,3"),
+            "imports `no_such_library`, which is not installed",
+        ),
         (("explain", "{}:lstm", "--input", "2,3"), "idirectional"),
-        (("recommend", "{}:make_model", "--input", "2,3", "--budget", "lots"), "`budget` is 'lots'"),
+        (
+            ("recommend", "{}:make_model", "--input", "2,3", "--budget", "lots"),
+            "`budget` is 'lots'",
+        ),
     ],
 )
 def test_bad_use_is_explained_without_a_traceback(capsys, file, arguments, message):
@@ -204,12 +253,27 @@ def test_debug_shows_the_traceback(file):
 
 def test_errors_as_json(capsys, file):
     status, out, err = run(capsys, "explain", f"{file}:nothing", "--input", "2,3", "--json")
-    assert status == 2 and "has no `nothing`" in json.loads(out)["error"] and "has no `nothing`" in err
+    assert (
+        status == 2 and "has no `nothing`" in json.loads(out)["error"] and "has no `nothing`" in err
+    )
 
 
 def test_help_lists_the_commands(capsys):
     status, out, _ = run(capsys, "--help")
-    assert status == 0 and all(name in out for name in ("demo", "check", "explain", "recommend", "train", "evaluate", "predict", "bench", "completion"))
+    assert status == 0 and all(
+        name in out
+        for name in (
+            "demo",
+            "check",
+            "explain",
+            "recommend",
+            "train",
+            "evaluate",
+            "predict",
+            "bench",
+            "completion",
+        )
+    )
     assert run(capsys)[0] == 2 and run(capsys, "dance")[0] == 2 and run(capsys, "check")[0] == 2
 
 
@@ -248,11 +312,18 @@ except AttributeError as error:
 """
 
 
-@pytest.mark.parametrize("module", ["etrace_bridge.rules", "etrace_bridge.adapters.torch_rnn", "etrace_bridge.plot"])
+@pytest.mark.parametrize(
+    "module", ["etrace_bridge.rules", "etrace_bridge.adapters.torch_rnn", "etrace_bridge.plot"]
+)
 def test_public_names_come_when_they_are_used_and_64_bit_mode_stays(module):
-    done = subprocess.run([sys.executable, "-c", X64.format(module=module)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", X64.format(module=module)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "OnlineLearner True True\nmodule 'etrace_bridge' has no attribute 'nothing'\n"
+    assert (
+        done.stdout
+        == "OnlineLearner True True\nmodule 'etrace_bridge' has no attribute 'nothing'\n"
+    )
 
 
 def test_commands_can_be_added(capsys, monkeypatch):

@@ -1,4 +1,6 @@
-"""The compiler's public classes and builders, its report, and that the same model gives the same graph every time."""
+"""The compiler's public classes and builders, its report, and that the same model gives the same
+graph every time.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,19 @@ from oracle_compiler import Step
 
 def test_names_are_exported():
     for name in (
-        "ModuleInfo HiddenGroup HiddenParamOpRelation HiddenPerturbation ETraceGraph CompilationRecord DiagnosticKind "
-        "DiagnosticLevel NotSupportedError compile_etrace_graph extract_module_info find_hidden_groups_from_module "
-        "find_hidden_groups_from_minfo find_hidden_param_op_relations_from_module "
-        "find_hidden_param_op_relations_from_minfo add_hidden_perturbation_in_module "
-        "add_hidden_perturbation_from_minfo register_contact register_elementwise"
+        "ModuleInfo HiddenGroup HiddenParamOpRelation HiddenPerturbation ETraceGraph "
+        "CompilationRecord DiagnosticKind DiagnosticLevel NotSupportedError compile_etrace_graph "
+        "extract_module_info find_hidden_groups_from_module find_hidden_groups_from_minfo "
+        "find_hidden_param_op_relations_from_module find_hidden_param_op_relations_from_minfo "
+        "add_hidden_perturbation_in_module add_hidden_perturbation_from_minfo register_contact "
+        "register_elementwise"
     ).split():
         assert name in eb.__all__
         assert getattr(eb, name).__doc__
 
 
-# Hidden groups ------------------------------------------------------------------------------------------------------
+# Hidden groups
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_group_fields():
@@ -81,7 +85,9 @@ def test_group_errors():
         group.concat_hidden([jnp.zeros((B, H))])
     with pytest.raises(eb.InputError, match="has 2 states; the last axis of the array is 3"):
         group.split_hidden(jnp.zeros((B, H, 3)))
-    with pytest.raises(eb.InputError, match=r"takes 2 hidden values and \d+ input values; 1 and 0 were given"):
+    with pytest.raises(
+        eb.InputError, match=r"takes 2 hidden values and \d+ input values; 1 and 0 were given"
+    ):
         group.transition([jnp.zeros((B, H))], [])
     other = models.graph_of("two_shapes").hidden_groups
     mixed = dataclasses.replace(group, leaves=(other[0].leaves[0], other[1].leaves[0]))
@@ -105,7 +111,8 @@ def test_group_builders():
         assert by_path == {("h1",): groups[0], ("h2",): groups[1]}
 
 
-# Relations ----------------------------------------------------------------------------------------------------------
+# Relations
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_relation_fields():
@@ -125,24 +132,35 @@ def test_relation_fields():
     assert bias.trainable_leaf_indices == {"bias": 0}
     assert kernel.trainable_paths == {"weight": ("p",)}
     assert kernel.trainable_vars["weight"].aval.shape == (I, H)
-    assert kernel.trainable_param_states["weight"] is graph.module_info.retrieved_model_states[("p",)]
+    assert (
+        kernel.trainable_param_states["weight"] is graph.module_info.retrieved_model_states[("p",)]
+    )
     assert kernel.connected_hidden_paths == (("h",),)
     assert kernel.hidden_groups == graph.hidden_groups
-    np.testing.assert_array_equal(model.p.value["kernel"], kernel.trainable_param_states["weight"].value["kernel"])
+    np.testing.assert_array_equal(
+        model.p.value["kernel"], kernel.trainable_param_states["weight"].value["kernel"]
+    )
 
 
 def test_y_to_hidden_groups():
-    graph, (_, args) = models.graph_of("two_groups_one_weight"), models.build("two_groups_one_weight")
+    graph, (_, args) = (
+        models.graph_of("two_groups_one_weight"),
+        models.build("two_groups_one_weight"),
+    )
     (relation,) = graph.hidden_param_op_relations
     step = Step(graph, args)
     env = step.run({}, {})
     joined = relation.y_to_hidden_groups(env[relation.y_var], env)
     apart = relation.y_to_hidden_groups(env[relation.y_var], env, concat_hidden_vals=False)
-    for group, new, together, (alone,) in zip(graph.hidden_groups, step.new_states(env), joined, apart, strict=True):
+    for group, new, together, (alone,) in zip(
+        graph.hidden_groups, step.new_states(env), joined, apart, strict=True
+    ):
         assert group.num_state == 1
         np.testing.assert_allclose(together[..., 0], new)
         np.testing.assert_allclose(alone, new)
-    with pytest.raises(eb.InputError, match=r"`const_vals` lacks \d of the \d variables that hidden group 0 reads"):
+    with pytest.raises(
+        eb.InputError, match=r"`const_vals` lacks \d of the \d variables that hidden group 0 reads"
+    ):
         relation.y_to_hidden_groups(env[relation.y_var], {})
 
 
@@ -155,7 +173,8 @@ def test_relation_builders():
         assert [r.path for r in relations] == [("w",), ("u",), ("b",)]
 
 
-# The graph, its records and its report ------------------------------------------------------------------------------
+# The graph, its records and its report
+# ------------------------------------------------------------------------------
 
 
 def test_graph_fields():
@@ -166,7 +185,10 @@ def test_graph_fields():
     ]  # fmt: skip
     assert list(graph.certificate()) == list(graph.module_info.weight_path_to_invars)
     assert "drops `h2` -> product with `u2`" in graph.certificate()[("w2",)].reason
-    assert models.graph_of("masked").certificate()[("w",)].reason == "every path through time is position by position"
+    assert (
+        models.graph_of("masked").certificate()[("w",)].reason
+        == "every path through time is position by position"
+    )
 
 
 def test_explain():
@@ -187,7 +209,10 @@ def test_explain():
 
 def test_records_of_parameters_outside_the_recurrence():
     graph = models.graph_of("encoder_readout")
-    assert [r.weight_path for r in graph.explain(kind="upstream_of_another_weight")] == [("w_in",), ("b_in",)]
+    assert [r.weight_path for r in graph.explain(kind="upstream_of_another_weight")] == [
+        ("w_in",),
+        ("b_in",),
+    ]
     assert [r.weight_path for r in graph.explain(kind="non_temporal")] == [("w_out",), ("b_out",)]
     (unused,) = models.graph_of("unused_state").explain(kind="unused_parameter")
     assert unused.weight_path == ("spare",)
@@ -206,7 +231,12 @@ def test_report():
         "u          dot_general  1: k          exact\n"
         "mix        dot_general  1: k          exact"
     )
-    assert groups == ("hidden group  state  shape\n------------  -----  ------\n0             h      (2, 4)\n1             k      (2, 6)")
+    assert groups == (
+        "hidden group  state  shape\n"
+        "------------  -----  ------\n"
+        "0             h      (2, 4)\n"
+        "1             k      (2, 6)"
+    )
     assert cuts.splitlines()[1].startswith("  [1] h, w -> product with `mix` (tests/models.py:")
     assert cuts.endswith("(two_shapes)) -> k")
 
@@ -218,7 +248,13 @@ def test_every_report_accounts_for_every_parameter(name):
     assert all(len(line) == len(line.rstrip()) for line in lines)
     for path, certificate in graph.certificate().items():
         (row,) = [line for line in lines if line.split("  ")[0] == ".".join(path)]
-        verdict = "none" if certificate.kind == "unused" else "exact" if certificate.exact else "approximate"
+        verdict = (
+            "none"
+            if certificate.kind == "unused"
+            else "exact"
+            if certificate.exact
+            else "approximate"
+        )
         assert verdict in row
         for number in [part for part in row.replace(",", " ").split() if part.startswith("[")]:
             assert any(line.startswith(f"  {number} ") for line in lines)

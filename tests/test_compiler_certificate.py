@@ -1,4 +1,6 @@
-"""The certificate tells the truth: where it says exact, brute-force D-RTRL equals BPTT; where not, it does not."""
+"""The certificate tells the truth: where it says exact, brute-force D-RTRL equals BPTT; where not,
+it does not.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ STEPS = 6
 
 
 def inputs_of(args, rng):
-    """A sequence of inputs like the example: integers are drawn anew, floats from a normal distribution."""
+    """A sequence of inputs like the example: integers are drawn anew, floats from a normal
+    distribution.
+    """
 
     def one(x):
         if jnp.issubdtype(x.dtype, jnp.integer):
@@ -33,7 +37,11 @@ def gradients(request):
         found = by_path.setdefault(graph.module_info.invar_to_weight_path[v], ([], [], []))
         for where, values in zip(found, (bptt, online["step"], online["core"]), strict=True):
             where.append(values[n].ravel())
-    return request.param, graph, {p: tuple(map(np.concatenate, found)) for p, found in by_path.items()}
+    return (
+        request.param,
+        graph,
+        {p: tuple(map(np.concatenate, found)) for p, found in by_path.items()},
+    )
 
 
 def agrees(a, b):
@@ -51,7 +59,9 @@ def test_exact_means_equal_to_bptt(gradients):
         assert np.linalg.norm(bptt) > 1e-3, f"{name} {path}: a zero gradient shows nothing"
         if certificate.exact:
             assert agrees(step, bptt), f"{name} {path}: certified exact, {step} is not {bptt}"
-            assert agrees(core, bptt), f"{name} {path}: certified exact, with credit='core' {core} is not {bptt}"
+            assert agrees(core, bptt), (
+                f"{name} {path}: certified exact, with credit='core' {core} is not {bptt}"
+            )
 
 
 def test_approximate_means_different_from_bptt(gradients):

@@ -21,12 +21,17 @@ from oracle_compiler import Step, compute
 
 
 def by_form(form, view, x):
-    """`y` from the letters: sum over the contracted ones of features times the view, spread to new axes."""
+    """`y` from the letters: sum over the contracted ones of features times the view, spread to new
+    axes.
+    """
     view = view.reshape(form.shape(form.view))
     if form.x_index is None:
         operands, letters = [view], [form.view]
     else:
-        operands, letters = [form.phi(x).reshape(form.shape(form.feature)), view], [form.feature, form.view]
+        operands, letters = (
+            [form.phi(x).reshape(form.shape(form.feature)), view],
+            [form.feature, form.view],
+        )
     new = [c for c in form.out if not any(c in part for part in letters)]  # of the output alone
     operands += [jnp.ones(form.sizes[c]) for c in new]
     return jnp.einsum(",".join([*letters, *new]) + "->" + form.out, *operands)
@@ -45,8 +50,19 @@ def test_the_form_is_the_equation(name):
                 view = contact.view(env)
                 if part.letter:
                     axis = contact.form.view.index(part.letter)
-                    view = lax.slice_in_dim(view, part.start, part.start + part.form.sizes[part.letter], axis=axis)
-                pairs.append((by_form(part.form, view, step.read(env, contact.x) if contact.x is not None else None), env[part.var]))
+                    view = lax.slice_in_dim(
+                        view, part.start, part.start + part.form.sizes[part.letter], axis=axis
+                    )
+                pairs.append(
+                    (
+                        by_form(
+                            part.form,
+                            view,
+                            step.read(env, contact.x) if contact.x is not None else None,
+                        ),
+                        env[part.var],
+                    )
+                )
         return [(a.reshape(b.shape), b) for a, b in pairs]
 
     for got, expected in compute(run):
@@ -70,11 +86,14 @@ def test_the_view_is_a_function_of_the_parameters():
     values = {("v",): model.v.value, ("g",): model.g.value}
     env = {v: values[p] for v, p in graph.module_info.invar_to_weight_path.items()}
     v, g = model.v.value, model.g.value
-    np.testing.assert_allclose(relation.weight_view(env), g * v / jnp.linalg.norm(v, axis=0), rtol=1e-12)
+    np.testing.assert_allclose(
+        relation.weight_view(env), g * v / jnp.linalg.norm(v, axis=0), rtol=1e-12
+    )
     assert str(relation.weight_view).startswith("v, g -> broadcast_in_dim -> mul")
 
 
-# Structural primitives: which input element each output element is ----------------------------------------------------
+# Structural primitives: which input element each output element is
+# ----------------------------------------------------
 
 ROWS, COLUMNS = np.array([2, 0, 1]), np.array([1, 1, 3])
 STRUCTURAL = {
@@ -100,7 +119,9 @@ STRUCTURAL = {
 
 @pytest.mark.parametrize("name", list(STRUCTURAL))
 def test_index_maps(name):
-    """Run on the numbers 1, 2, 3, … of its elements, a structural equation gives the map itself (0: a fill value)."""
+    """Run on the numbers 1, 2, 3, … of its elements, a structural equation gives the map itself (0:
+    a fill value).
+    """
     closed, _ = normalise(jax.make_jaxpr(STRUCTURAL[name])(jnp.ones((3, 4))), [None])
     constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     env = constants | {closed.jaxpr.invars[0]: jnp.ones((3, 4))}
@@ -110,12 +131,16 @@ def test_index_maps(name):
         if is_structural(eqn):
             numbered, start = [], 1
             for o in operands:
-                number = jnp.arange(start, start + np.size(o), dtype=jnp.float64).reshape(np.shape(o))
+                number = jnp.arange(start, start + np.size(o), dtype=jnp.float64).reshape(
+                    np.shape(o)
+                )
                 numbered.append(number if jnp.issubdtype(jnp.result_type(o), jnp.floating) else o)
                 start += np.size(o)
             if eqn.primitive.name == "pad":
                 numbered[1] = jnp.zeros(())
-            for got, expected in zip(index_maps(eqn, constants), bind_equation(eqn, numbered), strict=True):
+            for got, expected in zip(
+                index_maps(eqn, constants), bind_equation(eqn, numbered), strict=True
+            ):
                 np.testing.assert_array_equal(got + 1, expected)
             checked.append(eqn.primitive.name)
         env.update(zip(eqn.outvars, bind_equation(eqn, operands), strict=True))
@@ -128,7 +153,8 @@ def test_indices_that_depend_on_data_mix_positions():
     assert index_maps(eqn, {}) is None
 
 
-# Extending the tables -----------------------------------------------------------------------------------------------
+# Extending the tables
+# -----------------------------------------------------------------------------------------------
 
 
 def cell(step, **params):
@@ -142,13 +168,18 @@ def cell(step, **params):
 
 
 def test_register_contact(monkeypatch):
-    """`cumsum(x * w)` along the features is linear in `w`, and no rule is built in for a primitive that does it."""
+    """`cumsum(x * w)` along the features is linear in `w`, and no rule is built in for a primitive
+    that does it.
+    """
 
     @jax.custom_vjp
     def scale(x, w):
         return jnp.sort(x, axis=1) * w
 
-    scale.defvjp(lambda x, w: (scale(x, w), (x, w)), lambda r, g: (g * r[1], (jnp.sort(r[0], axis=1) * g).sum(0)))
+    scale.defvjp(
+        lambda x, w: (scale(x, w), (x, w)),
+        lambda r, g: (g * r[1], (jnp.sort(r[0], axis=1) * g).sum(0)),
+    )
 
     model, x = cell(lambda p, s, x: ({"h": 0.5 * s["h"] + scale(x, p["w"])}, s["h"]), w=(H,))
     before = eb.compile_etrace_graph(model, x)
@@ -161,7 +192,9 @@ def test_register_contact(monkeypatch):
         if weight != 1:
             return None
         b, h = eqn.outvars[0].aval.shape
-        return eb.ContactForm(1, 0, {"b": b, "h": h}, out="bh", view="h", feature="bh", phi=lambda x: jnp.sort(x, 1))
+        return eb.ContactForm(
+            1, 0, {"b": b, "h": h}, out="bh", view="h", feature="bh", phi=lambda x: jnp.sort(x, 1)
+        )
 
     monkeypatch.setitem(_RULES, "custom_vjp_call", _RULES["custom_vjp_call"])
     eb.register_contact("custom_vjp_call", rule)
@@ -171,7 +204,9 @@ def test_register_contact(monkeypatch):
     assert after.certificate()[("w",)].exact
     (contact,) = after.structure.use.contacts
     env = Step(after, (x,)).run({}, {})
-    np.testing.assert_allclose(by_form(contact.form, contact.view(env), x), env[contact.y], rtol=1e-12)
+    np.testing.assert_allclose(
+        by_form(contact.form, contact.view(env), x), env[contact.y], rtol=1e-12
+    )
 
 
 def test_register_elementwise(monkeypatch):

@@ -29,7 +29,9 @@ def cell(step, **params):
 
 
 def compiled(step, **params):
-    """The graph of a step, checked against the step itself: values and gradients by parameters and state."""
+    """The graph of a step, checked against the step itself: values and gradients by parameters and
+    state.
+    """
     model, x = cell(step, **params)
     graph = eb.compile_etrace_graph(model, x)
     minfo = graph.module_info
@@ -62,7 +64,9 @@ def primitives(graph):
 
 def test_nested_calls_are_all_opened():
     def body(h, x, w):
-        return lax.cond(x.sum() > 0, lambda: jnp.tanh(h + x @ w), lambda: jax.jit(jnp.sin)(h) + x @ w)
+        return lax.cond(
+            x.sum() > 0, lambda: jnp.tanh(h + x @ w), lambda: jax.jit(jnp.sin)(h) + x @ w
+        )
 
     def step(p, s, x):
         h, _ = lax.scan(lambda h, _: (jax.jit(body)(h, x, p["w"]), None), s["h"], None, length=2)
@@ -81,7 +85,11 @@ def test_nested_calls_are_all_opened():
 def test_a_branch_out_of_range_is_clamped_as_jax_does():
     def step(p, s, x):
         branches = [lambda: x @ p["w"], lambda: jnp.tanh(x @ p["w"])]
-        return {"h": 0.5 * s["h"] + lax.switch(7, branches) + lax.switch(jnp.int32(x[0, 0]) - 9, branches)}, s["h"]
+        return {
+            "h": 0.5 * s["h"]
+            + lax.switch(7, branches)
+            + lax.switch(jnp.int32(x[0, 0]) - 9, branches)
+        }, s["h"]
 
     assert compiled(step, w=(H, H)).certificate()[("w",)].exact
 
@@ -110,7 +118,9 @@ def test_a_weight_among_the_scanned_values():
 
 def test_a_long_scan_with_a_weight_gets_no_trace_and_says_so():
     def step(p, s, x):
-        y, _ = lax.scan(lambda c, _: (jnp.tanh(c + x @ p["w"]), None), x, None, length=UNROLL_LIMIT + 1)
+        y, _ = lax.scan(
+            lambda c, _: (jnp.tanh(c + x @ p["w"]), None), x, None, length=UNROLL_LIMIT + 1
+        )
         return {"h": 0.5 * s["h"] + y}, s["h"]
 
     graph = compiled(step, w=(H, H))
@@ -164,7 +174,8 @@ def test_fori_loop_with_a_fixed_count_is_a_scan():
     assert kinds(graph).count("scan_unrolled") == 1
 
 
-# Spread products ----------------------------------------------------------------------------------------------------
+# Spread products
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(H, 1), (H,)])
@@ -184,7 +195,8 @@ def test_a_gate_of_one_value_a_row_keeps_its_trace(shape, shown):
     assert not graph.explain(kind="cut")
 
 
-# Custom derivatives stay whole --------------------------------------------------------------------------------------
+# Custom derivatives stay whole
+# --------------------------------------------------------------------------------------
 
 
 @jax.custom_vjp
@@ -199,7 +211,9 @@ spike.defvjp(
 
 
 def test_a_surrogate_with_a_learnable_threshold():
-    """An element-wise custom call: the threshold is an element-wise contact, spread before the call."""
+    """An element-wise custom call: the threshold is an element-wise contact, spread before the
+    call.
+    """
 
     def step(p, s, x):
         v = 0.9 * s["h"] + x

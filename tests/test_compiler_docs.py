@@ -14,7 +14,9 @@ PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
 
 @pytest.mark.x32
 def test_the_worked_example_is_real_output():
-    blocks = re.findall(r"```python\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", PAGE.read_text(), flags=re.DOTALL)
+    blocks = re.findall(
+        r"```python\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", PAGE.read_text(), flags=re.DOTALL
+    )
     assert len(blocks) >= 8
     names: dict = {}
     for code, shown in blocks:

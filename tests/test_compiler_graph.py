@@ -30,12 +30,15 @@ TOLD_ELSEWHERE = {
 }
 
 
-# What is written ----------------------------------------------------------------------------------------------------
+# What is written
+# ----------------------------------------------------------------------------------------------------
 
 
 def written_lines(text: str) -> list[str]:
     """The lines of an expectation; one line a parameter, its drops one by one."""
-    lines = [line for line in text.strip().replace("\n  ", " ").splitlines() if not line.startswith("#")]
+    lines = [
+        line for line in text.strip().replace("\n  ", " ").splitlines() if not line.startswith("#")
+    ]
     expanded = []
     for line in lines:
         if line.split()[0] in ("group", "cut", "note", "bias", "elementwise", *CONTACTS.values()):
@@ -44,7 +47,9 @@ def written_lines(text: str) -> list[str]:
         names, verdict = line.split(": ")
         kind, _, drops = verdict.partition("drops ")
         for name in names.split(", "):
-            expanded.append(f"{name}: {kind}" + (f"drops {expand_drops(name, drops)}" if drops else ""))
+            expanded.append(
+                f"{name}: {kind}" + (f"drops {expand_drops(name, drops)}" if drops else "")
+            )
     return expanded
 
 
@@ -53,7 +58,10 @@ def expand_drops(parameter: str, text: str) -> str:
     pieces = set()
     for drop in text.split(";"):
         source, cut, into = drop.strip().split(" > ")
-        pieces.update(f"{parameter if source == 'itself' else source} > {cut} > {state}" for state in into.split(", "))
+        pieces.update(
+            f"{parameter if source == 'itself' else source} > {cut} > {state}"
+            for state in into.split(", ")
+        )
     return "; ".join(sorted(pieces))
 
 
@@ -63,7 +71,8 @@ def written_formulas(text: str) -> list[str]:
     return [line.split(" -> ")[0].split(" ", 1)[1] for line in contacts]
 
 
-# What was found -----------------------------------------------------------------------------------------------------
+# What was found
+# -----------------------------------------------------------------------------------------------------
 
 
 def found_lines(graph, formulas: list[str]) -> Iterator[str]:
@@ -71,12 +80,16 @@ def found_lines(graph, formulas: list[str]) -> Iterator[str]:
     for group in graph.hidden_groups:
         packed = f" x {group.num_state}" if group.num_state != len(group.hidden_paths) else ""
         yield f"group {names(group.hidden_paths)} {group.varshape}{packed}"
-    yield from (contact_line(graph, relation, formulas) for relation in graph.hidden_param_op_relations)
+    yield from (
+        contact_line(graph, relation, formulas) for relation in graph.hidden_param_op_relations
+    )
     for record in graph.explain(kind="cut"):
         sources = (*record.context["from"], *record.context["parameters"])
         yield f"cut {names(sources)} > {cut_words(record.context['cut'])} > {names(record.context['into'])}"
     for path, c in graph.certificate().items():
-        drops = sorted({f"{show_path(d.source)} > {cut_words(d.cut)} > {show_path(d.into)}" for d in c.drops})
+        drops = sorted(
+            {f"{show_path(d.source)} > {cut_words(d.cut)} > {show_path(d.into)}" for d in c.drops}
+        )
         if c.kind in ("traced", "upstream"):
             yield f"{show_path(path)}: {c.kind}, {'exact' if c.exact else 'drops ' + '; '.join(drops)}"
         else:
@@ -112,8 +125,17 @@ def cut_words(cut) -> str:
 
 def contact_line(graph, relation, formulas: list[str]) -> str:
     key = next(iter(relation.trainable_paths))
-    kind = CONTACTS[relation.primitive.name] if relation.x_var is not None else "bias" if key == "bias" else "elementwise"
-    fed = [[p for p in relation.connected_hidden_paths if p in g.hidden_paths] for g in relation.hidden_groups]
+    kind = (
+        CONTACTS[relation.primitive.name]
+        if relation.x_var is not None
+        else "bias"
+        if key == "bias"
+        else "elementwise"
+    )
+    fed = [
+        [p for p in relation.connected_hidden_paths if p in g.hidden_paths]
+        for g in relation.hidden_groups
+    ]
     shape = relation.y_var.aval.shape
     one_a_position = all(np.prod(shape) == np.prod(g.varshape) for g in relation.hidden_groups)
     states = " and ".join(map(names, fed)) + ("" if one_a_position else f" as {shape}")
@@ -121,8 +143,14 @@ def contact_line(graph, relation, formulas: list[str]) -> str:
 
 
 def formula_of(graph, relation, formulas: list[str]) -> str:
-    """The written formula that has the value of the relation's weight; how the compiler makes it, if none has."""
-    params = {p: s.value for p, s in graph.module_info.retrieved_model_states.items() if p in graph.module_info.weight_path_to_invars}
+    """The written formula that has the value of the relation's weight; how the compiler makes it,
+    if none has.
+    """
+    params = {
+        p: s.value
+        for p, s in graph.module_info.retrieved_model_states.items()
+        if p in graph.module_info.weight_path_to_invars
+    }
     value = weight_value(graph, relation, params)
     for formula in formulas:
         expected = eval(formula, {"jax": jax, "jnp": jnp, "np": np, **namespace(params)})
@@ -142,7 +170,11 @@ def weight_value(graph, relation, params) -> np.ndarray:
     part = next(p for p in contact.parts if p.var is relation.y_var)
     if not part.letter:
         return value
-    return np.take(value, np.arange(part.start, part.start + part.form.sizes[part.letter]), contact.form.view.index(part.letter))
+    return np.take(
+        value,
+        np.arange(part.start, part.start + part.form.sizes[part.letter]),
+        contact.form.view.index(part.letter),
+    )
 
 
 def namespace(params) -> dict:
@@ -162,5 +194,8 @@ def test_every_model_has_an_expectation():
 
 @pytest.mark.parametrize("name", list(models.ZOO))
 def test_graph(name):
-    written, found = written_lines(EXPECTED[name]), found_lines(models.graph_of(name), written_formulas(EXPECTED[name]))
+    written, found = (
+        written_lines(EXPECTED[name]),
+        found_lines(models.graph_of(name), written_formulas(EXPECTED[name])),
+    )
     assert sorted(found) == sorted(written)

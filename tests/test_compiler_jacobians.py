@@ -1,4 +1,6 @@
-"""`diagonal_jacobian` and `df` equal the matching entries of dense Jacobians of the step, and the rest is zero."""
+"""`diagonal_jacobian` and `df` equal the matching entries of dense Jacobians of the step, and the
+rest is zero.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ class Measured:
     by_contact: list[list[Any]]  # dense d new state / d contact output
     transitions: list[tuple[list[Any], list[Any]]]  # per group: `transition` and `transition_jaxpr`
     diagonals: list[Any]  # per group: `diagonal_jacobian`
-    dfs: list[tuple[Any, list[Any]]]  # per leg: value, and one df a state, through `y_to_hidden_groups`
+    # per leg: value, and one df a state, through `y_to_hidden_groups`
+    dfs: list[tuple[Any, list[Any]]]
 
 
 def contact_vars(graph: ETraceGraph) -> list[Any]:
@@ -41,7 +44,9 @@ def transitions(group, env: dict) -> tuple[list[Any], list[Any], Any]:
     old = [env[v] for v in group.hidden_invars]
     inputs = [env[v] for v in group.transition_jaxpr_constvars]
     jaxpr = group.transition_jaxpr
-    inside = evaluate(jaxpr.eqns, dict(zip((*jaxpr.constvars, *jaxpr.invars), (*inputs, *old), strict=True)))
+    inside = evaluate(
+        jaxpr.eqns, dict(zip((*jaxpr.constvars, *jaxpr.invars), (*inputs, *old), strict=True))
+    )
     by_jaxpr = [Step.read(inside, v) for v in jaxpr.outvars]
     return group.transition(old, inputs), by_jaxpr, group.diagonal_jacobian(old, inputs)
 
@@ -75,14 +80,20 @@ def measured(request):
 
 
 def elements(leaf) -> list[np.ndarray]:
-    """The elements of a hidden state that belong to each of the states it holds, in the order of their places."""
+    """The elements of a hidden state that belong to each of the states it holds, in the order of
+    their places.
+    """
     numbers = np.arange(np.prod(leaf.invar.aval.shape, dtype=int)).reshape(leaf.invar.aval.shape)
-    return [np.asarray(part).ravel() for part in split_leaf(leaf, jnp.asarray(numbers), leaf.varshape)]
+    return [
+        np.asarray(part).ravel() for part in split_leaf(leaf, jnp.asarray(numbers), leaf.varshape)
+    ]
 
 
 def test_transitions(measured):
     new = dict(zip(measured.step.hidden, measured.new, strict=True))
-    for group, (called, by_jaxpr) in zip(measured.graph.hidden_groups, measured.transitions, strict=True):
+    for group, (called, by_jaxpr) in zip(
+        measured.graph.hidden_groups, measured.transitions, strict=True
+    ):
         for path, a, b in zip(group.hidden_paths, called, by_jaxpr, strict=True):
             np.testing.assert_allclose(a, new[path], **TOLERANCE)
             np.testing.assert_allclose(b, new[path], **TOLERANCE)
@@ -118,9 +129,12 @@ def test_df(measured):
     new = dict(zip(measured.step.hidden, measured.new, strict=True))
     for leg, (value, dfs) in zip(graph.structure.legs, measured.dfs, strict=True):
         group = graph.hidden_groups[leg.group]
-        np.testing.assert_allclose(value, group.concat_hidden([new[p] for p in group.hidden_paths]), **TOLERANCE)
+        np.testing.assert_allclose(
+            value, group.concat_hidden([new[p] for p in group.hidden_paths]), **TOLERANCE
+        )
         fed = leg.places.ravel() >= 0
-        own = leg.places.ravel()[fed], np.flatnonzero(fed)  # (place of the state, element of the contact's output)
+        # (place of the state, element of the contact's output)
+        own = leg.places.ravel()[fed], np.flatnonzero(fed)
         states = [(leaf, rows) for leaf in group.leaves for rows in elements(leaf)]
         for (leaf, rows), df in zip(states, dfs, strict=True):
             full = measured.by_contact[at[leaf.path]][variables.index(leg.part.var)][rows]

@@ -1,4 +1,6 @@
-"""One traced step: the same values and gradients as the model, plain equations only, and errors for bad input."""
+"""One traced step: the same values and gradients as the model, plain equations only, and errors for
+bad input.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def test_the_step_and_its_gradient_are_those_of_the_python_function(name):
     params, states = ({n: getattr(model, n).value for n in names} for names in model.names)
 
     def total(values):
-        return sum((jnp.linspace(0.5, 1.5, v.size).reshape(v.shape) * jnp.sin(v)).sum() for v in values)
+        return sum(
+            (jnp.linspace(0.5, 1.5, v.size).reshape(v.shape) * jnp.sin(v)).sum() for v in values
+        )
 
     def by_function(params):
         new, out = model.step(params, states, *args)
@@ -67,7 +71,9 @@ def test_the_step_and_its_gradient_are_those_of_the_python_function(name):
         new = {p[0]: v for p, v in hidden.items()} | {p[0]: v[0] for p, v in other.items()}
         return total(jax.tree.leaves([out, *(states | new).values()]))
 
-    expected, got = compute(lambda: [jax.value_and_grad(f)(params) for f in (by_function, by_jaxpr)])
+    expected, got = compute(
+        lambda: [jax.value_and_grad(f)(params) for f in (by_function, by_jaxpr)]
+    )
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-11)
     assert any(np.abs(g).max() > 1e-3 for g in jax.tree.leaves(expected[1]))
@@ -81,7 +87,8 @@ def test_only_plain_equations_remain(name):
     assert ("while" in primitives) == (name == "while_loop")
 
 
-# Fields and methods -------------------------------------------------------------------------------------------------
+# Fields and methods
+# -------------------------------------------------------------------------------------------------
 
 
 def test_fields():
@@ -151,7 +158,8 @@ def test_evaluate_can_skip():
     assert env == {}
 
 
-# Bad input ----------------------------------------------------------------------------------------------------------
+# Bad input
+# ----------------------------------------------------------------------------------------------------------
 
 
 def cell(step, states=None, **params):
@@ -167,37 +175,52 @@ X = jnp.ones((B, I))
 
 
 def test_not_a_module():
-    with pytest.raises(eb.InputError, match=r"`model` is a function, not a brainstate module.*etrace_bridge.wrap"):
+    with pytest.raises(
+        eb.InputError, match=r"`model` is a function, not a brainstate module.*etrace_bridge.wrap"
+    ):
         eb.compile_etrace_graph(lambda x: x, X)
 
 
 def test_no_hidden_state():
     model = cell(lambda p, s, x: ({}, x @ p["w"]), {}, w=(I, H))
-    with pytest.raises(eb.CompilationError, match=r"No hidden state of `Plain` takes part.*HiddenState"):
+    with pytest.raises(
+        eb.CompilationError, match=r"No hidden state of `Plain` takes part.*HiddenState"
+    ):
         eb.compile_etrace_graph(model, X)
 
 
 def test_no_parameter():
     model = cell(lambda p, s, x: ({"h": 0.5 * s["h"]}, s["h"]))
-    with pytest.raises(eb.CompilationError, match=r"No parameter of `Plain` takes part.*ParamState"):
+    with pytest.raises(
+        eb.CompilationError, match=r"No parameter of `Plain` takes part.*ParamState"
+    ):
         eb.compile_etrace_graph(model, X)
 
 
 def test_hidden_state_changes_shape():
     model = cell(lambda p, s, x: ({"h": x @ p["w"]}, x), {"h": (5, H)}, w=(I, H))
-    with pytest.raises(eb.StateError, match=r"changes the hidden state `h` from float64\[5,4\] to float64\[2,4\].*batch"):
+    with pytest.raises(
+        eb.StateError,
+        match=r"changes the hidden state `h` from float64\[5,4\] to float64\[2,4\].*batch",
+    ):
         eb.compile_etrace_graph(model, X)
 
 
 def test_hidden_state_changes_dtype():
     model = cell(lambda p, s, x: ({"h": (s["h"] + x @ p["w"]).astype(jnp.float32)}, x), w=(I, H))
-    with pytest.raises(eb.StateError, match=r"`h` from float64\[2,4\] to float32\[2,4\].*keep its shape and dtype"):
+    with pytest.raises(
+        eb.StateError, match=r"`h` from float64\[2,4\] to float32\[2,4\].*keep its shape and dtype"
+    ):
         eb.compile_etrace_graph(model, X)
 
 
 def test_integer_hidden_state():
-    model = cell(lambda p, s, x: ({}, x @ p["w"]), {"h": HiddenState(jnp.zeros((B, H), jnp.int32))}, w=(I, H))
-    with pytest.raises(eb.StateError, match=r"`h` has dtype int32, which has no gradient.*ShortTermState"):
+    model = cell(
+        lambda p, s, x: ({}, x @ p["w"]), {"h": HiddenState(jnp.zeros((B, H), jnp.int32))}, w=(I, H)
+    )
+    with pytest.raises(
+        eb.StateError, match=r"`h` has dtype int32, which has no gradient.*ShortTermState"
+    ):
         eb.compile_etrace_graph(model, X)
 
 
@@ -228,7 +251,8 @@ def test_an_error_of_the_model_itself_is_left_alone():
         eb.compile_etrace_graph(model, X)
 
 
-# States that the module and the jaxpr do not share ------------------------------------------------------------------
+# States that the module and the jaxpr do not share
+# ------------------------------------------------------------------
 
 
 def test_states_outside_the_step_are_diagnostics():

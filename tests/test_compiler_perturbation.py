@@ -1,4 +1,6 @@
-"""The perturbed step: `h + p` is what everything downstream reads, so `dl/dp` is the gradient by the state."""
+"""The perturbed step: `h + p` is what everything downstream reads, so `dl/dp` is the gradient by
+the state.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,14 @@ from oracle_compiler import compute
 def loss(out, new):
     """Outputs and new states, weighted differently."""
     leaves = [*jax.tree.leaves(out), *new]
-    return sum((jnp.linspace(0.5, 1.5, v.size).reshape(v.shape) * jnp.sin(v + n)).sum() for n, v in enumerate(leaves))
+    return sum(
+        (jnp.linspace(0.5, 1.5, v.size).reshape(v.shape) * jnp.sin(v + n)).sum()
+        for n, v in enumerate(leaves)
+    )
 
 
-# The same models with `+ q` written where the state is computed: what the perturbed step must equal.
+# The same models with `+ q` written where the state is computed: what the perturbed step must
+# equal.
 
 
 def rnn(p, s, x, q):
@@ -107,7 +113,9 @@ def test_equals_the_model_perturbed_by_hand(step, scale):
 def assert_equals(graph, model, args, step, scale):
     params, states = ({n: getattr(model, n).value for n in names} for names in model.names)
     rng = np.random.default_rng(0)
-    q = {p[0]: jnp.asarray(scale * rng.standard_normal(s.value.shape)) for p, s in _perturbed(graph)}
+    q = {
+        p[0]: jnp.asarray(scale * rng.standard_normal(s.value.shape)) for p, s in _perturbed(graph)
+    }
 
     def by_hand(q):
         new, out = step(params, states, *args, q)
@@ -117,7 +125,9 @@ def assert_equals(graph, model, args, step, scale):
         out, hidden, _, _ = graph.call_hidden_perturb(args, [q[p[0]] for p, _ in _perturbed(graph)])
         return loss(out, [hidden[(n,)] for n in q])
 
-    (value, grads), (value_by_hand, grads_by_hand) = compute(lambda: (jax.value_and_grad(by_graph)(q), jax.value_and_grad(by_hand)(q)))
+    (value, grads), (value_by_hand, grads_by_hand) = compute(
+        lambda: (jax.value_and_grad(by_graph)(q), jax.value_and_grad(by_hand)(q))
+    )
     np.testing.assert_allclose(value, value_by_hand, rtol=1e-12)
     for name, grad in grads.items():
         np.testing.assert_allclose(grad, grads_by_hand[name], rtol=1e-12, atol=1e-12)
@@ -125,7 +135,13 @@ def assert_equals(graph, model, args, step, scale):
 
 
 def _perturbed(graph):
-    return list(zip(graph.hidden_perturb.perturb_hidden_paths, graph.hidden_perturb.perturb_hidden_states, strict=True))
+    return list(
+        zip(
+            graph.hidden_perturb.perturb_hidden_paths,
+            graph.hidden_perturb.perturb_hidden_states,
+            strict=True,
+        )
+    )
 
 
 def make(step, states, **params):
@@ -186,16 +202,23 @@ def test_state_that_stores_its_input_or_stays_as_it_is():
 
 @pytest.mark.parametrize("name", list(models.ZOO))
 def test_on_the_zoo(name):
-    """Zeros change nothing; a state perturbed alone moves by its perturbation, unless it packs several that interact."""
+    """Zeros change nothing; a state perturbed alone moves by its perturbation, unless it packs
+    several that interact.
+    """
     graph, (_, args) = models.graph_of(name), models.build(name)
     perturb, minfo = graph.hidden_perturb, graph.module_info
     rng = np.random.default_rng(0)
     zeros = perturb.init_perturb_data()
-    assert [(z.shape, z.dtype) for z in zeros] == [(v.aval.shape, v.aval.dtype) for v in minfo.hidden_path_to_invar.values()]
+    assert [(z.shape, z.dtype) for z in zeros] == [
+        (v.aval.shape, v.aval.dtype) for v in minfo.hidden_path_to_invar.values()
+    ]
     noise = [jnp.asarray(rng.standard_normal(z.shape)) for z in zeros]
 
     def all_steps():
-        one_at_a_time = [[n if i == j else z for j, (n, z) in enumerate(zip(noise, zeros, strict=True))] for i in range(len(zeros))]
+        one_at_a_time = [
+            [n if i == j else z for j, (n, z) in enumerate(zip(noise, zeros, strict=True))]
+            for i in range(len(zeros))
+        ]
         return (
             minfo.jaxpr_call(*args),
             graph.call_hidden_perturb(args, zeros),
@@ -216,7 +239,12 @@ def all_steps_of(fun):
 
     def listed(result):
         out, hidden, other, added = result
-        return jax.tree.leaves(out), list(hidden.values()), [v for vs in other.values() for v in vs], added
+        return (
+            jax.tree.leaves(out),
+            list(hidden.values()),
+            [v for vs in other.values() for v in vs],
+            added,
+        )
 
     def run():
         plain, zero, moved = fun()
@@ -239,7 +267,9 @@ def test_group_data():
 
 def test_wrong_lengths():
     graph, (_, args) = models.graph_of("torch_lstm"), models.build("torch_lstm")
-    with pytest.raises(eb.InputError, match=r"has 1 arrays, but there are 2 hidden states: `h`, `c`"):
+    with pytest.raises(
+        eb.InputError, match=r"has 1 arrays, but there are 2 hidden states: `h`, `c`"
+    ):
         graph.call_hidden_perturb(args, [jnp.zeros((B, H))])
     with pytest.raises(eb.InputError, match=r"`inputs` has 1 arrays, but the step takes 6"):
         graph.hidden_perturb.eval_jaxpr(list(args), graph.hidden_perturb.init_perturb_data())
@@ -251,7 +281,12 @@ def test_fields_and_builders():
         eb.add_hidden_perturbation_in_module(model, *args),
         eb.add_hidden_perturbation_from_minfo(eb.extract_module_info(model, *args)),
     ):
-        assert list(perturb.dict()) == ["perturb_vars", "perturb_hidden_paths", "perturb_hidden_states", "perturb_jaxpr"]
+        assert list(perturb.dict()) == [
+            "perturb_vars",
+            "perturb_hidden_paths",
+            "perturb_hidden_states",
+            "perturb_jaxpr",
+        ]
         assert perturb.perturb_hidden_paths == (("h",),)
         assert perturb.perturb_hidden_states == (model.h,)
         assert perturb.perturb_jaxpr.jaxpr.invars[-1] is perturb.perturb_vars[0]

@@ -1,4 +1,6 @@
-"""Where a learner computes: named devices, and a mesh along the batch that gives what one device gives."""
+"""Where a learner computes: named devices, and a mesh along the batch that gives what one device
+gives.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def test_devices_by_name_and_as_objects():
     xs, ys = make_data()
     losses = {}
     for device in ("cpu", first, None):
-        learner = eb.OnlineLearner(make_net(), rule="d_rtrl", loss=mse_loss, optimizer=optax.sgd(0.1), device=device)
+        learner = eb.OnlineLearner(
+            make_net(), rule="d_rtrl", loss=mse_loss, optimizer=optax.sgd(0.1), device=device
+        )
         losses[str(device)] = [learner.step(x, y).loss for x, y in zip(xs, ys, strict=True)]
         assert {d for leaf in learner.runtime.store.arrays() for d in leaf.devices()} == {first}
     assert losses["cpu"] == losses[str(first)] == losses["None"]
@@ -41,20 +45,27 @@ def test_a_device_that_is_not_there(device):
 def test_the_tuning_is_that_of_the_learners_device(monkeypatch):
     """Not that of JAX's default one."""
     xs, ys = make_data()
-    monkeypatch.setattr(Placement, "platform", "gpu")  # what a learner on a GPU would see; its arrays stay here
+    # what a learner on a GPU would see; its arrays stay here
+    monkeypatch.setattr(Placement, "platform", "gpu")
     learner = eb.OnlineLearner(make_net(), rule="d_rtrl", loss=mse_loss, optimizer=optax.sgd(0.1))
     learner.step(xs[0], ys[0])
     assert type(learner.runtime.store.compiled.program.tuning) is Tuning
     monkeypatch.undo()
-    on_cpu = eb.OnlineLearner(make_net(), rule="d_rtrl", loss=mse_loss, optimizer=optax.sgd(0.1), device="cpu")
+    on_cpu = eb.OnlineLearner(
+        make_net(), rule="d_rtrl", loss=mse_loss, optimizer=optax.sgd(0.1), device="cpu"
+    )
     on_cpu.step(xs[0], ys[0])
     assert type(on_cpu.runtime.store.compiled.program.tuning) is CPUTuning
-    for a, b in zip(learner.runtime.store.state.theta, on_cpu.runtime.store.state.theta, strict=True):
+    for a, b in zip(
+        learner.runtime.store.state.theta, on_cpu.runtime.store.state.theta, strict=True
+    ):
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
 def test_what_is_no_device_or_mesh():
-    with pytest.raises(eb.InputError, match="`device` is a int; it must be 'cpu', 'gpu', 'tpu' or a `jax.Device`"):
+    with pytest.raises(
+        eb.InputError, match="`device` is a int; it must be 'cpu', 'gpu', 'tpu' or a `jax.Device`"
+    ):
         Placement(device=0)
     with pytest.raises(eb.InputError, match="`mesh` is a str; it must be a `jax.sharding.Mesh`"):
         Placement(mesh="x")
@@ -68,9 +79,16 @@ SCRIPT = Path(__file__).with_name("mesh_script.py")
 
 @pytest.fixture(scope="module")
 def on_four_devices() -> dict:
-    environment = os.environ | {"PYTHONPATH": str(SCRIPT.parent), "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    environment = os.environ | {
+        "PYTHONPATH": str(SCRIPT.parent),
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+    }
     done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", str(SCRIPT)], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, "-W", "error::UserWarning", str(SCRIPT)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -79,7 +97,15 @@ def on_four_devices() -> dict:
 def test_a_mesh_equals_one_device(on_four_devices):
     found = on_four_devices
     assert found["devices"] == 4 and found["moved"] > 1e-3
-    assert set(found["differences"]) == {"losses", "outputs", "gradients", "weights", "hidden", "trace", "resumed"}
+    assert set(found["differences"]) == {
+        "losses",
+        "outputs",
+        "gradients",
+        "weights",
+        "hidden",
+        "trace",
+        "resumed",
+    }
     for what, difference in found["differences"].items():
         assert difference <= 1e-6, (what, difference)
 
@@ -94,11 +120,14 @@ def test_any_device_of_several(on_four_devices):
     assert on_four_devices["second device"] == [1]
 
 
-# -- collectives, and divided units -------------------------------------------------------------------------------
+# -- collectives, and divided units
+# -------------------------------------------------------------------------------
 
 
 def test_a_divided_batch_gathers_no_trace(on_four_devices):
-    """Gradients are added up; what is gathered is at most as large as a hidden state, (8, 3), and a trace is (8, 3, 2) or (8, 3, 3)."""
+    """Gradients are added up; what is gathered is at most as large as a hidden state, (8, 3), and a
+    trace is (8, 3, 2) or (8, 3, 3).
+    """
     found = on_four_devices["batch only"]
     assert "all-reduce" in {name for name, _ in found}
     assert max((size for name, size in found if name != "all-reduce"), default=0) <= 8 * 3, found
@@ -115,12 +144,18 @@ def test_units_are_divided_beside_the_batch(on_four_devices, rule):
 
 def test_no_collective_moves_a_trace(on_four_devices):
     found = on_four_devices["divided"]["d_rtrl"]
-    assert found["collectives"] and max(size for _, size in found["collectives"]) < found["largest trace"], found["collectives"]
+    assert (
+        found["collectives"]
+        and max(size for _, size in found["collectives"]) < found["largest trace"]
+    ), found["collectives"]
 
 
 def test_what_is_no_partition():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("batch",))
-    with pytest.raises(eb.InputError, match="`partition` is 'units'; it must name an axis of the mesh, and its axes are 'batch'"):
+    with pytest.raises(
+        eb.InputError,
+        match="`partition` is 'units'; it must name an axis of the mesh, and its axes are 'batch'",
+    ):
         Placement(mesh=mesh, partition="units")
     with pytest.raises(eb.InputError, match="and there is no `mesh`"):
         Placement(partition="units")

@@ -1,4 +1,6 @@
-"""README and documentation: every Python block runs as printed, shown output is real, commands work, links lead somewhere."""
+"""README and documentation: every Python block runs as printed, shown output is real, commands
+work, links lead somewhere.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from etrace_bridge.cli import main
 ROOT = Path(__file__).parent.parent
 DOCS = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").rglob("*.md"))
 PAGES = ["README.md", *DOCS]
-RUN_ELSEWHERE = {"docs/architecture.md"}  # by test_compiler_docs.py, which also compares its output letter by letter
+# by test_compiler_docs.py, which also compares its output letter by letter
+RUN_ELSEWHERE = {"docs/architecture.md"}
 COMMANDS_PAGE = "docs/howto/command-line.md"
 
 pytestmark = pytest.mark.x32  # as a reader's process
@@ -33,11 +36,17 @@ def blocks(page: str) -> list[tuple[str, str, str]]:
 
 
 def pages_with_python() -> list[str]:
-    return [page for page in PAGES if page not in RUN_ELSEWHERE and any(kind == "python" for kind, _, _ in blocks(page))]
+    return [
+        page
+        for page in PAGES
+        if page not in RUN_ELSEWHERE and any(kind == "python" for kind, _, _ in blocks(page))
+    ]
 
 
 def without_numbers(text: str) -> list[str]:
-    """A text's words, for comparing output across machines: numbers, places in files and column widths aside."""
+    """A text's words, for comparing output across machines: numbers, places in files and column
+    widths aside.
+    """
     text = re.sub(r"\S+\.(?:py|md):\d+", "FILE", text)
     text = re.sub(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?", "#", text)
     return re.sub(r"-{2,}", "-", text).split()
@@ -59,7 +68,9 @@ def test_code_runs_as_printed(page: str, tmp_path, monkeypatch) -> None:
                 exec(compile(text, page, "exec", dont_inherit=True), scope)
             printed = shown.getvalue()
         elif kind == "text" and printed is not None:
-            assert without_numbers(printed) == without_numbers(text), f"{page}: what is shown after block {n - 1} is not what it prints"
+            assert without_numbers(printed) == without_numbers(text), (
+                f"{page}: what is shown after block {n - 1} is not what it prints"
+            )
         if kind != "python":
             printed = None
 
@@ -80,13 +91,23 @@ def test_commands_run_as_printed(tmp_path, monkeypatch, capsys) -> None:
                 assert main(words[3:]) == 0, f"{line}\n{capsys.readouterr().err}"
                 ran.append(words[3])
     assert {"explain", "check", "recommend", "train", "bench"} <= set(ran)
-    assert (tmp_path / "run" / "weights.pt").is_file() and (tmp_path / "run" / "model.safetensors").is_file()
+    assert (tmp_path / "run" / "weights.pt").is_file() and (
+        tmp_path / "run" / "model.safetensors"
+    ).is_file()
 
 
 def shell_lines() -> list[tuple[str, str]]:
     """(page, line) of every shell block that is not on the commands' own page."""
-    found = [(page, text) for page in PAGES if page != COMMANDS_PAGE for kind, _, text in blocks(page) if kind in ("sh", "bash")]
-    return [(page, line.split("#")[0].strip()) for page, text in found for line in text.splitlines()]
+    found = [
+        (page, text)
+        for page in PAGES
+        if page != COMMANDS_PAGE
+        for kind, _, text in blocks(page)
+        if kind in ("sh", "bash")
+    ]
+    return [
+        (page, line.split("#")[0].strip()) for page, text in found for line in text.splitlines()
+    ]
 
 
 MODEL = """
@@ -102,7 +123,9 @@ make_model = Net
 
 
 def test_shell_lines_of_all_pages_work(tmp_path, monkeypatch, capsys) -> None:
-    """Our own commands run on a model and data of the shape that the lines speak of; targets of make and extras of pip exist."""
+    """Our own commands run on a model and data of the shape that the lines speak of; targets of
+    make and extras of pip exist.
+    """
     monkeypatch.chdir(tmp_path)
     for name in ("my_model.py", "path/to/file.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +133,9 @@ def test_shell_lines_of_all_pages_work(tmp_path, monkeypatch, capsys) -> None:
     numbers = np.random.default_rng(0)
     np.savez("data.npz", xs=numbers.normal(size=(6, 8, 32)), targets=numbers.normal(size=(6, 8, 2)))
     make = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.M)
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     ran = []
     for page, line in shell_lines():
         words = shlex.split(line)
@@ -135,7 +160,10 @@ def anchors(page: Path) -> set[str]:
     """The anchors that headings get, as mkdocs and GitHub make them."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     headings = re.findall(r"^#+ (.+)$", text, flags=re.M)
-    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower()) for heading in headings}
+    return {
+        re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
+        for heading in headings
+    }
 
 
 @pytest.mark.parametrize("page", ["CONTRIBUTING.md", *PAGES])
@@ -152,33 +180,49 @@ def test_relative_links_and_pictures_exist(page: str) -> None:
 
 
 def test_link_rule_sees(tmp_path, monkeypatch) -> None:
-    (tmp_path / "page.md").write_text("# One thing, `two`\n[a](other.md#x) ![b](p.svg)\n```text\n[c](no.md)\n```\n")
+    (tmp_path / "page.md").write_text(
+        "# One thing, `two`\n[a](other.md#x) ![b](p.svg)\n```text\n[c](no.md)\n```\n"
+    )
     monkeypatch.setattr("test_docs.ROOT", tmp_path)
-    assert link_targets("page.md") == ["other.md#x", "p.svg"] and anchors(tmp_path / "page.md") == {"one-thing-two"}
+    assert link_targets("page.md") == ["other.md#x", "p.svg"] and anchors(tmp_path / "page.md") == {
+        "one-thing-two"
+    }
 
 
 def test_every_public_name_is_in_the_reference() -> None:
     text = (ROOT / "docs/api.md").read_text(encoding="utf-8")
     listed = re.findall(r"^::: etrace_bridge\.([\w.]+)$", text, flags=re.M)
-    # A function with the name of its module is listed where it is defined, or the page would show the module.
+    # A function with the name of its module is listed where it is defined, or the page would show
+    # the module.
     listed = [name if name.startswith("rules.") else name.split(".")[-1] for name in listed]
     assert sorted(set(listed)) == sorted(listed), "a name stands there twice"
     missing = sorted(set(eb.__all__) - {"rules"} - set(listed))
     missing += sorted(f"rules.{name}" for name in eb.rules.__all__ if f"rules.{name}" not in listed)
     assert missing == []
-    unknown = [name for name in listed if not hasattr(eb.rules if name.startswith("rules.") else eb, name.removeprefix("rules."))]
+    unknown = [
+        name
+        for name in listed
+        if not hasattr(eb.rules if name.startswith("rules.") else eb, name.removeprefix("rules."))
+    ]
     assert unknown == []
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    listed = re.findall(r"^ +- ([\w/.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.M)
+    listed = re.findall(
+        r"^ +- ([\w/.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.M
+    )
     assert sorted(f"docs/{page}" for page in listed) == DOCS
 
 
 def test_pictures_are_what_their_script_draws(tmp_path, monkeypatch) -> None:
     folder = ROOT / "docs" / "pictures"
     scope: dict = {"__name__": "pictures", "__file__": str(folder / "make_pictures.py")}
-    exec(compile((folder / "make_pictures.py").read_text(encoding="utf-8"), "make_pictures.py", "exec"), scope)
+    exec(
+        compile(
+            (folder / "make_pictures.py").read_text(encoding="utf-8"), "make_pictures.py", "exec"
+        ),
+        scope,
+    )
     scope["HERE"] = tmp_path
     for name in ("draw_memory", "draw_dropped", "draw_stack"):
         scope[name]()

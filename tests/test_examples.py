@@ -1,4 +1,6 @@
-"""Every example runs, and what the learning examples claim holds in the small: online reaches 95% of torch's BPTT."""
+"""Every example runs, and what the learning examples claim holds in the small: online reaches 95%
+of torch's BPTT.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,25 @@ from types import ModuleType
 import pytest
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
-OPTIONAL = {"snntorch": "snntorch", "sklearn": "scikit-learn", "norse": "norse", "spikingjelly": "spikingjelly", "ncps": "ncps", "lightning": "lightning", "braintrace": "braintrace", "brainpy": "brainpy"}
+OPTIONAL = {
+    "snntorch": "snntorch",
+    "sklearn": "scikit-learn",
+    "norse": "norse",
+    "spikingjelly": "spikingjelly",
+    "ncps": "ncps",
+    "lightning": "lightning",
+    "braintrace": "braintrace",
+    "brainpy": "brainpy",
+}
 
 
 def skip_without_libraries(path: Path) -> None:
     """Skips an example whose optional library is not installed."""
-    words = {line.split()[1].split(".")[0] for line in path.read_text().splitlines() if line.startswith(("import ", "from "))}
+    words = {
+        line.split()[1].split(".")[0]
+        for line in path.read_text().splitlines()
+        if line.startswith(("import ", "from "))
+    }
     for name in words & set(OPTIONAL):
         pytest.importorskip(name, reason=f"{OPTIONAL[name]} is not installed")
 
@@ -34,21 +49,35 @@ def load(name: str) -> ModuleType:
 
 def test_the_examples_are_there():
     names = {p.stem for p in EXAMPLES}
-    assert names >= {"delayed_copy_gru", "digits_lstm", "digits_snntorch", "endless_stream", "torch_optim_loop", "checkpoint_resume", "t_maze", "lightning_online"}
+    assert names >= {
+        "delayed_copy_gru",
+        "digits_lstm",
+        "digits_snntorch",
+        "endless_stream",
+        "torch_optim_loop",
+        "checkpoint_resume",
+        "t_maze",
+        "lightning_online",
+    }
 
 
-# Examples that change nothing in the process that runs them; the others get one of their own, as a user's would.
+# Examples that change nothing in the process that runs them; the others get one of their own, as a
+# user's would.
 HERE = {"custom_cell", "delayed_copy_gru", "digits_lstm", "digits_snntorch", "wrap_and_check_gru"}
 
 
 @pytest.mark.x32  # as a user's process
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_the_example_runs(path, tmp_path, monkeypatch, capsys):
-    """As a script with `--small`; some in this process, since importing everything anew takes longer than they do."""
+    """As a script with `--small`; some in this process, since importing everything anew takes
+    longer than they do.
+    """
     skip_without_libraries(path)
     if path.stem not in HERE:
         words = [sys.executable, str(path), "--small"]
-        done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=600, check=False)
+        done = subprocess.run(
+            words, capture_output=True, text=True, cwd=tmp_path, timeout=600, check=False
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         said = done.stdout
     else:
@@ -71,7 +100,8 @@ def test_delayed_copy_is_learned_online():
 
 @pytest.mark.x32
 def test_digits_are_learned_online():
-    online, bptt = load("digits_lstm").run(epochs=36, hidden=32, learning_rate=0.01)  # long enough for both to have settled
+    # long enough for both to have settled
+    online, bptt = load("digits_lstm").run(epochs=36, hidden=32, learning_rate=0.01)
     assert bptt > 0.9, "BPTT itself does not learn the task: nothing is compared"
     assert online >= 0.95 * bptt
 
@@ -79,7 +109,10 @@ def test_digits_are_learned_online():
 @pytest.mark.x32
 def test_the_t_maze_is_learned_online_and_not_by_truncated_bptt():
     run = load("t_maze").run
-    online, truncated = (run(4, rule, seed=0, steps=2400, batch=16, hidden=16, every=400) for rule in ("d_rtrl", "bptt"))
+    online, truncated = (
+        run(4, rule, seed=0, steps=2400, batch=16, hidden=16, every=400)
+        for rule in ("d_rtrl", "bptt")
+    )
     assert online[-1] > 0.85
     assert truncated[-1] < 0.65, "one step of credit is enough: the task needs no memory"
 

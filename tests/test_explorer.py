@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 import etrace_bridge as eb
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 
 
 class Cell(nn.Module):
@@ -38,7 +40,9 @@ class Stack(nn.Module):
         self.out = nn.Linear(4, 2)
         self.register_parameter("</script><b>", nn.Parameter(torch.ones(2)))
 
-    def forward(self, x: Tensor, states: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(
+        self, x: Tensor, states: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         first, second = (None, None) if states is None else states
         low, first = self.lower(x, first)
         second = self.upper(low, second)
@@ -61,8 +65,19 @@ def dom_after(page: Path, script: str, tmp_path: Path) -> str:
     """The page's elements after a script has run in it."""
     copy = tmp_path / "clicked.html"
     copy.write_text(page.read_text().replace("</body>", f"<script>{script}</script></body>"))
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=1000", f"--user-data-dir={tmp_path / 'profile'}"]
-    done = subprocess.run([str(CHROMIUM), *options, "--dump-dom", copy.as_uri()], capture_output=True, text=True, timeout=120)
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--virtual-time-budget=1000",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
+    done = subprocess.run(
+        [str(CHROMIUM), *options, "--dump-dom", copy.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -87,11 +102,17 @@ def test_a_click_on_a_parameter_shows_its_way(graph, tmp_path):
     assert "lower.rec.weight → dot_general" in panel  # path
     assert re.search(r"<dt>cuts</dt>.*product with lower\.rec\.weight", panel)
     assert re.search(r"<dt>module</dt><dd>lower", panel)
-    line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "the line of both products" in text)
+    line = next(
+        n
+        for n, text in enumerate(Path(__file__).read_text().splitlines(), 1)
+        if "the line of both products" in text
+    )
     assert f"test_explorer.py:{line}" in panel
     lit = set(re.findall(r'class="[^"]*\bon\b[^"]*" id="([\w-]+)"', dom))
     names = [".".join(map(str, p)) for p in graph.certificate()]
-    assert f"parameter-{names.index('lower.rec.weight')}" in lit and any(name.startswith("cut-") for name in lit)
+    assert f"parameter-{names.index('lower.rec.weight')}" in lit and any(
+        name.startswith("cut-") for name in lit
+    )
     assert f"parameter-{names.index('out.weight')}" not in lit
     assert '<svg class="picked"' in dom or 'class="picked"' in dom
 

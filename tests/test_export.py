@@ -24,7 +24,9 @@ STEPS = 100
 
 
 def make_learner(dtype=torch.float32, optimizer=None, **options) -> eb.OnlineLearner:
-    return eb.OnlineLearner(make_net(dtype, **options), loss=mse_loss, optimizer=optimizer or optax.adam(1e-2))
+    return eb.OnlineLearner(
+        make_net(dtype, **options), loss=mse_loss, optimizer=optimizer or optax.adam(1e-2)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +82,9 @@ np.savez("found.npz", losses=losses, outputs=outputs, last=output, **{{"state " 
 assert not {{"torch", "etrace_bridge", "brainstate"}} & set(sys.modules)
 """
     )
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found = np.load(tmp_path / "found.npz")
     before = {n: p.copy() for n, p in weights(learner).items()}
@@ -97,7 +101,10 @@ assert not {{"torch", "etrace_bridge", "brainstate"}} & set(sys.modules)
 
 def weights(learner: eb.OnlineLearner) -> dict[str, np.ndarray]:
     runtime = learner.runtime
-    return {n: np.asarray(t) for n, t in zip(runtime.store.compiled.weight_names, runtime.store.state.theta, strict=True)}
+    return {
+        n: np.asarray(t)
+        for n, t in zip(runtime.store.compiled.weight_names, runtime.store.state.theta, strict=True)
+    }
 
 
 @pytest.mark.x32
@@ -119,7 +126,9 @@ def test_it_is_read_back_with_names_and_for_several_platforms(exported):
 
 @pytest.mark.x32
 def test_programs_for_other_devices_are_laid_out_for_them(exported):
-    """On a CPU the guard adds up products with zeros, and an order is held; elsewhere it asks every array whether it is finite."""
+    """On a CPU the guard adds up products with zeros, and an order is held; elsewhere it asks every
+    array whether it is finite.
+    """
     folder = exported[0]
     facts = json.loads((folder / "manifest.json").read_text())
     texts = {}
@@ -131,7 +140,10 @@ def test_programs_for_other_devices_are_laid_out_for_them(exported):
 
 
 @pytest.mark.x32
-@pytest.mark.parametrize("name", ["learn.cpu.stablehlo", "infer.cuda-tpu.stablehlo", "state.safetensors", "manifest.json"])
+@pytest.mark.parametrize(
+    "name",
+    ["learn.cpu.stablehlo", "infer.cuda-tpu.stablehlo", "state.safetensors", "manifest.json"],
+)
 def test_damaged_files_are_refused(exported, tmp_path, name):
     folder = tmp_path / "copy"
     folder.mkdir()
@@ -150,7 +162,9 @@ def test_damaged_files_are_refused(exported, tmp_path, name):
 @pytest.mark.x32
 def test_class_labels_a_torch_optimizer_and_writing_twice(tmp_path):
     net = make_net(torch.float32)
-    learner = eb.OnlineLearner(net, loss=cross_entropy, optimizer=torch.optim.Adam(net.parameters(), 1e-2))
+    learner = eb.OnlineLearner(
+        net, loss=cross_entropy, optimizer=torch.optim.Adam(net.parameters(), 1e-2)
+    )
     xs, _ = make_data(4, dtype=torch.float32)
     labels = torch.randint(0, 2, (4, 3))
     learner.step(xs[0], labels[0])
@@ -160,7 +174,9 @@ def test_class_labels_a_torch_optimizer_and_writing_twice(tmp_path):
     for x, y in zip(xs[1:], labels[1:], strict=True):
         (value, output), expected = found.step(x, y), learner.step(x, y.numpy())
         assert float(value) == expected.loss
-        np.testing.assert_allclose(value, cross_entropy(torch.tensor(np.asarray(output)), y), rtol=1e-5)
+        np.testing.assert_allclose(
+            value, cross_entropy(torch.tensor(np.asarray(output)), y), rtol=1e-5
+        )
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
@@ -178,7 +194,9 @@ def test_what_cannot_be_exported_says_why(tmp_path):
         none.export(tmp_path / "a")
     net = make_net(torch.float32)
     with pytest.raises(eb.NotSupportedError, match="runs in torch"):
-        eb.OnlineLearner(net, loss=mse_loss, optimizer=torch.optim.Rprop(net.parameters())).export(tmp_path / "a")
+        eb.OnlineLearner(net, loss=mse_loss, optimizer=torch.optim.Rprop(net.parameters())).export(
+            tmp_path / "a"
+        )
     (tmp_path / "b").mkdir()
     learner.step(xs[0], ys[0])
     with pytest.raises(eb.InputError, match="not an exported learner"):
@@ -208,7 +226,9 @@ def test_an_open_batch_size_learns_as_a_learner_of_that_size(tmp_path, loss):
         (value, output), expected = found.step(x, y), learner.step(x, y)
         np.testing.assert_allclose(float(value), expected.loss, rtol=1e-5)
         np.testing.assert_allclose(output, np.asarray(expected.output), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(found.predict(xs[0]), learner.predict(xs[:1], carry=True)[0].numpy(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        found.predict(xs[0]), learner.predict(xs[:1], carry=True)[0].numpy(), rtol=1e-4, atol=1e-5
+    )
     for n, weight in enumerate(weights(learner).values()):
         np.testing.assert_allclose(found.state[f"theta/{n}"], weight, rtol=1e-4, atol=1e-6)
     scope: dict = {}

@@ -1,4 +1,6 @@
-"""`FidelityMeter` beside torch BPTT: in `fit`, on streams, under dropout, complex weights and chunks."""
+"""`FidelityMeter` beside torch BPTT: in `fit`, on streams, under dropout, complex weights and
+chunks.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,26 @@ class Net(nn.Module):
 
 def data(steps: int = T, seed: int = 0) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(steps, B, IN, generator=generator).double(), torch.randn(steps, B, 2, generator=generator).double())
+    return (
+        torch.randn(steps, B, IN, generator=generator).double(),
+        torch.randn(steps, B, 2, generator=generator).double(),
+    )
 
 
 def learner_of(model: nn.Module, rule: str = "d_rtrl", **options) -> eb.OnlineLearner:
-    return eb.OnlineLearner(model, rule, mse_loss, options.pop("optimizer", optax.sgd(0.0)), options.pop("chunk", 4), **options)
+    return eb.OnlineLearner(
+        model,
+        rule,
+        mse_loss,
+        options.pop("optimizer", optax.sgd(0.0)),
+        options.pop("chunk", 4),
+        **options,
+    )
 
 
-def bptt(model: nn.Module, xs: Tensor, targets: Tensor, counted: slice = slice(None)) -> dict[str, Tensor]:
+def bptt(
+    model: nn.Module, xs: Tensor, targets: Tensor, counted: slice = slice(None)
+) -> dict[str, Tensor]:
     """torch's gradient of the mean loss of the counted steps."""
     h, losses = None, []
     for x, target in zip(xs, targets, strict=True):
@@ -76,7 +90,13 @@ def test_masks_and_losses_over_a_whole_sequence_are_measured_too():
     mask = (torch.rand(T, B, generator=torch.Generator().manual_seed(2)) > 0.4).double()
     meter = eb.FidelityMeter()
     learner_of(model, "rtrl").fit([(xs, targets, mask)], 1, callbacks=[meter])
-    whole = eb.OnlineLearner(model, "rtrl", optimizer=optax.sgd(0.0), chunk=4, seq_loss=lambda ys, t: (ys.mean(0) - t[-1]).pow(2).sum())
+    whole = eb.OnlineLearner(
+        model,
+        "rtrl",
+        optimizer=optax.sgd(0.0),
+        chunk=4,
+        seq_loss=lambda ys, t: (ys.mean(0) - t[-1]).pow(2).sum(),
+    )
     whole.fit([(xs, targets)], 1, callbacks=[meter])
     for reading in meter.readings:
         assert reading.ratio == pytest.approx(1, abs=1e-9) and reading.predicted > 1e-3
@@ -85,16 +105,21 @@ def test_masks_and_losses_over_a_whole_sequence_are_measured_too():
 def test_the_meter_changes_nothing_and_sees_the_dropout_of_the_update():
     torch.manual_seed(0)
     model, batches = Net(0.4), [data(), data(seed=1)]
-    with_meter, without = (learner_of(model, "rtrl", optimizer=optax.sgd(0.1), seed=3) for _ in range(2))
+    with_meter, without = (
+        learner_of(model, "rtrl", optimizer=optax.sgd(0.1), seed=3) for _ in range(2)
+    )
     meter = eb.FidelityMeter()
     watched = with_meter.fit(batches, 2, callbacks=[meter])
     plain = without.fit(batches, 2)
     assert watched.batch_losses == plain.batch_losses
-    assert len(meter.readings) == 4 and all(abs(r.ratio - 1) < 1e-10 for r in meter.readings)  # the masks are those of the gradient
+    # the masks are those of the gradient
+    assert len(meter.readings) == 4 and all(abs(r.ratio - 1) < 1e-10 for r in meter.readings)
 
 
 def test_a_stream_is_measured_along_the_last_windows_gradient():
-    """Weights held: the slope is BPTT's gradient of the counted steps times the direction; the rule's is its own."""
+    """Weights held: the slope is BPTT's gradient of the counted steps times the direction; the
+    rule's is its own.
+    """
     torch.manual_seed(0)
     model, (xs, targets) = Net(), data(12)
     learner, meter = learner_of(model, "rtrl"), eb.FidelityMeter(window=12, warmup=4)
@@ -111,7 +136,9 @@ def test_a_stream_is_measured_along_the_last_windows_gradient():
     assert abs(dot(counted, direction)) > 1e-3
     assert reading.slope == pytest.approx(dot(counted, direction) / size, rel=1e-8)
     assert reading.ratio == pytest.approx(1, abs=1e-8) and reading.step == 24
-    assert info.loss == pytest.approx(float(mse_loss(model_output(model, xs), targets[-1])), rel=1e-9)
+    assert info.loss == pytest.approx(
+        float(mse_loss(model_output(model, xs), targets[-1])), rel=1e-9
+    )
 
 
 def model_output(model: nn.Module, xs: Tensor) -> Tensor:
@@ -133,7 +160,9 @@ def test_batches_that_continue_one_another_are_a_stream():
     parts = [(xs[n : n + 4], targets[n : n + 4]) for n in range(0, 16, 4)]
     learner_of(model, chunk=2, reduction="sum").fit(parts, 1, carry=True, callbacks=[batches])
     (one,), (other,) = steps.readings, batches.readings
-    assert one.slope == pytest.approx(other.slope, rel=1e-9) and one.predicted == pytest.approx(other.predicted, rel=1e-9)
+    assert one.slope == pytest.approx(other.slope, rel=1e-9) and one.predicted == pytest.approx(
+        other.predicted, rel=1e-9
+    )
     assert abs(one.ratio - 1) > 1e-3
 
 
@@ -143,7 +172,8 @@ def test_a_learner_that_moved_without_the_meter_starts_a_new_window():
     learner, meter = learner_of(model), eb.FidelityMeter(window=4, warmup=1)
     for n, (x, target) in enumerate(zip(xs, targets, strict=True)):
         (learner.step if n == 6 else lambda *args: meter.step(learner, *args))(x, target)
-    assert [r.step for r in meter.readings] == [11]  # steps 1-4 give a direction; 5 and 6 are lost; 8-11 are a window
+    # steps 1-4 give a direction; 5 and 6 are lost; 8-11 are a window
+    assert [r.step for r in meter.readings] == [11]
 
 
 def test_reports_are_for_people(tmp_path):
@@ -151,7 +181,11 @@ def test_reports_are_for_people(tmp_path):
     assert "no reading yet" in repr(meter) == meter.report()
     meter.readings += [eb.Reading(10 * n, 1.0 - 0.05 * n, 1.0) for n in range(30)]
     text = meter.report()
-    assert text.startswith("FidelityMeter: 67% of 30 readings downhill") and "NO" in text and len(text.splitlines()) < 25
+    assert (
+        text.startswith("FidelityMeter: 67% of 30 readings downhill")
+        and "NO" in text
+        and len(text.splitlines()) < 25
+    )
     assert "<table>" in meter._repr_html_()
     figure = meter.plot(tmp_path / "meter.png")
     assert len(figure.axes) == 2 and (tmp_path / "meter.png").stat().st_size > 5_000
@@ -163,12 +197,16 @@ def test_bad_use_is_named():
         with pytest.raises(eb.InputError, match=next(reversed(options))):
             eb.FidelityMeter(**options)
     with pytest.raises(eb.InputError, match="no loss"):
-        eb.FidelityMeter().step(eb.OnlineLearner(model, optimizer=optax.sgd(0.0)), xs[0], targets[0])
+        eb.FidelityMeter().step(
+            eb.OnlineLearner(model, optimizer=optax.sgd(0.0)), xs[0], targets[0]
+        )
     with pytest.raises(eb.InputError, match="no reading to draw"):
         eb.FidelityMeter().plot()
     in_torch = torch.optim.LBFGS(model.parameters())
     with pytest.raises(eb.BridgeError, match="LBFGS|inside the compiled step"):
-        eb.FidelityMeter().step(eb.OnlineLearner(model, loss=mse_loss, optimizer=in_torch), xs[0], targets[0])
+        eb.FidelityMeter().step(
+            eb.OnlineLearner(model, loss=mse_loss, optimizer=in_torch), xs[0], targets[0]
+        )
 
 
 def test_a_learner_and_its_history_print_as_one_can_read_them():

@@ -111,7 +111,12 @@ def test_epochs_validation_and_callbacks(learner):
         return record["epoch"] == 2
 
     held_out = [make_data(seed=9), make_data(seed=10)]
-    history = learner.fit(BATCHES, epochs=5, validation=held_out, callbacks=[stop_after_two, lambda *_: seen.append("last")])
+    history = learner.fit(
+        BATCHES,
+        epochs=5,
+        validation=held_out,
+        callbacks=[stop_after_two, lambda *_: seen.append("last")],
+    )
     assert [e["epoch"] for e in history.epochs] == [1, 2]
     assert "callback" in history.stopped and "epoch 2" in history.stopped
     assert [s for s in seen if s == "last"] == ["last"] * 2  # the one after it still ran
@@ -121,7 +126,9 @@ def test_epochs_validation_and_callbacks(learner):
     before = weights(learner)
     learner.evaluate(held_out)
     assert_same(weights(learner), before, 0)
-    named = learner.fit(BATCHES[:1], validation=lambda given: {"accuracy": 0.25, "right": given is learner})
+    named = learner.fit(
+        BATCHES[:1], validation=lambda given: {"accuracy": 0.25, "right": given is learner}
+    )
     assert named["accuracy"] == [0.25] and named["right"] == [True]
 
 
@@ -141,17 +148,28 @@ def test_early_stopping_keeps_the_best_weights(learner):
 
 def test_early_stopping_upwards_with_a_least_change(learner):
     numbers = iter([0.5, 0.52, 0.9, 0.9])
-    rule = eb.EarlyStopping(patience=1, monitor="accuracy", min_delta=0.1, mode="max", restore=False)
-    history = learner.fit(BATCHES[:1], epochs=4, validation=lambda given: {"accuracy": next(numbers)}, early_stopping=rule)
+    rule = eb.EarlyStopping(
+        patience=1, monitor="accuracy", min_delta=0.1, mode="max", restore=False
+    )
+    history = learner.fit(
+        BATCHES[:1],
+        epochs=4,
+        validation=lambda given: {"accuracy": next(numbers)},
+        early_stopping=rule,
+    )
     assert history["accuracy"] == [0.5, 0.52]  # 0.02 does not count
-    with pytest.raises(eb.InputError, match=r"watches 'recall', but an epoch's record has only: epoch, loss"):
+    with pytest.raises(
+        eb.InputError, match=r"watches 'recall', but an epoch's record has only: epoch, loss"
+    ):
         learner.fit(BATCHES[:1], early_stopping=eb.EarlyStopping(monitor="recall"))
     with pytest.raises(eb.InputError, match="must be 'min' or 'max'"):
         eb.EarlyStopping(mode="up")
 
 
 def test_a_number_that_is_nan_is_no_improvement(learner):
-    history = learner.fit(BATCHES[:1], epochs=6, validation=lambda given: math.nan, early_stopping=2)
+    history = learner.fit(
+        BATCHES[:1], epochs=6, validation=lambda given: math.nan, early_stopping=2
+    )
     assert len(history) == 2
 
 
@@ -159,7 +177,9 @@ def test_schedulers_of_torch_and_optax_schedules():
     model, plain = make_net(), make_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.4)
     learner = eb.OnlineLearner(model, rule="bptt", loss=mse_loss, optimizer=optimizer)
-    learner.fit(BATCHES[:2], epochs=3, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))
+    learner.fit(
+        BATCHES[:2], epochs=3, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    )
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
     own = torch.optim.SGD(plain.parameters(), lr=0.4)
     for factor in (1, 0.5, 0.25):
@@ -170,7 +190,9 @@ def test_schedulers_of_torch_and_optax_schedules():
     expected = plain.state_dict()
     assert_same(weights(learner), expected, 1e-10)
     schedule = optax.piecewise_constant_schedule(1.0, {2: 0.5, 4: 0.5})
-    other = eb.OnlineLearner(make_net(), rule="bptt", loss=mse_loss, optimizer=optax.sgd(0.4), schedule=schedule)
+    other = eb.OnlineLearner(
+        make_net(), rule="bptt", loss=mse_loss, optimizer=optax.sgd(0.4), schedule=schedule
+    )
     other.fit(BATCHES[:2], epochs=3)
     assert_same(weights(other), expected, 1e-10)
 
@@ -193,7 +215,14 @@ def test_clipping_and_accumulation_of_batches():
             p.grad = (first[name] + second[name]) / 2
         assert torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1) > 0.1
         own.step()
-    learner = eb.OnlineLearner(make_net(), rule="bptt", loss=mse_loss, optimizer=optax.sgd(0.5), accumulate=2, clip_norm=0.1)
+    learner = eb.OnlineLearner(
+        make_net(),
+        rule="bptt",
+        loss=mse_loss,
+        optimizer=optax.sgd(0.5),
+        accumulate=2,
+        clip_norm=0.1,
+    )
     learner.fit(BATCHES)
     assert_same(weights(learner), plain.state_dict(), 1e-10)
 
@@ -222,13 +251,17 @@ def test_streams_are_cut_into_epochs(learner):
 
 
 def test_what_fit_refuses(learner):
-    with pytest.raises(eb.InputError, match=r"generator, which can be read only once, but there are 2 epochs"):
+    with pytest.raises(
+        eb.InputError, match=r"generator, which can be read only once, but there are 2 epochs"
+    ):
         learner.fit(generate(), epochs=2)
     with pytest.raises(eb.InputError, match="`epochs` is 0"):
         learner.fit(BATCHES, epochs=0)
     with pytest.raises(eb.InputError, match="gave nothing in epoch 1"):
         learner.fit([])
-    with pytest.raises(eb.InputError, match=r"A batch is a Tensor of 6; it must be `\(xs, targets\)`"):
+    with pytest.raises(
+        eb.InputError, match=r"A batch is a Tensor of 6; it must be `\(xs, targets\)`"
+    ):
         learner.fit([BATCHES[0][0]])
     with pytest.raises(eb.InputError, match="no batch to evaluate"):
         learner.fit(BATCHES[:1], validation=[])
@@ -252,10 +285,12 @@ def test_a_loader_that_raises_midway(learner):
     assert_same(weights(learner), by_hand(learner, BATCHES)[0], 1e-12)
 
 
-@pytest.mark.parametrize("moment", ["in the loader", "in an update", "in the validation", "in a callback"])
+@pytest.mark.parametrize(
+    "moment", ["in the loader", "in an update", "in the validation", "in a callback"]
+)
 def test_ctrl_c_leaves_a_whole_learner_and_its_history(learner, moment, monkeypatch):
     expected, losses = by_hand(learner, BATCHES[:2])
-    press = lambda: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
+    press = lambda: os.kill(os.getpid(), signal.SIGINT)
     handler = signal.default_int_handler  # a process in the background starts with Ctrl-C ignored
     signal.signal(signal.SIGINT, handler)
 
@@ -263,7 +298,9 @@ def test_ctrl_c_leaves_a_whole_learner_and_its_history(learner, moment, monkeypa
         yield from BATCHES[:2] if moment != "in an update" else BATCHES[:1]
         if moment == "in an update":
             inner = learner.runtime.store.refresh_numbers
-            monkeypatch.setattr(learner.runtime.store, "refresh_numbers", lambda: (press(), inner()))
+            monkeypatch.setattr(
+                learner.runtime.store, "refresh_numbers", lambda: (press(), inner())
+            )
             yield BATCHES[1]
             yield BATCHES[2]
         if moment == "in the loader":
@@ -280,7 +317,10 @@ def test_ctrl_c_leaves_a_whole_learner_and_its_history(learner, moment, monkeypa
     monkeypatch.undo()
     assert signal.getsignal(signal.SIGINT) is handler
     assert learner.history.stopped == "KeyboardInterrupt"
-    assert np.allclose(learner.history.batch_losses, losses) and learner.history.epochs[0]["batches"] == 2
+    assert (
+        np.allclose(learner.history.batch_losses, losses)
+        and learner.history.epochs[0]["batches"] == 2
+    )
     assert_same(weights(learner), expected, 1e-12)
     assert np.isfinite(learner.update(*BATCHES[2]).loss)
 
@@ -289,8 +329,13 @@ def test_a_log_has_one_plain_line_for_each_epoch(learner, capfd):
     learner.fit(BATCHES, epochs=2, validation=BATCHES[:1], progress=True)
     first, *lines = capfd.readouterr().err.splitlines()
     assert first == "compiling …" and len(lines) == 2
-    for epoch, (record, line) in enumerate(zip(learner.history.epochs, lines, strict=True), start=1):
-        assert line.startswith(f"epoch {epoch}/2  loss {record['loss']:.4g}  validation_loss {record['validation_loss']:.4g}  ")
+    for epoch, (record, line) in enumerate(
+        zip(learner.history.epochs, lines, strict=True), start=1
+    ):
+        assert line.startswith(
+            f"epoch {epoch}/2  loss {record['loss']:.4g}  validation_loss "
+            f"{record['validation_loss']:.4g}  "
+        )
         assert re.search(r"  [\d,]+ steps/s  [\d,]+ MB  [\d.]+ s$", line) and "\x1b" not in line
     learner.fit(BATCHES[:1])
     assert capfd.readouterr().err == ""  # nobody is watching
@@ -300,14 +345,25 @@ def test_a_terminal_has_one_live_line_however_many_epochs(learner, monkeypatch):
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=True, width=200, color_system=None)
     made = []
-    monkeypatch.setattr(fit_module, "open_progress", lambda show: made.append(TerminalLine(console)) or made[0])
-    learner.fit([*BATCHES[:1], (BATCHES[0][0][:, :2], BATCHES[0][1][:, :2])], epochs=30, metrics="accuracy")
+    monkeypatch.setattr(
+        fit_module, "open_progress", lambda show: made.append(TerminalLine(console)) or made[0]
+    )
+    learner.fit(
+        [*BATCHES[:1], (BATCHES[0][0][:, :2], BATCHES[0][1][:, :2])], epochs=30, metrics="accuracy"
+    )
     (task,) = made[0]._bar.tasks  # a task for each epoch would make drawing slower and slower
     assert task.completed == 2 and task.fields["epoch"] == "30/30"
     text = shown.getvalue()
-    finished = [line for line in re.split(r"[\r\n]|\x1b\[\d*[A-Za-z]", text) if re.match(r"epoch \d+/30  loss", line)]
+    finished = [
+        line
+        for line in re.split(r"[\r\n]|\x1b\[\d*[A-Za-z]", text)
+        if re.match(r"epoch \d+/30  loss", line)
+    ]
     assert [line.split()[1] for line in finished] == [f"{n}/30" for n in range(1, 31)]
-    assert all(re.search(r"accuracy [\d.]+  [\d,]+ steps/s  [\d,]+ MB  [\d.]+ s$", line.rstrip()) for line in finished)
+    assert all(
+        re.search(r"accuracy [\d.]+  [\d,]+ steps/s  [\d,]+ MB  [\d.]+ s$", line.rstrip())
+        for line in finished
+    )
 
 
 def test_the_live_line_says_what_takes_time():
@@ -315,7 +371,7 @@ def test_the_live_line_says_what_takes_time():
     line, record = TerminalLine(console), {"loss": math.nan, "batches": 0}
     line.start_epoch(1, 5, 10, record)
     line.say("compiling …")
-    draw = lambda: "".join(segment.text for segment in console.render(line._bar.get_renderable()))  # noqa: E731
+    draw = lambda: "".join(segment.text for segment in console.render(line._bar.get_renderable()))
     assert "epoch 1/5" in draw() and "compiling …" in draw() and "loss" not in draw()
     record.update(loss=0.25, batches=3, steps_per_second=10.0)
     line.say("")
@@ -330,18 +386,31 @@ def test_a_notebook_has_a_line_that_is_drawn_anew(learner, monkeypatch, capsys):
         def update(self, content, raw):
             drawn.append(content["text/plain"])
 
-    monkeypatch.setattr(progress, "notebook_display", lambda: lambda content, raw, display_id: Handle())
+    monkeypatch.setattr(
+        progress, "notebook_display", lambda: lambda content, raw, display_id: Handle()
+    )
     learner.fit(BATCHES, epochs=3)
-    assert any(re.match(r"epoch \d/3  \d/4  loss", text) for text in drawn) and "epoch 1/3  compiling …" in drawn and drawn[-1] == ""
+    assert (
+        any(re.match(r"epoch \d/3  \d/4  loss", text) for text in drawn)
+        and "epoch 1/3  compiling …" in drawn
+        and drawn[-1] == ""
+    )
     assert len(drawn) < 3 * len(BATCHES)  # not for every batch
-    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["1/3", "2/3", "3/3"]
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == [
+        "1/3",
+        "2/3",
+        "3/3",
+    ]
 
 
-# -- metrics --------------------------------------------------------------------------------------------------------
+# -- metrics
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_metrics_of_training_and_validation(learner):
-    """Training metrics are those of the outputs before each update, validation metrics those after the epoch; each by hand in torch."""
+    """Training metrics are those of the outputs before each update, validation metrics those after
+    the epoch; each by hand in torch.
+    """
 
     def outputs() -> torch.Tensor:
         model = make_net()
@@ -352,12 +421,18 @@ def test_metrics_of_training_and_validation(learner):
     (xs, ys), mask = BATCHES[0], torch.tensor([0.0, 1.0, 0.0, 2.0, 0.5, 0.0], dtype=torch.float64)
     kept = mask != 0
     before = outputs()
-    mean_error = lambda output, target: (output - target).abs().mean()  # noqa: E731
-    history = learner.fit([(xs, ys, mask)], validation=[(xs, ys, mask), (xs, ys)], metrics={"mae": mean_error, "sign": "accuracy"})
+    mean_error = lambda output, target: (output - target).abs().mean()
+    history = learner.fit(
+        [(xs, ys, mask)],
+        validation=[(xs, ys, mask), (xs, ys)],
+        metrics={"mae": mean_error, "sign": "accuracy"},
+    )
     after = outputs()
     (record,) = history.epochs
     assert record["mae"] == pytest.approx(float((before[kept] - ys[kept]).abs().mean()), rel=1e-9)
-    assert record["sign"] == pytest.approx(float(((before[kept] > 0) == (ys[kept] > 0.5)).double().mean()))
+    assert record["sign"] == pytest.approx(
+        float(((before[kept] > 0) == (ys[kept] > 0.5)).double().mean())
+    )
     error = (after - ys).abs()
     assert record["validation_mae"] == pytest.approx(
         float((error[kept].sum() + error.sum()) / (error[kept].numel() + error.numel())), rel=1e-9
@@ -367,7 +442,9 @@ def test_metrics_of_training_and_validation(learner):
 
 def test_accuracy_of_classes():
     model = make_net(torch.float32)
-    learner = eb.OnlineLearner(model, rule="bptt", loss=torch.nn.functional.cross_entropy, optimizer=optax.sgd(0.1))
+    learner = eb.OnlineLearner(
+        model, rule="bptt", loss=torch.nn.functional.cross_entropy, optimizer=optax.sgd(0.1)
+    )
     xs, ys = make_data(dtype=torch.float32)
     labels = (ys[..., 0] > 0).long()
     with torch.no_grad():
@@ -393,21 +470,47 @@ def test_fit_without_an_optimizer_is_refused():
         learner.fit(BATCHES)
 
 
-@pytest.mark.parametrize("make", [lambda p: optax.sgd(0.1), lambda p: torch.optim.SGD(p, lr=0.1), lambda p: torch.optim.NAdam(p, lr=0.1)])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: optax.sgd(0.1),
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        lambda p: torch.optim.NAdam(p, lr=0.1),
+    ],
+)
 def test_the_norm_of_the_gradients(make):
     model, plain = make_net(), make_net()
-    learner = eb.OnlineLearner(model, rule="bptt", loss=mse_loss, optimizer=make(model.parameters()), track_norm=True, clip_norm=0.01)
+    learner = eb.OnlineLearner(
+        model,
+        rule="bptt",
+        loss=mse_loss,
+        optimizer=make(model.parameters()),
+        track_norm=True,
+        clip_norm=0.01,
+    )
     assert learner.gradient_norm is None
     seen = []
-    learner.fit(BATCHES[:1], callbacks=[lambda given, record: seen.append((given.gradient_norm, record["gradient_norm"]))])
+    learner.fit(
+        BATCHES[:1],
+        callbacks=[
+            lambda given, record: seen.append((given.gradient_norm, record["gradient_norm"]))
+        ],
+    )
     grads = torch_gradients(plain, *BATCHES[0])
     expected = float(torch.nn.utils.get_total_norm(grads.values()))
     assert expected > 0.01 and seen == [(pytest.approx(expected, rel=1e-9),) * 2]
-    assert eb.OnlineLearner(make_net(), rule="bptt", loss=mse_loss, optimizer=optax.sgd(0.1)).fit(BATCHES[:1])["gradient_norm"] == []
+    assert (
+        eb.OnlineLearner(make_net(), rule="bptt", loss=mse_loss, optimizer=optax.sgd(0.1)).fit(
+            BATCHES[:1]
+        )["gradient_norm"]
+        == []
+    )
 
 
 def test_memory_is_that_of_the_process():
     before = resident_memory()
     held = np.ones(2**25)  # 256 MB, touched
     assert 0.9 * held.nbytes < resident_memory() - before < 1.3 * held.nbytes
-    assert describe({"loss": 0.5, "steps_per_second": 1234.5, "accuracy": 0.75}).startswith("loss 0.5  accuracy 0.75  1,234 steps/s")
+    assert describe({"loss": 0.5, "steps_per_second": 1234.5, "accuracy": 0.75}).startswith(
+        "loss 0.5  accuracy 0.75  1,234 steps/s"
+    )

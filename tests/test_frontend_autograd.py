@@ -1,4 +1,6 @@
-"""Gradients through torch's own ways of changing them: `autograd.Function`, `detach`, `no_grad`, in-place writes and views."""
+"""Gradients through torch's own ways of changing them: `autograd.Function`, `detach`, `no_grad`,
+in-place writes and views.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +21,39 @@ TOLERANCE = 1e-10
 
 
 def check(function: Any, *inputs: Tensor, forward_mode: bool = True) -> Any:
-    """Compare value and gradient of a torch function with its JAX form, in reverse and forward mode; none may be dead."""
+    """Compare value and gradient of a torch function with its JAX form, in reverse and forward
+    mode; none may be dead.
+    """
     inputs = inputs or (torch.randn(3, 4, dtype=torch.float64),)
     tensors = [x.clone().requires_grad_(x.is_floating_point()) for x in inputs]
     floating = [i for i, x in enumerate(tensors) if x.requires_grad]
     wanted = function(*[x.clone() if x.requires_grad else x for x in tensors])
     weight = torch.randn_like(wanted)
-    grads = torch.autograd.grad((wanted * weight).sum(), [tensors[i] for i in floating], allow_unused=True)
-    grads = [torch.zeros_like(tensors[i]) if g is None else g for i, g in zip(floating, grads, strict=True)]
+    grads = torch.autograd.grad(
+        (wanted * weight).sum(), [tensors[i] for i in floating], allow_unused=True
+    )
+    grads = [
+        torch.zeros_like(tensors[i]) if g is None else g
+        for i, g in zip(floating, grads, strict=True)
+    ]
     assert any(g.abs().max() > 1e-6 for g in grads)
 
     traced = eb.trace_function(function)
     arrays = [jnp.array(x.detach().numpy()) for x in tensors]
-    loss = lambda *xs: jnp.sum(traced(*xs) * weight.numpy())  # noqa: E731
+    loss = lambda *xs: jnp.sum(traced(*xs) * weight.numpy())
     np.testing.assert_allclose(jax.jit(traced)(*arrays), wanted.detach(), atol=TOLERANCE)
     found = jax.jit(jax.grad(loss, tuple(floating)))(*arrays)
     for i, (a, b) in enumerate(zip(found, grads, strict=True)):
         np.testing.assert_allclose(a, b, atol=TOLERANCE, err_msg=f"gradient {i}")
     if forward_mode:
-        tangents = [np.random.randn(*x.shape) if i in floating else np.zeros(x.shape, jax.dtypes.float0) for i, x in enumerate(arrays)]
+        tangents = [
+            np.random.randn(*x.shape) if i in floating else np.zeros(x.shape, jax.dtypes.float0)
+            for i, x in enumerate(arrays)
+        ]
         _, tangent = jax.jvp(loss, tuple(arrays), tuple(tangents))
-        expected = sum(float((g.numpy() * tangents[i]).sum()) for i, g in zip(floating, grads, strict=True))
+        expected = sum(
+            float((g.numpy() * tangents[i]).sum()) for i, g in zip(floating, grads, strict=True)
+        )
         np.testing.assert_allclose(tangent, expected, atol=1e-9)
     return traced
 
@@ -90,11 +104,19 @@ class Scaled(Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
         (x,) = ctx.saved_tensors
-        return grad * ctx.factor * torch.exp(-x.abs()), None, grad if ctx.needs_input_grad[2] else None
+        return (
+            grad * ctx.factor * torch.exp(-x.abs()),
+            None,
+            grad if ctx.needs_input_grad[2] else None,
+        )
 
 
 def test_setup_context_and_other_arguments() -> None:
-    check(lambda x, s: Scaled.apply(x, 3.0, s), torch.randn(2, 3, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64))
+    check(
+        lambda x, s: Scaled.apply(x, 3.0, s),
+        torch.randn(2, 3, dtype=torch.float64),
+        torch.randn(2, 3, dtype=torch.float64),
+    )
     check(lambda x: Scaled.apply(x, 3.0, torch.ones(3, 4, dtype=torch.float64)))
 
 
@@ -139,7 +161,9 @@ def test_backward_that_is_not_linear_keeps_reverse_mode() -> None:
 
 
 class Nested(Function):
-    """A forward that calls another Function, whose gradient must not be used, and a backward that does the same."""
+    """A forward that calls another Function, whose gradient must not be used, and a backward that
+    does the same.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -233,8 +257,12 @@ def test_function_in_a_module() -> None:
 
 
 def test_reference_gradients_are_not_those_of_the_forward_code() -> None:
-    """The step function itself has a zero gradient: a bridge that differentiates it would give zeros."""
-    gradient = jax.grad(lambda x: eb.trace_function(lambda v: Spike.apply(v))(x).sum())(jnp.array([0.25, -0.5, 2.0]))
+    """The step function itself has a zero gradient: a bridge that differentiates it would give
+    zeros.
+    """
+    gradient = jax.grad(lambda x: eb.trace_function(lambda v: Spike.apply(v))(x).sum())(
+        jnp.array([0.25, -0.5, 2.0])
+    )
     np.testing.assert_allclose(gradient, [0.75, 0.5, 0.0])
 
 
@@ -416,7 +444,10 @@ def test_slice_writes_stay_structural() -> None:
         (nn.BCEWithLogitsLoss(), torch.rand(3, 4, dtype=torch.float64)),
         (nn.SmoothL1Loss(), torch.randn(3, 4, dtype=torch.float64)),
         (nn.L1Loss(), torch.randn(3, 4, dtype=torch.float64)),
-        (lambda y, t: ((y - t) ** 2).mean() + y.abs().max(), torch.randn(3, 4, dtype=torch.float64)),
+        (
+            lambda y, t: ((y - t) ** 2).mean() + y.abs().max(),
+            torch.randn(3, 4, dtype=torch.float64),
+        ),
     ],
 )
 def test_losses(loss: Any, target: Tensor) -> None:
@@ -424,4 +455,6 @@ def test_losses(loss: Any, target: Tensor) -> None:
     traced = eb.trace_function(loss)
     y = torch.randn(3, 4, dtype=torch.float64)
     np.testing.assert_allclose(traced(jnp.array(y.numpy()), target), loss(y, target), atol=1e-12)
-    np.testing.assert_allclose(traced(y.numpy(), jnp.array(target.numpy())), loss(y, target), atol=1e-12)
+    np.testing.assert_allclose(
+        traced(y.numpy(), jnp.array(target.numpy())), loss(y, target), atol=1e-12
+    )

@@ -1,4 +1,6 @@
-"""What the front-end says when a model cannot be bridged: what was found, where, why, and what to do."""
+"""What the front-end says when a model cannot be bridged: what was found, where, why, and what to
+do.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,12 @@ def cell(body: Any) -> nn.Module:
     return type("Cell", (Base,), {"body": lambda self, x: body(x)})()
 
 
-def fails(module: nn.Module, error: type[Exception], *parts: str, x: Any = None, **options: Any) -> str:
-    """Run one step and check that it raises with a message that has all the parts; the model must be left as it was."""
+def fails(
+    module: nn.Module, error: type[Exception], *parts: str, x: Any = None, **options: Any
+) -> str:
+    """Run one step and check that it raises with a message that has all the parts; the model must
+    be left as it was.
+    """
     before = {name: value.clone() for name, value in module.state_dict().items()}
     with pytest.raises(error) as caught:
         net = eb.wrap(module, **options)
@@ -93,7 +99,9 @@ def test_missing_op_tells_how_to_register_it() -> None:
     assert len([line for line in example.splitlines() if line.strip()]) <= 5
 
     namespace: dict[str, Any] = {}
-    code = re.sub("^    ", "", example, flags=re.MULTILINE).replace("jnp.tanh(input)", "2 * jnp.sinh(input)")
+    code = re.sub("^    ", "", example, flags=re.MULTILINE).replace(
+        "jnp.tanh(input)", "2 * jnp.sinh(input)"
+    )
     exec(code, namespace)  # the example in the message works as it stands
     net = eb.wrap(module)
     net.init_state(B)
@@ -129,7 +137,14 @@ def test_data_dependent_if() -> None:
     ],
 )
 def test_reading_a_value(body: Any, what: str) -> None:
-    fails(cell(body), eb.TracingError, what, "module `inner`", HERE, "One step is compiled once for all values")
+    fails(
+        cell(body),
+        eb.TracingError,
+        what,
+        "module `inner`",
+        HERE,
+        "One step is compiled once for all values",
+    )
 
 
 @pytest.mark.parametrize(
@@ -145,7 +160,14 @@ def test_reading_a_value(body: Any, what: str) -> None:
     ],
 )
 def test_data_dependent_shape(body: Any) -> None:
-    fails(cell(body), eb.TracingError, "depends on", "module `inner`", HERE, r"torch\.where\(mask|torch\.where\(condition")
+    fails(
+        cell(body),
+        eb.TracingError,
+        "depends on",
+        "module `inner`",
+        HERE,
+        r"torch\.where\(mask|torch\.where\(condition",
+    )
 
 
 # ---- layers that cannot run online
@@ -154,7 +176,12 @@ def test_data_dependent_shape(body: Any) -> None:
 @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
 def test_bidirectional(kind: type) -> None:
     module = nn.ModuleDict({"rnn": kind(H, H, bidirectional=True)})
-    fails(module, eb.NotSupportedError, rf"`rnn` \(nn\.{kind.__name__}\) cannot run online: it is bidirectional", "bidirectional=False")
+    fails(
+        module,
+        eb.NotSupportedError,
+        rf"`rnn` \(nn\.{kind.__name__}\) cannot run online: it is bidirectional",
+        "bidirectional=False",
+    )
 
 
 class Packed(nn.Module):
@@ -189,7 +216,10 @@ def test_captured_tensor_that_requires_grad() -> None:
 def test_captured_parameter_of_another_module() -> None:
     other = nn.Linear(H, H)
     fails(
-        cell(lambda x: other(x)), eb.TracingError, "requires grad and is no parameter of the wrapped module", "wrap the module that owns it"
+        cell(lambda x: other(x)),
+        eb.TracingError,
+        "requires grad and is no parameter of the wrapped module",
+        "wrap the module that owns it",
     )
 
 
@@ -200,19 +230,37 @@ class Clamps(Base):
 
 
 def test_writing_to_a_parameter() -> None:
-    fails(Clamps(), eb.TracingError, r"writes to its parameter `fc\.weight` in place", "module `inner`", HERE, "clamp")
+    fails(
+        Clamps(),
+        eb.TracingError,
+        r"writes to its parameter `fc\.weight` in place",
+        "module `inner`",
+        HERE,
+        "clamp",
+    )
 
 
 def test_backward_hooks() -> None:
     module = cell(lambda x: x)
     module.fc.register_full_backward_hook(lambda *_: None)
-    fails(module, eb.NotSupportedError, r"`fc` \(Linear\) has a backward hook", r"torch\.autograd\.Function")
+    fails(
+        module,
+        eb.NotSupportedError,
+        r"`fc` \(Linear\) has a backward hook",
+        r"torch\.autograd\.Function",
+    )
 
     def hooked(x: Tensor) -> Tensor:
         x.register_hook(lambda g: g * 2)
         return x
 
-    fails(cell(hooked), eb.NotSupportedError, "`register_hook` is called on a tensor inside `forward`", "module `inner`", HERE)
+    fails(
+        cell(hooked),
+        eb.NotSupportedError,
+        "`register_hook` is called on a tensor inside `forward`",
+        "module `inner`",
+        HERE,
+    )
 
 
 # ---- in-place writes
@@ -242,7 +290,10 @@ def test_shared_memory_that_cannot_be_followed() -> None:
         odd.add_(x)
         return x + part[0].to(x.dtype)
 
-    with pytest.raises(eb.TracingError, match=rf"(?s)In-place write that cannot be followed.*in another layout.*{HERE}"):
+    with pytest.raises(
+        eb.TracingError,
+        match=rf"(?s)In-place write that cannot be followed.*in another layout.*{HERE}",
+    ):
         eb.trace_function(body)(jnp.ones((B, H), jnp.float32))
 
 
@@ -261,12 +312,20 @@ def test_rule_that_refuses_its_arguments_names_the_place() -> None:
 
 @pytest.mark.x32
 def test_float64_without_x64() -> None:
-    fails(nn.GRU(H, H).double(), eb.NotSupportedError, r"`weight_ih_l0` is `torch\.float64`", "64-bit types disabled", "jax_enable_x64")
+    fails(
+        nn.GRU(H, H).double(),
+        eb.NotSupportedError,
+        r"`weight_ih_l0` is `torch\.float64`",
+        "64-bit types disabled",
+        "jax_enable_x64",
+    )
 
 
 def test_forgot_init_state() -> None:
     net = eb.wrap(nn.GRU(H, H))
-    with pytest.raises(eb.StateError, match=r"do not exist yet\. Call `net\.init_state\(batch_size=\.\.\.\)`"):
+    with pytest.raises(
+        eb.StateError, match=r"do not exist yet\. Call `net\.init_state\(batch_size=\.\.\.\)`"
+    ):
         net(torch.randn(B, H))
 
 
@@ -281,7 +340,13 @@ def test_a_whole_sequence_instead_of_a_step() -> None:
 
 
 def test_wrong_batch_size() -> None:
-    fails(nn.GRU(H, H), eb.InputError, r"got \(5, 4\)", r"Call `net\.init_state\(batch_size=\.\.\.\)`", x=torch.randn(5, H))
+    fails(
+        nn.GRU(H, H),
+        eb.InputError,
+        r"got \(5, 4\)",
+        r"Call `net\.init_state\(batch_size=\.\.\.\)`",
+        x=torch.randn(5, H),
+    )
 
 
 def test_wrong_feature_size() -> None:
@@ -294,13 +359,21 @@ def test_an_error_of_the_model_is_called_its_own() -> None:
         def forward(self, x: Tensor) -> Tensor:
             raise RuntimeError("of my own")
 
-    fails(Raises(), eb.InputError, "`Raises` itself fails", "RuntimeError: of my own", "the error is the model's own")
+    fails(
+        Raises(),
+        eb.InputError,
+        "`Raises` itself fails",
+        "RuntimeError: of my own",
+        "the error is the model's own",
+    )
 
 
 def _error_in_a_rule(patch: pytest.MonkeyPatch) -> None:
     broken = registry.OpRule("tanh", lambda *_: 1 / 0)
     plain = registry.lookup
-    patch.setattr(registry, "lookup", lambda function: broken if function is torch.tanh else plain(function))
+    patch.setattr(
+        registry, "lookup", lambda function: broken if function is torch.tanh else plain(function)
+    )
 
 
 def _error_after_the_trace(patch: pytest.MonkeyPatch) -> None:
@@ -311,16 +384,24 @@ def _error_while_looking_for_states(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("etrace_bridge.frontend.discover.find_plan", lambda *_, **__: 1 / 0)
 
 
-@pytest.mark.parametrize("damage", [_error_in_a_rule, _error_after_the_trace, _error_while_looking_for_states])
-def test_an_error_of_the_bridge_is_not_blamed_on_the_model(damage: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "damage", [_error_in_a_rule, _error_after_the_trace, _error_while_looking_for_states]
+)
+def test_an_error_of_the_bridge_is_not_blamed_on_the_model(
+    damage: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     damage(monkeypatch)
     model = nn.Sequential(nn.Flatten(), nn.Tanh())
-    message = fails(model, eb.TracingError, "The bridge failed on `Sequential` with ZeroDivisionError")
+    message = fails(
+        model, eb.TracingError, "The bridge failed on `Sequential` with ZeroDivisionError"
+    )
     assert "itself fails" not in message and "model's own" not in message
 
 
 def test_not_a_module() -> None:
-    with pytest.raises(eb.InputError, match=r"`wrap` takes a `torch\.nn\.Module`, not `function`.*trace_function"):
+    with pytest.raises(
+        eb.InputError, match=r"`wrap` takes a `torch\.nn\.Module`, not `function`.*trace_function"
+    ):
         eb.wrap(lambda x: x)  # type: ignore[arg-type]
 
 
@@ -363,7 +444,12 @@ class StartsElsewhere(nn.Module):
 
 
 def test_initial_state_that_is_not_zero() -> None:
-    fails(StartsElsewhere(), eb.StateError, r"\(root\)` \(StartsElsewhere\) starts from a state that is not zero", "state=lambda")
+    fails(
+        StartsElsewhere(),
+        eb.StateError,
+        r"\(root\)` \(StartsElsewhere\) starts from a state that is not zero",
+        "state=lambda",
+    )
     module, x = StartsElsewhere(), torch.randn(B, H)
     net = eb.wrap(module, state=lambda batch_size: torch.ones(batch_size, H))
     net.init_state(B)
@@ -371,7 +457,12 @@ def test_initial_state_that_is_not_zero() -> None:
 
 
 def test_state_for_a_module_that_takes_none() -> None:
-    fails(nn.Linear(H, H), eb.InputError, r"`Linear\.forward` has no argument for it", state=torch.zeros(B, H))
+    fails(
+        nn.Linear(H, H),
+        eb.InputError,
+        r"`Linear\.forward` has no argument for it",
+        state=torch.zeros(B, H),
+    )
 
 
 class Grows(nn.Module):
@@ -385,7 +476,12 @@ class Grows(nn.Module):
 
 
 def test_state_that_grows() -> None:
-    fails(Grows(), eb.StateError, r"Attribute `history` of module `\(root\)` changes its shape or structure", "fixed shape")
+    fails(
+        Grows(),
+        eb.StateError,
+        r"Attribute `history` of module `\(root\)` changes its shape or structure",
+        "fixed shape",
+    )
 
 
 class Counts(nn.Module):
@@ -414,5 +510,7 @@ def test_traced_tensor_that_escapes() -> None:
     net = eb.wrap(cell(body))
     net.init_state(B)
     net(torch.randn(B, H))
-    with pytest.raises(eb.TracingError, match="used after its trace had ended, by `add`.*test_frontend_errors"):
+    with pytest.raises(
+        eb.TracingError, match="used after its trace had ended, by `add`.*test_frontend_errors"
+    ):
         torch.add(kept[-1], 1)

@@ -1,4 +1,6 @@
-"""States are found by what flows from call to call; models that mix time are right or refused, never silently wrong."""
+"""States are found by what flows from call to call; models that mix time are right or refused,
+never silently wrong.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ class Pair(nn.Module):
             zeros = x.new_zeros(x.shape[0], H)
             state = zeros, zeros
         if self.indexed:
-            h, c = self.cell(x, (state[0] + torch.zeros_like(x[:, :1]), state[1] + torch.zeros_like(x[:, :1])))
+            h, c = self.cell(
+                x, (state[0] + torch.zeros_like(x[:, :1]), state[1] + torch.zeros_like(x[:, :1]))
+            )
         else:
             h, c = state
             h, c = self.cell(x, (h + torch.zeros_like(x[:, :1]), c + torch.zeros_like(x[:, :1])))
@@ -95,11 +99,16 @@ class UnnamedFirst(StateFirst):
 
 def test_a_state_that_comes_back_first_is_found_by_its_assignment() -> None:
     model, xs = double(StateFirst()), sequence(3)
-    np.testing.assert_allclose(steps_of(eb.wrap(model), xs), loop(lambda x, h: model(x, h)[::-1], xs, None), atol=1e-12)
+    np.testing.assert_allclose(
+        steps_of(eb.wrap(model), xs), loop(lambda x, h: model(x, h)[::-1], xs, None), atol=1e-12
+    )
 
 
 def test_two_readings_with_different_results_are_refused_by_name() -> None:
-    with pytest.raises(eb.StateError, match=r"more than one way.*`h` <- returned\[1\]; `h` <- returned\[0\].*state=\{'h'"):
+    with pytest.raises(
+        eb.StateError,
+        match=r"more than one way.*`h` <- returned\[1\]; `h` <- returned\[0\].*state=\{'h'",
+    ):
         eb.wrap(double(UnnamedFirst())).init_state(3)
 
 
@@ -120,7 +129,7 @@ class Gated(nn.Module):
 @pytest.mark.parametrize("named", [False, True])
 def test_a_state_between_two_inputs(named: bool) -> None:
     model, xs, gates = double(Gated(not named)), sequence(3, H), sequence(3, H)
-    zeros = lambda batch_size: torch.zeros(batch_size, H)  # noqa: E731
+    zeros = lambda batch_size: torch.zeros(batch_size, H)
     net = eb.wrap(model, state={"h": zeros} if named else zeros)
     net.init_state(3)
     found = np.stack([np.asarray(net(x, gate)) for x, gate in zip(xs, gates, strict=True)])
@@ -244,7 +253,9 @@ class Autocast(nn.Module):
 
 
 def test_autocast_is_refused() -> None:
-    with pytest.raises(eb.NotSupportedError, match=r"`torch\.autocast` is on, in .*test_frontend_flow"):
+    with pytest.raises(
+        eb.NotSupportedError, match=r"`torch\.autocast` is on, in .*test_frontend_flow"
+    ):
         eb.wrap(Autocast()).init_state(2)
 
 

@@ -1,4 +1,6 @@
-"""The contract of `torch.autograd.Function` in every supported torch: how it is called, and what its `ctx` and class can say."""
+"""The contract of `torch.autograd.Function` in every supported torch: how it is called, and what
+its `ctx` and class can say.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ import etrace_bridge as eb
 from test_frontend_autograd import Spike, check
 
 pytestmark = pytest.mark.usefixtures("without_single_steps", "quick_compile")
-needs_torch_214 = pytest.mark.skipif(not hasattr(torch.autograd.function.FunctionCtx, "set_output_grad_dtype"), reason="new in torch 2.14")
+needs_torch_214 = pytest.mark.skipif(
+    not hasattr(torch.autograd.function.FunctionCtx, "set_output_grad_dtype"),
+    reason="new in torch 2.14",
+)
 
 
 class Halved(Function):
@@ -64,13 +69,17 @@ def apply_from_a_subclass(x: Tensor) -> Tensor:
     return Inner.apply(x) + InnerHalved.apply(x, 3.0) + InnerHalved.apply(x)
 
 
-@pytest.mark.parametrize("function", [apply_by_class, apply_bound_before, apply_bound_in_forward, apply_from_a_subclass])
+@pytest.mark.parametrize(
+    "function", [apply_by_class, apply_bound_before, apply_bound_in_forward, apply_from_a_subclass]
+)
 def test_declared_gradient_however_apply_was_bound(function: Any) -> None:
     check(function)
 
 
 @pytest.mark.parametrize("function", [spike, halved, Spike.apply, Halved.apply])
-@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+@pytest.mark.parametrize(
+    "guard", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"]
+)
 def test_the_callers_grad_mode_holds(function: Any, guard: Any) -> None:
     def guarded(x: Tensor) -> Tensor:
         with guard():
@@ -92,7 +101,9 @@ def test_grad_mode_after_a_function() -> None:
 
 
 def test_traced_results_carry_no_torch_graph() -> None:
-    """A parameter that requires grad, as an argument: torch must not record what JAX differentiates."""
+    """A parameter that requires grad, as an argument: torch must not record what JAX
+    differentiates.
+    """
 
     class Weighted(Function):
         @staticmethod
@@ -214,7 +225,10 @@ def test_declared_gradient_dtype() -> None:
     assert np.abs(found - 3 * weight.numpy()).max() > 1e-9  # the rounding to float32 is there
 
 
-@pytest.mark.skipif(not hasattr(torch.autograd.function.FunctionCtx, "input_grad_buffers"), reason="new in torch 2.15")
+@pytest.mark.skipif(
+    not hasattr(torch.autograd.function.FunctionCtx, "input_grad_buffers"),
+    reason="new in torch 2.15",
+)
 def test_no_gradient_buffer_is_offered() -> None:
     class Fused(Function):
         @staticmethod
@@ -238,7 +252,9 @@ def test_function_without_backward_is_refused_by_name() -> None:
         def forward(ctx: Any, x: Tensor) -> Tensor:
             return x * 2
 
-    with pytest.raises(eb.NotSupportedError, match=r"`OneWay` defines neither `backward` nor `vjp`"):
+    with pytest.raises(
+        eb.NotSupportedError, match=r"`OneWay` defines neither `backward` nor `vjp`"
+    ):
         jax.make_jaxpr(eb.trace_function(lambda x: OneWay.apply(x)))(jnp.ones(3))
 
 
@@ -258,7 +274,9 @@ def test_part_of_ctx_that_the_bridge_does_not_have() -> None:
 
 
 def test_other_threads_and_later_calls_see_plain_torch() -> None:
-    """While one thread traces, a Function in another runs as torch runs it; afterwards nothing is left behind."""
+    """While one thread traces, a Function in another runs as torch runs it; afterwards nothing is
+    left behind.
+    """
     meta, seen = type(Function), []
 
     def elsewhere() -> None:

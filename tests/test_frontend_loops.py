@@ -1,4 +1,6 @@
-"""Models that loop over time inside `forward`, written as people write them: the step found equals the whole sequence."""
+"""Models that loop over time inside `forward`, written as people write them: the step found equals
+the whole sequence.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +129,9 @@ class TwoStepsAgo(Inline):
 
 
 class Tutorial(nn.Module):
-    """The surrogate-gradient tutorial: weights as parameters, synapse and membrane, einsum, recordings in lists."""
+    """The surrogate-gradient tutorial: weights as parameters, synapse and membrane, einsum,
+    recordings in lists.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +142,10 @@ class Tutorial(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         batch, steps = inputs.shape[:2]
         h1 = torch.einsum("abc,cd->abd", (inputs, self.w1))
-        syn, mem = torch.zeros(batch, H, dtype=inputs.dtype), torch.zeros(batch, H, dtype=inputs.dtype)
+        syn, mem = (
+            torch.zeros(batch, H, dtype=inputs.dtype),
+            torch.zeros(batch, H, dtype=inputs.dtype),
+        )
         spikes = []
         for t in range(steps):
             out = Spike.apply(mem - 1.0)
@@ -146,7 +153,10 @@ class Tutorial(nn.Module):
             syn, mem = 0.8 * syn + h1[:, t], (0.9 * mem + syn) * (1.0 - rst)
             spikes.append(out)
         h2 = torch.einsum("abc,cd->abd", (torch.stack(spikes, dim=1), self.w2))
-        flt, out = torch.zeros(batch, 2, dtype=inputs.dtype), torch.zeros(batch, 2, dtype=inputs.dtype)
+        flt, out = (
+            torch.zeros(batch, 2, dtype=inputs.dtype),
+            torch.zeros(batch, 2, dtype=inputs.dtype),
+        )
         recorded = [out]
         for t in range(steps):
             flt, out = 0.8 * flt + h2[:, t], 0.9 * out + flt
@@ -190,7 +200,12 @@ class Packed(Inline):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.permute(1, 0, 2)
-        state = {"s": Carry(torch.zeros_like(x[0] @ x[0].T @ self.inp(x[0])), torch.full((x.shape[1], H), 0.5, dtype=x.dtype))}
+        state = {
+            "s": Carry(
+                torch.zeros_like(x[0] @ x[0].T @ self.inp(x[0])),
+                torch.full((x.shape[1], H), 0.5, dtype=x.dtype),
+            )
+        }
         out = []
         for x_t in x:
             old = state["s"]
@@ -278,7 +293,11 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gru, self.own, self.lstm = nn.GRU(IN, IN, batch_first=True), Inline(), nn.LSTM(H, 2, num_layers=2, batch_first=True)
+        self.gru, self.own, self.lstm = (
+            nn.GRU(IN, IN, batch_first=True),
+            Inline(),
+            nn.LSTM(H, 2, num_layers=2, batch_first=True),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.lstm(self.own(self.gru(x)[0]))[0]
@@ -330,7 +349,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool, set[str]]] = {
 def make(name: str) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(1)
     kind, batch_first, _ = MODELS[name]
-    return kind().double(), torch.randn(*((B, T) if batch_first else (T, B)), IN, dtype=torch.float64)
+    return kind().double(), torch.randn(
+        *((B, T) if batch_first else (T, B)), IN, dtype=torch.float64
+    )
 
 
 def hidden(net: eb.BridgedModule) -> set[str]:
@@ -388,7 +409,10 @@ class Ends(Inline):
         return self.out(ys).amax(1)
 
 
-@pytest.mark.parametrize(("how", "reduction"), [("last", "last"), ("mean", "mean"), ("sum of logits", "sum"), ("max", "last")])
+@pytest.mark.parametrize(
+    ("how", "reduction"),
+    [("last", "last"), ("mean", "mean"), ("sum of logits", "sum"), ("max", "last")],
+)
 def test_a_reduction_over_time_is_known(how: str, reduction: str) -> None:
     torch.manual_seed(2)
     model, x = Ends(how).double(), torch.randn(B, T, IN, dtype=torch.float64)
@@ -413,7 +437,9 @@ def test_online_gradients_of_a_reduced_output_equal_bptt(how: str) -> None:
     mask = torch.zeros(T)
     mask[-1] = 1
     targets = torch.randn(B, T, 2, dtype=torch.float64)
-    report = eb.check_gradients(model, x, targets, loss=F.mse_loss, rule="rtrl", mask=mask if how != "mean" else None)
+    report = eb.check_gradients(
+        model, x, targets, loss=F.mse_loss, rule="rtrl", mask=mask if how != "mean" else None
+    )
     assert report.ok, report
     assert report["rec.weight"].norm > 1e-6
     assert report["rec.weight"].relative_error < 1e-9
@@ -443,7 +469,9 @@ LOOK_AHEAD: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("how", list(LOOK_AHEAD))
 def test_a_loop_that_looks_ahead_is_refused_with_the_line(how: str) -> None:
-    with pytest.raises(eb.NotSupportedError, match=r"depends on later inputs.*test_frontend_loops\.py:\d+"):
+    with pytest.raises(
+        eb.NotSupportedError, match=r"depends on later inputs.*test_frontend_loops\.py:\d+"
+    ):
         eb.wrap(Normalised(LOOK_AHEAD[how]).double()).init_state(B)
 
 
@@ -453,7 +481,11 @@ class Clocked(Inline):
     def forward(self, x: Tensor) -> Tensor:
         h, out = torch.zeros(x.shape[0], H, dtype=x.dtype), []
         for t in range(x.shape[1]):
-            h = torch.tanh(self.inp(x[:, t]) + self.rec(h)) if t % 2 else 0.5 * h + self.inp(x[:, t])
+            h = (
+                torch.tanh(self.inp(x[:, t]) + self.rec(h))
+                if t % 2
+                else 0.5 * h + self.inp(x[:, t])
+            )
             out.append(h)
         return torch.stack(out, 1)
 
@@ -469,7 +501,9 @@ class Positions(Inline):
         return super().forward(x + self.table[: x.shape[1]])
 
 
-@pytest.mark.parametrize(("kind", "reason"), [(Clocked, "not alike"), (Positions, "not alike|depends on its number")])
+@pytest.mark.parametrize(
+    ("kind", "reason"), [(Clocked, "not alike"), (Positions, "not alike|depends on its number")]
+)
 def test_steps_that_differ_are_refused(kind: type[nn.Module], reason: str) -> None:
     with pytest.raises(eb.NotSupportedError, match=reason):
         eb.wrap(kind().double()).init_state(B)
@@ -478,7 +512,9 @@ def test_steps_that_differ_are_refused(kind: type[nn.Module], reason: str) -> No
 def test_a_layout_that_was_assumed_wrong_is_not_trained_on() -> None:
     learner = eb.OnlineLearner(Tutorial().double(), rule="d_rtrl", loss=F.mse_loss)
     with pytest.raises(eb.InputError, match=r"batch_first=True"):
-        learner.gradients(torch.randn(B, T, IN, dtype=torch.float64), torch.randn(B, T, 2, dtype=torch.float64))
+        learner.gradients(
+            torch.randn(B, T, IN, dtype=torch.float64), torch.randn(B, T, 2, dtype=torch.float64)
+        )
 
 
 @pytest.mark.x32
@@ -528,7 +564,9 @@ def test_a_loop_that_is_random_in_evaluation_mode_is_compared_by_its_draws() -> 
 
 
 def test_a_loop_that_writes_running_statistics_is_refused_in_training_mode():
-    """The step that is found in a loop carries no buffers, so the statistics would silently stay as they are."""
+    """The step that is found in a loop carries no buffers, so the statistics would silently stay as
+    they are.
+    """
 
     class Measuring(nn.Module):
         def __init__(self):
@@ -544,7 +582,9 @@ def test_a_loop_that_writes_running_statistics_is_refused_in_training_mode():
 
     model = Measuring().double()
     x = torch.randn(5, 3).double()
-    with pytest.raises(eb.NotSupportedError, match="writes to `norm.running_mean`, `norm.running_var`"):
+    with pytest.raises(
+        eb.NotSupportedError, match="writes to `norm.running_mean`, `norm.running_var`"
+    ):
         eb.wrap(model, example_input=x).init_state(batch_size=5)
     net = eb.wrap(model.eval(), example_input=x)
     net.init_state(batch_size=5)
@@ -578,7 +618,9 @@ def test_a_module_that_has_run_is_reset_before_a_sequence() -> None:
     learner = eb.OnlineLearner(net, rule="bptt", loss=F.mse_loss, reduction="sum")
     found = learner.gradients(x, torch.zeros(B, 5, H, dtype=torch.float64)).grads
     loss = sum((y**2).mean() for y in model(x).unbind(1))
-    for (name, _), wanted in zip(model.named_parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True):
+    for (name, _), wanted in zip(
+        model.named_parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
+    ):
         assert wanted.abs().max() > 0
         np.testing.assert_allclose(found[name], wanted, rtol=0, atol=1e-12)
     net.reset_state()

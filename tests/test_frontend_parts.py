@@ -24,20 +24,27 @@ class Scripted(nn.Module):
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_scripted_modules() -> None:
     with pytest.raises(
-        eb.NotSupportedError, match=r"`\(root\)` is a `Scripted` compiled by TorchScript.*Wrap the model with the module that was"
+        eb.NotSupportedError,
+        match=r"`\(root\)` is a `Scripted` compiled by TorchScript.*Wrap the model with the module that was",
     ):
         eb.wrap(torch.jit.script(Scripted()))
     for part in (nn.GRU(H, H), nn.Sequential(nn.Linear(H, H), nn.Tanh())):
-        with pytest.raises(eb.NotSupportedError, match="`0` is a `(GRU|Sequential)` compiled by TorchScript"):
+        with pytest.raises(
+            eb.NotSupportedError, match="`0` is a `(GRU|Sequential)` compiled by TorchScript"
+        ):
             eb.wrap(nn.Sequential(torch.jit.script(part), nn.RNN(H, H)))
 
 
 class Complex(nn.Module):
-    """A rotating, decaying state, as state-space models have; read out as a real or as a complex number."""
+    """A rotating, decaying state, as state-space models have; read out as a real or as a complex
+    number.
+    """
 
     def __init__(self, real: bool) -> None:
         super().__init__()
-        self.turn = nn.Parameter(0.8 * torch.exp(1j * torch.linspace(0.1, 1.0, H)).to(torch.complex128))
+        self.turn = nn.Parameter(
+            0.8 * torch.exp(1j * torch.linspace(0.1, 1.0, H)).to(torch.complex128)
+        )
         self.inp = nn.Parameter(torch.randn(H, H, dtype=torch.complex128))
         self.real, self.h = real, None
 
@@ -57,7 +64,9 @@ def test_complex_parameters_follow_torchs_convention(real: bool) -> None:
 def test_orthogonal_weights_are_trained_through_their_map(form: str) -> None:
     cell = nn.utils.parametrizations.orthogonal(nn.RNNCell(H, H), "weight_hh", orthogonal_map=form)
     data = torch.randn(6, B, H), torch.randn(6, B, H)
-    report = eb.check_gradients(cell, *data, loss=nn.functional.mse_loss, rule="rtrl", allow_zero=[])
+    report = eb.check_gradients(
+        cell, *data, loss=nn.functional.mse_loss, rule="rtrl", allow_zero=[]
+    )
     assert report.ok and report["parametrizations.weight_hh.original"].norm > 1e-3
 
 
@@ -65,7 +74,11 @@ def test_attention_over_the_state_learns_online() -> None:
     class Attends(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.attention, self.cell, self.h = nn.MultiheadAttention(H, 2, batch_first=True), nn.GRUCell(H, 2 * H), None
+            self.attention, self.cell, self.h = (
+                nn.MultiheadAttention(H, 2, batch_first=True),
+                nn.GRUCell(H, 2 * H),
+                None,
+            )
 
         def forward(self, x: Tensor) -> Tensor:
             tokens = (x.new_zeros(x.shape[0], 2 * H) if self.h is None else self.h).view(-1, 2, H)

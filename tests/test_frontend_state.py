@@ -1,4 +1,6 @@
-"""Where state lives: arguments, attributes, layers inside sequence models, adapters; and how it starts."""
+"""Where state lives: arguments, attributes, layers inside sequence models, adapters; and how it
+starts.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +30,23 @@ def xs(*shape: int) -> Tensor:
 
 
 def hidden(net: eb.BridgedModule) -> set[str]:
-    return {".".join(path) for path, s in net.states().items() if isinstance(s, brainstate.HiddenState)}
+    return {
+        ".".join(path) for path, s in net.states().items() if isinstance(s, brainstate.HiddenState)
+    }
 
 
-def compare(module: nn.Module, inputs: Tensor, states: set[str], **options: Any) -> eb.BridgedModule:
+def compare(
+    module: nn.Module, inputs: Tensor, states: set[str], **options: Any
+) -> eb.BridgedModule:
     """Run torch and bridge over a sequence; outputs must agree at every step, and change."""
     module = module.double()
     net = eb.wrap(module, **options)
     net.init_state(inputs.shape[1])
     found = np.stack([np.asarray(net(x)) for x in inputs])
     sequence = inputs.transpose(0, 1) if net.batch_first else inputs
-    wanted = eb.run_torch(module, sequence, options.get("state"), sequence=options.get("sequence")).stacked()
+    wanted = eb.run_torch(
+        module, sequence, options.get("state"), sequence=options.get("sequence")
+    ).stacked()
     np.testing.assert_allclose(found, wanted.detach(), atol=1e-12)
     assert np.abs(np.diff(found, axis=0)).max() > 1e-3
     assert hidden(net) == states
@@ -61,11 +69,29 @@ class Data:
 
 def test_flatten_and_unflatten_any_nesting() -> None:
     t = [torch.tensor(float(i)) for i in range(6)]
-    value = {"p": Pair(t[0], (t[1], None)), "d": Data(t[2]), "l": [t[3], {"k": t[4]}], "t": (t[5],), "s": "text"}
+    value = {
+        "p": Pair(t[0], (t[1], None)),
+        "d": Data(t[2]),
+        "l": [t[3], {"k": t[4]}],
+        "t": (t[5],),
+        "s": "text",
+    }
     leaves, skeleton = flatten_state(value)
-    assert [path for path, _ in leaves] == [("p", "a"), ("p", "b", "0"), ("d", "x"), ("l", "0"), ("l", "1", "k"), ("t", "0")]
+    assert [path for path, _ in leaves] == [
+        ("p", "a"),
+        ("p", "b", "0"),
+        ("d", "x"),
+        ("l", "0"),
+        ("l", "1", "k"),
+        ("t", "0"),
+    ]
     back = unflatten_state(skeleton, [tensor + 1 for _, tensor in leaves])
-    assert isinstance(back["p"], Pair) and isinstance(back["d"], Data) and back["d"].n == 3 and back["s"] == "text"
+    assert (
+        isinstance(back["p"], Pair)
+        and isinstance(back["d"], Data)
+        and back["d"].n == 3
+        and back["s"] == "text"
+    )
     assert back["p"].b == (t[1] + 1, None) and back["l"][1]["k"] == 5.0
 
 
@@ -85,7 +111,9 @@ class Cell(nn.Module):
         super().__init__()
         self.fc = nn.Linear(H, H)
 
-    def forward(self, x: Tensor, syn: Tensor | None = None, mem: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, syn: Tensor | None = None, mem: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         syn = torch.zeros_like(x) if syn is None else syn
         mem = torch.zeros_like(x) if mem is None else mem
         syn = 0.7 * syn + self.fc(x)
@@ -163,7 +191,9 @@ def test_cell_without_state_in_a_step_model_restarts_as_in_torch() -> None:
 
 
 class Starts(nn.Module):
-    """Makes the initial state of its layer inside `forward`, once from constants and once from a parameter."""
+    """Makes the initial state of its layer inside `forward`, once from constants and once from a
+    parameter.
+    """
 
     def __init__(self, learned: bool) -> None:
         super().__init__()
@@ -178,7 +208,11 @@ class Starts(nn.Module):
 
 @pytest.mark.parametrize("learned", [False, True])
 def test_initial_state_made_inside_forward(learned: bool) -> None:
-    with pytest.warns(UserWarning, match="`h0`: used only to make the initial state") if learned else contextlib.nullcontext():
+    with (
+        pytest.warns(UserWarning, match="`h0`: used only to make the initial state")
+        if learned
+        else contextlib.nullcontext()
+    ):
         net = compare(Starts(learned), xs(), {"rnn.h_l0", "rnn.c_l0"})
     assert net.start_parameters == (("h0",) if learned else ())
     net.init_state(B)
@@ -246,14 +280,17 @@ def test_model_that_looks_ahead_is_refused() -> None:
 
     module = Reads()
     with pytest.raises(eb.NotSupportedError, match="output 1 reads input 6, through"):
-        eb.wrap(module, sequence=True).init_state(B)  # over a sequence h_n is the last step's, for every step
+        # over a sequence h_n is the last step's, for every step
+        eb.wrap(module, sequence=True).init_state(B)
 
 
 # ---- attributes
 
 
 class Held(nn.Module):
-    """A counter that does not matter, a cache that is only written, a state that is a Python float at first."""
+    """A counter that does not matter, a cache that is only written, a state that is a Python float
+    at first.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -374,8 +411,14 @@ def test_subclasses_follow_their_base() -> None:
 
 @pytest.mark.usefixtures("adapters")
 def test_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = importlib.metadata.EntryPoint("odd", f"{__name__}:register", state_module.ENTRY_POINT_GROUP)
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [entry] if group == "etrace_bridge.adapters" else [])
+    entry = importlib.metadata.EntryPoint(
+        "odd", f"{__name__}:register", state_module.ENTRY_POINT_GROUP
+    )
+    monkeypatch.setattr(
+        importlib.metadata,
+        "entry_points",
+        lambda group: [entry] if group == "etrace_bridge.adapters" else [],
+    )
     monkeypatch.setattr(state_module, "_loaded", False)
     assert "Odd" in eb.supported_layers()["odd"]
 
@@ -395,4 +438,6 @@ def test_register_adapter_checks_its_argument() -> None:
 
 
 def test_supported_layers_of_torch() -> None:
-    assert {"GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "RNNCell", "BatchNorm1d"} <= set(eb.supported_layers()["torch"])
+    assert {"GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "RNNCell", "BatchNorm1d"} <= set(
+        eb.supported_layers()["torch"]
+    )

@@ -1,4 +1,6 @@
-"""Values that a compiled step would freeze: Python counters wherever they are kept, and what no attribute shows."""
+"""Values that a compiled step would freeze: Python counters wherever they are kept, and what no
+attribute shows.
+"""
 
 from __future__ import annotations
 
@@ -75,10 +77,14 @@ def in_history(m: Any) -> int:
 )
 def test_counter_in_a_container(count: Callable, memory: Any, label: str) -> None:
     module = Alternates(count, memory=memory)
-    with pytest.raises(eb.TracingError, match=rf"Python value that changes from step to step \({label}.*tensor buffer"):
+    with pytest.raises(
+        eb.TracingError,
+        match=rf"Python value that changes from step to step \({label}.*tensor buffer",
+    ):
         eb.wrap(module).init_state(B)
     assert module.memory is memory and list(memory) == list(type(memory)(memory))
-    assert memory == [] or 1 not in ((memory.get("t"),) if isinstance(memory, dict) else memory)  # the model is as it was
+    # the model is as it was
+    assert memory == [] or 1 not in ((memory.get("t"),) if isinstance(memory, dict) else memory)
 
 
 def test_counter_in_a_container_that_does_not_matter() -> None:
@@ -149,7 +155,10 @@ def in_object(m: Any) -> int:
 )
 def test_state_that_the_bridge_cannot_see(count: Callable, attributes: dict) -> None:
     module = Alternates(count, **attributes)
-    with pytest.raises(eb.StateError, match=r"second step from the same input and the same states \(`h`\).*closure.*tensor attribute"):
+    with pytest.raises(
+        eb.StateError,
+        match=r"second step from the same input and the same states \(`h`\).*closure.*tensor attribute",
+    ):
         eb.wrap(module).init_state(B)
     if hasattr(attributes.get("clock"), "t"):
         assert module.clock.t == 0  # objects are put back too
@@ -211,7 +220,9 @@ def learned_start(kind: type[InForward]) -> tuple[nn.Module, dict[str, Any]]:
 def test_learned_initial_state_is_not_silent(kind: type[InForward]) -> None:
     module, options = learned_start(kind)
     net = eb.wrap(module, **options)
-    with pytest.warns(UserWarning, match="`h0`: used only to make the initial state.*no gradient") as caught:
+    with pytest.warns(
+        UserWarning, match="`h0`: used only to make the initial state.*no gradient"
+    ) as caught:
         net.init_state(B)
     assert caught[0].filename == __file__
     assert net.start_parameters == ("h0",)
@@ -220,13 +231,19 @@ def test_learned_initial_state_is_not_silent(kind: type[InForward]) -> None:
     report = eb.check_gradients(module, *data, loss=nn.functional.mse_loss, rule="rtrl", **options)
     assert not report.ok and [p.name for p in report if not p.ok] == ["h0"]
     assert "`h0` gets no gradient: used only to make the initial state" in str(report)
-    assert eb.check_gradients(module, *data, loss=nn.functional.mse_loss, rule="rtrl", allow_zero=["h0"], **options).ok
+    assert eb.check_gradients(
+        module, *data, loss=nn.functional.mse_loss, rule="rtrl", allow_zero=["h0"], **options
+    ).ok
     module.h0.requires_grad_(False)
     assert eb.check_gradients(module, *data, loss=nn.functional.mse_loss, rule="rtrl", **options).ok
 
 
 def test_parameters_of_the_step_are_not_taken_for_start_parameters() -> None:
-    for module in (nn.LSTM(H, H, 2), nn.GRUCell(H, H), nn.Sequential(nn.Linear(H, H), nn.RNN(H, H))):
+    for module in (
+        nn.LSTM(H, H, 2),
+        nn.GRUCell(H, H),
+        nn.Sequential(nn.Linear(H, H), nn.RNN(H, H)),
+    ):
         net = eb.wrap(module)
         net.init_state(B)
         assert net.start_parameters == ()

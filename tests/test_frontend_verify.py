@@ -1,4 +1,6 @@
-"""`verify` and `run_torch`: they agree where they should, and notice where the bridge would be wrong."""
+"""`verify` and `run_torch`: they agree where they should, and notice where the bridge would be
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def test_verify_agrees_and_prints() -> None:
     assert report.outputs < 1e-12 and max(report.gradients.values()) < 1e-12
     assert set(report.gradients) == {*(name for name, _ in module.named_parameters()), "input"}
     text = str(report)
-    assert "equal (tolerance 1e-09)" in text and "gradient gru.weight_hh_l0" in text.replace("  ", " ")
+    assert "equal (tolerance 1e-09)" in text and "gradient gru.weight_hh_l0" in text.replace(
+        "  ", " "
+    )
     assert all(torch.equal(v, before[k]) for k, v in module.state_dict().items())
 
 
@@ -90,8 +94,16 @@ def test_verify_takes_states_and_several_inputs() -> None:
             state = torch.tanh(self.fc(x) + state)
             return state[:, index], state
 
-    report = eb.verify(Two().double(), (torch.randn(B, H, dtype=torch.float64), torch.tensor([2, 0, 1])), state=lambda b: torch.zeros(b, H))
-    assert report.ok and set(report.states) == {"state"} and set(report.gradients) == {"fc.weight", "fc.bias", "input"}
+    report = eb.verify(
+        Two().double(),
+        (torch.randn(B, H, dtype=torch.float64), torch.tensor([2, 0, 1])),
+        state=lambda b: torch.zeros(b, H),
+    )
+    assert (
+        report.ok
+        and set(report.states) == {"state"}
+        and set(report.gradients) == {"fc.weight", "fc.bias", "input"}
+    )
 
 
 # ---- run_torch
@@ -112,7 +124,12 @@ class StepGRU(nn.Module):
 
 
 def same_weights(target: nn.Module, source: nn.GRU) -> nn.Module:
-    names = {"weight_ih": "weight_ih_l0", "weight_hh": "weight_hh_l0", "bias_ih": "bias_ih_l0", "bias_hh": "bias_hh_l0"}
+    names = {
+        "weight_ih": "weight_ih_l0",
+        "weight_hh": "weight_hh_l0",
+        "bias_ih": "bias_ih_l0",
+        "bias_hh": "bias_hh_l0",
+    }
     with torch.no_grad():
         for name, parameter in target.named_parameters():
             parameter.copy_(getattr(source, names[name.split(".")[-1]]))
@@ -121,7 +138,9 @@ def same_weights(target: nn.Module, source: nn.GRU) -> nn.Module:
 
 @pytest.mark.parametrize("kind", ["cell", "attribute", "sequence", "batch_first", "stepwise"])
 def test_run_torch_chains_the_steps(kind: str) -> None:
-    """Every way of keeping a GRU's state gives the outputs and gradients of `nn.GRU` on the whole sequence."""
+    """Every way of keeping a GRU's state gives the outputs and gradients of `nn.GRU` on the whole
+    sequence.
+    """
     gru = nn.GRU(H, H)
     xs = torch.randn(T, B, H)
     wanted = gru(xs)[0]
@@ -169,10 +188,15 @@ def test_parameter_hooks() -> None:
     module.weight.register_hook(lambda g: None)
     grads = {"weight": torch.ones(H, H), "bias": torch.ones(H)}
     found = apply_parameter_hooks(module, grads)
-    assert torch.equal(found["weight"], torch.full((H, H), 2.0)) and torch.equal(found["bias"], torch.ones(H))
+    assert torch.equal(found["weight"], torch.full((H, H), 2.0)) and torch.equal(
+        found["bias"], torch.ones(H)
+    )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64],
+)
 def test_borders_copy_and_keep_dtypes(dtype: torch.dtype) -> None:
     tensor = torch.ones(3, dtype=dtype)
     array = eb.to_jax(tensor)

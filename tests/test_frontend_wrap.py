@@ -1,4 +1,6 @@
-"""`wrap` on torch modules: the contract, names, state dicts, modes, randomness, and that the torch model is never changed."""
+"""`wrap` on torch modules: the contract, names, state dicts, modes, randomness, and that the torch
+model is never changed.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def test_readme_example() -> None:
     net.init_state(batch_size=16)
     x = torch.randn(16, 32, dtype=torch.float64)
     y = net(x)
-    assert isinstance(net, brainstate.nn.Module) and isinstance(y, jax.Array) and y.shape == (16, 128)
+    assert (
+        isinstance(net, brainstate.nn.Module) and isinstance(y, jax.Array) and y.shape == (16, 128)
+    )
     np.testing.assert_allclose(y, model(x[None])[0][0].detach(), atol=1e-12)
     assert net.parameter_names == tuple(name for name, _ in model.named_parameters())
 
@@ -109,7 +113,10 @@ def test_module_path_and_user_line_reach_the_jaxpr() -> None:
     step.make_jaxpr(x)
     products = [eqn for eqn in step.get_jaxpr(x).eqns if eqn.primitive.name == "dot_general"]
     assert [str(eqn.source_info.name_stack) for eqn in products] == ["gru"] * 4 + ["fc"]
-    assert all(any("test_frontend_wrap" in f.file_name for f in eqn.source_info.traceback.frames) for eqn in products)
+    assert all(
+        any("test_frontend_wrap" in f.file_name for f in eqn.source_info.traceback.frames)
+        for eqn in products
+    )
 
 
 def test_stepping_works_under_jit_grad_and_scan() -> None:
@@ -128,7 +135,9 @@ def test_stepping_works_under_jit_grad_and_scan() -> None:
     model(xs).sin().sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad.abs().max() > 1e-6
-        np.testing.assert_allclose(grads[tuple(name.split("."))], parameter.grad, atol=1e-10, err_msg=name)
+        np.testing.assert_allclose(
+            grads[tuple(name.split("."))], parameter.grad, atol=1e-10, err_msg=name
+        )
 
 
 def test_init_state_resets_and_keeps_the_state_objects() -> None:
@@ -171,7 +180,9 @@ def test_several_inputs() -> None:
             super().__init__()
             self.a, self.cell = nn.Linear(2, I), nn.GRUCell(I, H)
 
-        def forward(self, x: Tensor, context: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        def forward(
+            self, x: Tensor, context: Tensor, h: Tensor | None = None
+        ) -> tuple[Tensor, Tensor]:
             h = self.cell(x + self.a(context), h)
             return h * 2, h
 
@@ -219,7 +230,10 @@ def test_a_learner_with_several_inputs_needs_no_example() -> None:
 def test_an_argument_that_may_be_an_input_is_asked_for() -> None:
     net = eb.wrap(SequenceAndExtra())
     net.init_state(B)
-    with pytest.raises(eb.InputError, match=r"fails without `extra`.*call the model with all its inputs.*example_input=\(x, \.\.\.\)"):
+    with pytest.raises(
+        eb.InputError,
+        match=r"fails without `extra`.*call the model with all its inputs.*example_input=\(x, \.\.\.\)",
+    ):
         net(torch.randn(B, I))
 
 
@@ -250,7 +264,11 @@ class Mixed(nn.Module):
 
     def forward(self, x: Tensor, h: Tensor | None = None) -> Tensor:
         h = torch.zeros_like(x) if h is None else h
-        return torch.tanh(self.inp(x) + self.rec(h[:, self.index]) * self.scale + self.shift * self.hidden_constant)
+        return torch.tanh(
+            self.inp(x)
+            + self.rec(h[:, self.index]) * self.scale
+            + self.shift * self.hidden_constant
+        )
 
 
 def test_tied_frozen_and_buffers() -> None:
@@ -305,10 +323,14 @@ def test_load_state_dict_names_what_does_not_fit() -> None:
         "zz": torch.ones(1),
         "aa": torch.ones(1),
     }
-    with pytest.raises(eb.InputError, match=r"Missing names: bias_hh_l0, bias_ih_l0\. Unexpected names: aa, zz\."):
+    with pytest.raises(
+        eb.InputError, match=r"Missing names: bias_hh_l0, bias_ih_l0\. Unexpected names: aa, zz\."
+    ):
         net.load_state_dict(bad)
     net.load_state_dict(bad, strict=False)
-    with pytest.raises(eb.InputError, match=r"`weight_ih_l0` of shape \(2, 2\); the model's is \(15, 4\)"):
+    with pytest.raises(
+        eb.InputError, match=r"`weight_ih_l0` of shape \(2, 2\); the model's is \(15, 4\)"
+    ):
         net.load_state_dict(good | {"weight_ih_l0": torch.ones(2, 2)})
 
 
@@ -352,7 +374,10 @@ class Leaky(nn.Module):
 
 def fingerprint(model: nn.Module) -> Any:
     attributes = {k: repr(v) for m in model.modules() for k, v in m.__dict__.items()}
-    values = {name: (id(t), t._version, t.detach().clone()) for name, t in model.state_dict(keep_vars=True).items()}
+    values = {
+        name: (id(t), t._version, t.detach().clone())
+        for name, t in model.state_dict(keep_vars=True).items()
+    }
     return attributes, values
 
 
@@ -375,7 +400,10 @@ def test_model_is_not_changed_by_wrapping_calling_or_failing() -> None:
         net(torch.ones(13, I))
     assert_same(before, fingerprint(model))
     assert torch.equal(rng, torch.get_rng_state())
-    assert nn.Module.__call__ is nn.Module.__dict__["__call__"] and "apply" not in torch.autograd.function._SingleLevelFunction.__dict__
+    assert (
+        nn.Module.__call__ is nn.Module.__dict__["__call__"]
+        and "apply" not in torch.autograd.function._SingleLevelFunction.__dict__
+    )
 
 
 def test_weights_are_copied_both_ways() -> None:
@@ -392,7 +420,9 @@ def test_weights_are_copied_both_ways() -> None:
 
 
 class Aliased(nn.Module):
-    """Uses its weight also through `.data` and an old view: current values, and no gradient where torch has none."""
+    """Uses its weight also through `.data` and an old view: current values, and no gradient where
+    torch has none.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -415,7 +445,9 @@ def test_aliases_of_a_parameter() -> None:
     net.init_state(B)
     changed = {"fc.weight": torch.eye(H, dtype=torch.float64)}
     net.load_state_dict(changed)
-    np.testing.assert_allclose(net(x), torch.tanh(x + torch.eye(H, dtype=torch.float64)[1]), atol=1e-12)
+    np.testing.assert_allclose(
+        net(x), torch.tanh(x + torch.eye(H, dtype=torch.float64)[1]), atol=1e-12
+    )
 
 
 # ---- modes and randomness
@@ -441,7 +473,9 @@ def test_dropout_follows_the_mode_and_the_seed() -> None:
     assert np.abs(first[0] - first[2]).max() > 1e-3
     nets[0].reset_state()
     assert np.abs(np.asarray(nets[0](x)) - first[0]).max() > 1e-3  # the key moved on: another draw
-    key_states = [path for path, state in nets[0].states().items() if type(state).__name__ == "KeyState"]
+    key_states = [
+        path for path, state in nets[0].states().items() if type(state).__name__ == "KeyState"
+    ]
     assert len(key_states) == 1
 
     model.eval()
@@ -480,7 +514,11 @@ def test_dropout_between_layers_drops_half() -> None:
     model = nn.GRU(I, 400, num_layers=2, dropout=0.5)
     net = eb.wrap(model)
     net.init_state(2)
-    assert primitives(net, np.ones((2, I), np.float32))["random_bits"] + primitives(net, np.ones((2, I), np.float32))["random_wrap"] > 0
+    assert (
+        primitives(net, np.ones((2, I), np.float32))["random_bits"]
+        + primitives(net, np.ones((2, I), np.float32))["random_wrap"]
+        > 0
+    )
     a = np.asarray(net(torch.ones(2, I)))
     net.reset_state()
     assert np.abs(np.asarray(net(torch.ones(2, I))) - a).max() > 1e-3
@@ -508,7 +546,9 @@ def test_batch_norm_statistics_are_carried_and_not_hidden() -> None:
         _, h = reference(x, h)
     found = net.state_dict()
     for name in ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"):
-        np.testing.assert_allclose(found[name], reference.state_dict()[name], atol=1e-12, err_msg=name)
+        np.testing.assert_allclose(
+            found[name], reference.state_dict()[name], atol=1e-12, err_msg=name
+        )
     assert isinstance(net.states()["norm", "running_mean"], eb.BufferState)
     assert model.norm.num_batches_tracked == 0
 
@@ -539,7 +579,11 @@ def test_tracing_is_fast() -> None:
 
 def test_tracing_a_deep_spiking_stack_is_fast() -> None:
     snntorch = pytest.importorskip("snntorch")
-    layers = [layer for _ in range(50) for layer in (nn.Linear(16, 16), snntorch.Leaky(beta=0.9, init_hidden=True))]
+    layers = [
+        layer
+        for _ in range(50)
+        for layer in (nn.Linear(16, 16), snntorch.Leaky(beta=0.9, init_hidden=True))
+    ]
     nets = []
 
     def start() -> None:

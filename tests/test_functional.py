@@ -40,7 +40,9 @@ def online_gradient(fun: eb.Functional, xs, ys) -> dict:
         return (carry, jax.tree.map(jnp.add, total, grads)), None
 
     start = fun.init(fun.params), jax.tree.map(jnp.zeros_like, fun.params)
-    return jax.jit(lambda data: jax.lax.scan(body, start, data)[0][1])((jnp.asarray(xs), jnp.asarray(ys)))
+    return jax.jit(lambda data: jax.lax.scan(body, start, data)[0][1])(
+        (jnp.asarray(xs), jnp.asarray(ys))
+    )
 
 
 def assert_close(found: dict, expected: dict, tolerance: float = 1e-9) -> None:
@@ -75,7 +77,8 @@ def test_rtrl_is_torch_s_bptt_by_steps_and_in_a_chunk():
 
 
 def test_d_rtrl_by_its_definition():
-    """eps_t = D_t eps_(t-1) + dh_t/dtheta, g_t = dl_t/dtheta + (dl_t/dh_(t-1)) eps_(t-1), dense, with torch's derivatives.
+    """eps_t = D_t eps_(t-1) + dh_t/dtheta, g_t = dl_t/dtheta + (dl_t/dh_(t-1)) eps_(t-1), dense,
+    with torch's derivatives.
 
     In an Elman network no path leads from a unit to itself but through the product, so D is zero.
     """
@@ -83,7 +86,10 @@ def test_d_rtrl_by_its_definition():
     names = ["rnn.weight_ih_l0", "rnn.weight_hh_l0"]
     rnn = net.rnn
     h = torch.zeros(xs.shape[1], rnn.hidden_size, dtype=xs.dtype)
-    eps = [torch.zeros(*h.shape, *p.shape, dtype=xs.dtype) for p in (rnn.weight_ih_l0, rnn.weight_hh_l0)]
+    eps = [
+        torch.zeros(*h.shape, *p.shape, dtype=xs.dtype)
+        for p in (rnn.weight_ih_l0, rnn.weight_hh_l0)
+    ]
     expected = [torch.zeros_like(e[0, 0]) for e in eps]
 
     def new_state(ih, hh, h, x):
@@ -96,12 +102,20 @@ def test_d_rtrl_by_its_definition():
         )  # fmt: skip
         for n in range(2):
             expected[n] += step[n] + torch.tensordot(step[2], eps[n], 2)
-        eps = list(torch.autograd.functional.jacobian(lambda ih, hh, x=x, h=h: new_state(ih, hh, h, x), at[:2]))
+        eps = list(
+            torch.autograd.functional.jacobian(
+                lambda ih, hh, x=x, h=h: new_state(ih, hh, h, x), at[:2]
+            )
+        )
         h = new_state(*at).detach()
     found = online_gradient(eb.functional(net, xs[0], rule="d_rtrl"), xs, ys)
-    assert_close({n: found[n] for n in names}, {n: e.detach() for n, e in zip(names, expected, strict=True)})
+    assert_close(
+        {n: found[n] for n in names}, {n: e.detach() for n, e in zip(names, expected, strict=True)}
+    )
     bptt = torch_gradients(net, xs, ys)
-    assert np.abs(np.asarray(found[names[1]]) - T * bptt[names[1]].numpy()).max() > 1e-3, "D-RTRL and BPTT agree: a trivial case"
+    assert np.abs(np.asarray(found[names[1]]) - T * bptt[names[1]].numpy()).max() > 1e-3, (
+        "D-RTRL and BPTT agree: a trivial case"
+    )
 
 
 def test_vmap_over_models_and_a_whole_training_in_one_scan():
@@ -116,10 +130,16 @@ def test_vmap_over_models_and_a_whole_training_in_one_scan():
             updates, opt = optimizer.update(grads, opt, params)
             return (optax.apply_updates(params, updates), opt, carry), value
 
-        return jax.lax.scan(body, (params, optimizer.init(params), fun.init(params)), (jnp.asarray(xs), jnp.asarray(ys)))
+        return jax.lax.scan(
+            body,
+            (params, optimizer.init(params), fun.init(params)),
+            (jnp.asarray(xs), jnp.asarray(ys)),
+        )
 
     models = [fun.params, jax.tree.map(lambda p: 1.5 * p, fun.params)]
-    (together, _, _), losses = jax.jit(jax.vmap(train))(jax.tree.map(lambda *p: jnp.stack(p), *models))
+    (together, _, _), losses = jax.jit(jax.vmap(train))(
+        jax.tree.map(lambda *p: jnp.stack(p), *models)
+    )
     for n, params in enumerate(models):
         (alone, _, _), expected = jax.jit(train)(params)
         np.testing.assert_allclose(losses[n], expected, rtol=1e-9)
@@ -133,7 +153,11 @@ def test_the_gradient_of_the_input_is_that_of_the_steps_given():
     fun = eb.functional(net, xs[0])
     given = xs.clone().requires_grad_()
     (sum(mse_loss(o, y) for o, y in zip(net(given), ys, strict=True))).backward()
-    found = jax.grad(lambda x: sum(map(squared, fun.chunk(fun.params, fun.init(fun.params), x)[0], jnp.asarray(ys))))(jnp.asarray(xs))
+    found = jax.grad(
+        lambda x: sum(
+            map(squared, fun.chunk(fun.params, fun.init(fun.params), x)[0], jnp.asarray(ys))
+        )
+    )(jnp.asarray(xs))
     assert np.abs(given.grad.numpy()).max() > 1e-3
     np.testing.assert_allclose(found, given.grad.numpy(), rtol=1e-9, atol=1e-12)
 
@@ -141,7 +165,9 @@ def test_the_gradient_of_the_input_is_that_of_the_steps_given():
 def test_the_carry_passes_no_derivative_on():
     net, (xs, _) = make_net(), make_data()
     fun = eb.functional(net, xs[0])
-    grads = jax.grad(lambda p: sum(jnp.sum(h) for h in fun.step(p, fun.init(p), xs[0])[1].hidden.values()))(fun.params)
+    grads = jax.grad(
+        lambda p: sum(jnp.sum(h) for h in fun.step(p, fun.init(p), xs[0])[1].hidden.values())
+    )(fun.params)
     assert all(not g.any() for g in grads.values())
 
 
@@ -149,15 +175,22 @@ def test_reset_of_some_batch_elements():
     net, (xs, ys) = make_net(), make_data(batch=3)
     fun = eb.functional(net, xs[0])
     X, Y = jnp.asarray(xs), jnp.asarray(ys)
-    loss = lambda p, c, x, y: jnp.sum((fun.step(p, c, x)[0] - y)[1:] ** 2)  # noqa: E731
+    loss = lambda p, c, x, y: jnp.sum((fun.step(p, c, x)[0] - y)[1:] ** 2)
     _, carry = fun.step(fun.params, fun.init(fun.params), X[0])
     again = fun.reset(carry, jnp.array([False, True, True]))
     found = jax.grad(loss)(fun.params, again, X[1], Y[1])
     fresh = jax.grad(loss)(fun.params, fun.init(fun.params), X[1], Y[1])
-    used = [n for n in fresh if n != "rnn.weight_hh_l0"]  # the initial state is zero, so nothing comes through the recurrent weight
+    # the initial state is zero, so nothing comes through the recurrent weight
+    used = [n for n in fresh if n != "rnn.weight_hh_l0"]
     assert_close({n: found[n] for n in used}, fresh)
     assert not np.abs(found["rnn.weight_hh_l0"]).any()
-    assert np.abs(np.asarray(again.hidden["rnn.h_l0"])[..., 0, :] - np.asarray(carry.hidden["rnn.h_l0"])[..., 0, :]).max() == 0
+    assert (
+        np.abs(
+            np.asarray(again.hidden["rnn.h_l0"])[..., 0, :]
+            - np.asarray(carry.hidden["rnn.h_l0"])[..., 0, :]
+        ).max()
+        == 0
+    )
     with pytest.raises(eb.InputError, match="mask"):
         fun.reset(carry, jnp.ones(4))
 
@@ -183,7 +216,11 @@ class Tokens(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.gru, self.out = torch.nn.Embedding(7, 4), torch.nn.GRU(4, 5), torch.nn.Linear(5, 7)
+        self.embed, self.gru, self.out = (
+            torch.nn.Embedding(7, 4),
+            torch.nn.GRU(4, 5),
+            torch.nn.Linear(5, 7),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.out(self.gru(self.embed(x))[0])
@@ -197,7 +234,9 @@ def test_int64_tokens_and_float32_in_jax_s_default_mode():
 
     def loss(params):
         outputs, _ = fun.chunk(params, fun.init(params), xs)
-        return optax.softmax_cross_entropy_with_integer_labels(outputs, jnp.asarray(ys.numpy().astype(np.int32))).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(
+            outputs, jnp.asarray(ys.numpy().astype(np.int32))
+        ).mean()
 
     found = jax.jit(jax.grad(loss))(fun.params)
     torch.nn.functional.cross_entropy(net(xs).flatten(0, 1), ys.flatten()).backward()

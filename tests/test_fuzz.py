@@ -1,4 +1,6 @@
-"""Random recurrent programs against torch: outputs, exact RTRL, D-RTRL by brute force, and the certificate."""
+"""Random recurrent programs against torch: outputs, exact RTRL, D-RTRL by brute force, and the
+certificate.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,17 @@ pytestmark = pytest.mark.fuzz
 
 
 def test_random_programs():
-    """Every program agrees, and together they show something: exact and approximate, traced and not, all kinds of inputs and states."""
+    """Every program agrees, and together they show something: exact and approximate, traced and
+    not, all kinds of inputs and states.
+    """
     seen: Counter[str] = Counter()
 
     def run(program: Program) -> None:
         try:
             measured = measure(program)
         except eb.CompilationError as error:
-            hypothesis.assume("takes part in this step" not in str(error))  # no state or no weight is read: nothing to learn
+            # no state or no weight is read: nothing to learn
+            hypothesis.assume("takes part in this step" not in str(error))
             raise
         faults = find_faults(measured)
         assert not faults, "\n".join(faults)
@@ -39,8 +44,12 @@ def test_random_programs():
             if grad is not None and np.abs(grad).max() > 1e-6:
                 seen[f"{certificate.kind}, {'exact' if certificate.exact else 'approximate'}"] += 1
 
-    # Each kind has a share of the programs, dense inputs the largest: what is tried does not depend on chance.
-    share = {inputs: max(hypothesis.settings().max_examples // (6 if inputs == "dense" else 12), 3) for inputs in INPUTS}
+    # Each kind has a share of the programs, dense inputs the largest: what is tried does not depend
+    # on chance.
+    share = {
+        inputs: max(hypothesis.settings().max_examples // (6 if inputs == "dense" else 12), 3)
+        for inputs in INPUTS
+    }
     for inputs, style in itertools.product(INPUTS, STYLES):
         hypothesis.settings(max_examples=share[inputs])(given(programs(inputs, style))(run))()
     assert seen["programs"] >= 36
@@ -53,9 +62,14 @@ def test_the_comparison_can_fail():
     """A fault in any of the quantities is found."""
     source = (
         "class Model(nn.Module):\n"
-        "    def __init__(self):\n        super().__init__()\n        self.w = nn.Parameter(torch.zeros(3, 3))\n        self.h = None\n\n"
-        "    def forward(self, x):\n        h = torch.zeros(2, 3, dtype=x.dtype) if self.h is None else self.h\n"
-        "        self.h = 0.5 * h + torch.tanh(x @ self.w)\n        return self.h\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.w = nn.Parameter(torch.zeros(3, 3))\n"
+        "        self.h = None\n\n"
+        "    def forward(self, x):\n"
+        "        h = torch.zeros(2, 3, dtype=x.dtype) if self.h is None else self.h\n"
+        "        self.h = 0.5 * h + torch.tanh(x @ self.w)\n"
+        "        return self.h\n"
     )
     measured = measure(Program(source, "attribute", "dense", 1))
     assert find_faults(measured) == []

@@ -13,7 +13,8 @@ from etrace_bridge.step.program import make_program
 from fuzz_models import Program
 from fuzz_oracle import find_faults, measure
 
-# The second gate of `u` feeds position n of the state directly and position n + 1 through the gate `z`; its first gate feeds one position.
+# The second gate of `u` feeds position n of the state directly and position n + 1 through the gate
+# `z`; its first gate feeds one position.
 ONE_GATE_FEEDS_MANY = """\
 class Model(nn.Module):
     def __init__(self):
@@ -35,11 +36,17 @@ class Model(nn.Module):
 
 
 def measured(sum_of_gates: str, seed: int):
-    return measure(Program(ONE_GATE_FEEDS_MANY.replace("BEFORE_TANH", sum_of_gates), "attribute", "dense", seed))
+    return measure(
+        Program(
+            ONE_GATE_FEEDS_MANY.replace("BEFORE_TANH", sum_of_gates), "attribute", "dense", seed
+        )
+    )
 
 
 def test_every_gate_of_a_product_is_traced_where_one_feeds_many_positions():
-    """Such a product had no trace, and before that one which its certificate denied: it is made once for each position now."""
+    """Such a product had no trace, and before that one which its certificate denied: it is made
+    once for each position now.
+    """
     for seed in range(2):  # different rules and chunks
         found = measured("a + d + b", seed)
         assert find_faults(found) == []
@@ -50,20 +57,33 @@ def test_every_gate_of_a_product_is_traced_where_one_feeds_many_positions():
 
 
 def test_a_gate_beside_one_that_the_core_computes():
-    """A value that is no sum of gates stood in the sum, so `a` and `d` entered the core one by one; their trace was empty."""
+    """A value that is no sum of gates stood in the sum, so `a` and `d` entered the core one by one;
+    their trace was empty.
+    """
     found = measured("a + d + torch.sin(h) + b", 0)
     assert find_faults(found) == []
-    assert np.abs(found.brute["step"]["w"] - found.torch_grads["w"]).max() < 1e-9, "a diagonal recurrence"
+    assert np.abs(found.brute["step"]["w"] - found.torch_grads["w"]).max() < 1e-9, (
+        "a diagonal recurrence"
+    )
 
 
 def test_the_core_keeps_given_gates():
-    """Of a split whose other part it needs, the core used to make the given part anew, and its derivative was lost."""
-    closed = make_jaxpr_closed(lambda y, h: (lambda a, b: a * h + b)(*jnp.split(y, 2)), jnp.ones(4), jnp.ones(2))
+    """Of a split whose other part it needs, the core used to make the given part anew, and its
+    derivative was lost.
+    """
+    closed = make_jaxpr_closed(
+        lambda y, h: (lambda a, b: a * h + b)(*jnp.split(y, 2)), jnp.ones(4), jnp.ones(2)
+    )
     split = next(eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "split")
-    core = Core(tuple(closed.jaxpr.eqns), {}, tuple(closed.jaxpr.invars), tuple(closed.jaxpr.outvars))
+    core = Core(
+        tuple(closed.jaxpr.eqns), {}, tuple(closed.jaxpr.invars), tuple(closed.jaxpr.outvars)
+    )
 
     def new_state(a):
-        env = {**dict(zip(closed.jaxpr.invars, (jnp.arange(4.0), jnp.array([3.0, 5.0])), strict=True)), split.outvars[0]: a}
+        env = {
+            **dict(zip(closed.jaxpr.invars, (jnp.arange(4.0), jnp.array([3.0, 5.0])), strict=True)),
+            split.outvars[0]: a,
+        }
         return read(core.run(env), core.outvars[0])
 
     np.testing.assert_array_equal(new_state(jnp.array([7.0, 7.0])), [23, 38])

@@ -1,4 +1,6 @@
-"""Calls of a learner in random order, against a learner in plain torch: what each gives, and weights and states after it."""
+"""Calls of a learner in random order, against a learner in plain torch: what each gives, and
+weights and states after it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from torch import Tensor
 
 import etrace_bridge as eb
@@ -23,7 +31,8 @@ from test_user_mode import FLOATS
 
 pytestmark = pytest.mark.fuzz
 LR, STATE = 0.1, "rnn.h_l0"
-# A run compiles a program for nearly every kind of call, so there are two in the suite; `make fuzz N=2000` makes 100.
+# A run compiles a program for nearly every kind of call, so there are two in the suite; `make fuzz
+# N=2000` makes 100.
 RUNS = max(2, int(os.environ.get("FUZZ_PROGRAMS", "0")) // 20)
 
 
@@ -31,7 +40,9 @@ class PlainLearner:
     """Exact RTRL and SGD on a GRU in plain torch, in float64."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.p = {name: t.detach().double().requires_grad_() for name, t in model.named_parameters()}
+        self.p = {
+            name: t.detach().double().requires_grad_() for name, t in model.named_parameters()
+        }
         self.h = self.J = None
 
     def reset(self, mask: np.ndarray | None = None) -> None:
@@ -42,7 +53,9 @@ class PlainLearner:
             self.h = self.h * keep[None, :, None]
             self.J = self.J * keep.repeat_interleave(H)[:, None]
 
-    def step(self, x: Tensor, target: Tensor | None) -> tuple[Tensor, float | None, dict[str, Tensor]]:
+    def step(
+        self, x: Tensor, target: Tensor | None
+    ) -> tuple[Tensor, float | None, dict[str, Tensor]]:
         """Moves state and influence on; gives output, loss and gradient, and leaves the weights."""
         h = torch.zeros(1, len(x), H, dtype=torch.float64) if self.h is None else self.h
         outputs: list[Tensor] = []
@@ -53,22 +66,34 @@ class PlainLearner:
 
         s = take_apart(FAMILIES["GRU"].cell, self.p, x.double(), h, loss)
         J = torch.zeros_like(s.by_theta) if self.J is None else self.J
-        past = (s.b_whole @ J).split([t.numel() for name, t in self.p.items() if not name.startswith("out.")])
+        past = (s.b_whole @ J).split(
+            [t.numel() for name, t in self.p.items() if not name.startswith("out.")]
+        )
         grads = dict(s.direct)
-        for (name, t), g in zip(((n, t) for n, t in self.p.items() if not n.startswith("out.")), past, strict=True):
+        for (name, t), g in zip(
+            ((n, t) for n, t in self.p.items() if not n.startswith("out.")), past, strict=True
+        ):
             grads[name] = grads[name] + g.view_as(t)
         self.h, self.J = s.state, s.whole @ J + s.by_theta
         return outputs[0], None if target is None else s.loss.item(), grads
 
-    def sequence(self, xs: Tensor, ys: Tensor, carry: bool) -> tuple[Tensor, list[float], dict[str, Tensor]]:
+    def sequence(
+        self, xs: Tensor, ys: Tensor, carry: bool
+    ) -> tuple[Tensor, list[float], dict[str, Tensor]]:
         """Outputs, losses and mean gradient; states and influence go on only if they are carried."""
         before = self.h, self.J
         if not carry:
             self.h = self.J = None
-        outputs, losses, grads = zip(*(self.step(x, y) for x, y in zip(xs, ys, strict=True)), strict=True)
+        outputs, losses, grads = zip(
+            *(self.step(x, y) for x, y in zip(xs, ys, strict=True)), strict=True
+        )
         if not carry:
             self.h, self.J = before
-        return torch.stack(outputs), list(losses), {name: sum(g[name] for g in grads) / len(xs) for name in self.p}
+        return (
+            torch.stack(outputs),
+            list(losses),
+            {name: sum(g[name] for g in grads) / len(xs) for name in self.p},
+        )
 
     def descend(self, grads: dict[str, Tensor]) -> None:
         with torch.no_grad():
@@ -100,7 +125,9 @@ class Calls(RuleBasedStateMachine):
         self.update(True)
 
     def make(self, model: torch.nn.Module) -> eb.OnlineLearner:
-        return eb.OnlineLearner(model, "rtrl", F.mse_loss, torch.optim.SGD(model.parameters(), lr=LR), chunk=2)
+        return eb.OnlineLearner(
+            model, "rtrl", F.mse_loss, torch.optim.SGD(model.parameters(), lr=LR), chunk=2
+        )
 
     def draw(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.numbers, dtype=torch.float64).to(self.dtype)
@@ -109,16 +136,22 @@ class Calls(RuleBasedStateMachine):
         found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
         assert found.shape == wanted.shape, what
         worst = np.abs(found - wanted).max(initial=0.0)
-        assert worst <= self.tolerance * max(1.0, np.abs(wanted).max(initial=0.0)), f"{what}: off by {worst:.1e}"
+        assert worst <= self.tolerance * max(1.0, np.abs(wanted).max(initial=0.0)), (
+            f"{what}: off by {worst:.1e}"
+        )
 
     def compare_all(self, call: str) -> None:
         """Weights, and the state if there is one."""
         self.counts[call] = self.counts.get(call, 0) + 1
         runtime = self.learner.runtime
-        for name, value in zip(runtime.store.compiled.weight_names, runtime.store.state.theta, strict=True):
+        for name, value in zip(
+            runtime.store.compiled.weight_names, runtime.store.state.theta, strict=True
+        ):
             self.compare(value, self.plain.p[name].detach(), f"{name} after `{call}`")
         if self.plain.h is not None and runtime.store.compiled.batch == self.plain.h.shape[1]:
-            states = dict(zip(runtime.store.compiled.hidden_names, runtime.store.state.hidden, strict=True))
+            states = dict(
+                zip(runtime.store.compiled.hidden_names, runtime.store.state.hidden, strict=True)
+            )
             self.compare(states[STATE], self.plain.h[0], f"{STATE} after `{call}`")
 
     @rule(form=st.sampled_from(sorted(FLOATS)), learn=st.sampled_from([True, True, False]))
@@ -132,7 +165,9 @@ class Calls(RuleBasedStateMachine):
             self.plain.descend(grads)
         self.compare_all("step" if learn else "step without target")
 
-    def _sequence(self, call: Callable, carry: bool, other_batch: bool, descend: bool, name: str) -> None:
+    def _sequence(
+        self, call: Callable, carry: bool, other_batch: bool, descend: bool, name: str
+    ) -> None:
         batch = self.batch if carry or not other_batch else 5 - self.batch
         xs, ys = self.draw(4, batch, I), self.draw(4, batch, OUT)
         result = call(xs, ys, carry=carry)
@@ -200,7 +235,9 @@ class Calls(RuleBasedStateMachine):
 
 def run(dtype: torch.dtype, tolerance: float) -> dict[str, int]:
     """Run the machine in one precision; give how often each call was compared."""
-    kind = type("Calls", (Calls,), {"dtype": dtype, "tolerance": tolerance, "shared": {}, "counts": {}})
+    kind = type(
+        "Calls", (Calls,), {"dtype": dtype, "tolerance": tolerance, "shared": {}, "counts": {}}
+    )
     quick = "FUZZ_PROGRAMS" not in os.environ
     options = hypothesis.settings(
         max_examples=RUNS, stateful_step_count=20, deadline=None, derandomize=quick, database=None, report_multiple_bugs=False,

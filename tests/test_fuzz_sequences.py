@@ -1,4 +1,6 @@
-"""Random whole-sequence models, with code over time around the recurrence: refused, or torch's outputs, losses and gradients."""
+"""Random whole-sequence models, with code over time around the recurrence: refused, or torch's
+outputs, losses and gradients.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ pytestmark = pytest.mark.usefixtures("quick_compile")
 T, B, WIDTH, OUT = 4, 2, 3, 3
 RUNS = max(8, int(os.environ.get("FUZZ_PROGRAMS", "0")) // 10)
 
-# What is done to all steps at once, each step by itself; `{a}` is (T, B, WIDTH), or (B, T, WIDTH) for a batch-first layer.
+# What is done to all steps at once, each step by itself; `{a}` is (T, B, WIDTH), or (B, T, WIDTH)
+# for a batch-first layer.
 POINTWISE = (
     "torch.tanh(self.pre({a}))", "{a} * self.scale", "F.layer_norm({a}, (3,))", "self.pre({a}).relu() + {a}", "{a} / (1 + {a}.abs())",
     "torch.cat([{a}, {a} ** 2], -1)[..., 1:4]", "torch.softmax({a}, -1)", "{a} - {a}.mean(-1, keepdim=True)", "F.hardsigmoid({a})",
@@ -62,35 +65,61 @@ def sequence_programs(draw: Any) -> SequenceProgram:
         lines.append(f"a = {draw(st.sampled_from(POINTWISE)).format(a='a')}")
     body = "\n        ".join([*lines, "return self.out(a)"])
     source = (
-        "class Model(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-        f"        self.layer = {layer}(3, 3, num_layers={draw(st.sampled_from([1, 1, 2]))}, batch_first={batch_first})\n"
-        "        self.pre, self.out, self.embed = nn.Linear(3, 3), nn.Linear(3, 3), nn.Embedding(4, 3)\n"
+        "class Model(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        f"        self.layer = {layer}(3, 3, num_layers={draw(st.sampled_from([1, 1, 2]))}, "
+        f"batch_first={batch_first})\n"
+        "        self.pre, self.out, self.embed = nn.Linear(3, 3), nn.Linear(3, 3), "
+        "nn.Embedding(4, 3)\n"
         "        self.scale = nn.Parameter(torch.tensor([0.5, 1.0, 1.5]))\n\n"
-        f"    def forward(self, x):\n        {body}\n"
+        "    def forward(self, x):\n"
+        f"        {body}\n"
     )
     kinds = [k for k in WHOLE if "uint8" not in k] if tokens else list(FLOATS)
-    return SequenceProgram(source, batch_first, tokens, draw(st.booleans()), draw(st.sampled_from(kinds)), draw(st.integers(0, 99)))
+    return SequenceProgram(
+        source,
+        batch_first,
+        tokens,
+        draw(st.booleans()),
+        draw(st.sampled_from(kinds)),
+        draw(st.integers(0, 99)),
+    )
 
 
-def disagreements(model: nn.Module, xs: Tensor, given_xs: Any, batch_first: bool, tolerance: float) -> list[str]:
+def disagreements(
+    model: nn.Module, xs: Tensor, given_xs: Any, batch_first: bool, tolerance: float
+) -> list[str]:
     """Where the learner's outputs and exact gradients are not torch's, on one sequence."""
     shape = (B, T, OUT) if batch_first else (T, B, OUT)
     targets = torch.randn(shape, dtype=next(model.parameters()).dtype)
     expected = model(xs)
     axis = 1 if batch_first else 0
-    torch.stack([F.mse_loss(expected.select(axis, t), targets.select(axis, t)) for t in range(T)]).mean().backward()
+    torch.stack(
+        [F.mse_loss(expected.select(axis, t), targets.select(axis, t)) for t in range(T)]
+    ).mean().backward()
     learner = eb.OnlineLearner(model, "rtrl", F.mse_loss, chunk=2)
     result = learner.gradients(given_xs, targets)
     pairs = {"the output": (result.outputs, expected.detach())}
-    pairs |= {name: (result.grads[name], p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    pairs |= {
+        name: (result.grads[name], p.grad)
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
     assert len(pairs) > 4 and max(float(g.abs().max()) for _, g in pairs.values()) > 1e-4
-    far = lambda a, b: float((a - b).abs().max()) > tolerance * max(1.0, float(b.abs().max()))  # noqa: E731
-    return [name for name, (found, wanted) in pairs.items() if found.shape != wanted.shape or far(found, wanted)]
+    far = lambda a, b: float((a - b).abs().max()) > tolerance * max(1.0, float(b.abs().max()))
+    return [
+        name
+        for name, (found, wanted) in pairs.items()
+        if found.shape != wanted.shape or far(found, wanted)
+    ]
 
 
 @pytest.mark.fuzz
 def test_pointwise_code_around_the_recurrence() -> None:
-    """Code that treats every step by itself must be accepted, and right, on arrays of any kind and in both JAX modes."""
+    """Code that treats every step by itself must be accepted, and right, on arrays of any kind and
+    in both JAX modes.
+    """
     ran: list[SequenceProgram] = []
 
     @hypothesis.settings(max_examples=RUNS)
@@ -101,9 +130,15 @@ def test_pointwise_code_around_the_recurrence() -> None:
             torch.manual_seed(program.seed + 1)
             model = program.build()
             lead = (B, T) if program.batch_first else (T, B)
-            xs = torch.randint(0, 4, lead) if program.tokens else torch.randn(*lead, WIDTH, dtype=next(model.parameters()).dtype)
+            xs = (
+                torch.randint(0, 4, lead)
+                if program.tokens
+                else torch.randn(*lead, WIDTH, dtype=next(model.parameters()).dtype)
+            )
             given_xs = (WHOLE if program.tokens else FLOATS)[program.form](xs)
-            wrong = disagreements(model, xs, given_xs, program.batch_first, 1e-9 if program.double else 1e-5)
+            wrong = disagreements(
+                model, xs, given_xs, program.batch_first, 1e-9 if program.double else 1e-5
+            )
         assert not wrong, f"{program}\n{wrong}"
         ran.append(program)
 
@@ -120,7 +155,10 @@ class Around(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gru, self.out = nn.GRU(WIDTH, WIDTH), nn.Linear(WIDTH, OUT)
-        self.conv, self.norm = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, padding_mode="replicate"), nn.InstanceNorm1d(WIDTH)
+        self.conv, self.norm = (
+            nn.Conv1d(WIDTH, WIDTH, 3, padding=1, padding_mode="replicate"),
+            nn.InstanceNorm1d(WIDTH),
+        )
         self.batch_norm = nn.BatchNorm1d(WIDTH)
 
     def before(self, x: Tensor) -> Tensor:

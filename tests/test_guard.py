@@ -13,7 +13,13 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import etrace_bridge as eb
-from etrace_bridge.learning.guard import alarm_text, full_verdict, new_alarm, quick_verdict, to_watch
+from etrace_bridge.learning.guard import (
+    alarm_text,
+    full_verdict,
+    new_alarm,
+    quick_verdict,
+    to_watch,
+)
 from etrace_bridge.lowering import CPUTuning, Tuning
 from learner_models import B, O, T, make_data, make_net
 
@@ -35,7 +41,9 @@ def assert_unchanged(learner: eb.OnlineLearner, before: list[np.ndarray]) -> Non
 
 @pytest.fixture(scope="module")
 def shared() -> eb.OnlineLearner:
-    return eb.OnlineLearner(make_net(), rule="d_rtrl", loss=mse_loss, optimizer=optax.adam(0.01), chunk=2)
+    return eb.OnlineLearner(
+        make_net(), rule="d_rtrl", loss=mse_loss, optimizer=optax.adam(0.01), chunk=2
+    )
 
 
 @pytest.fixture
@@ -53,7 +61,11 @@ def test_a_step_that_is_read_stops_at_once(learner):
     with pytest.raises(eb.NonFiniteError) as caught:
         _ = bad.loss
     message = str(caught.value)
-    assert f"At step {steps + 1}," in message and "`rnn.weight_ih_l0`" in message and "the loss" in message
+    assert (
+        f"At step {steps + 1}," in message
+        and "`rnn.weight_ih_l0`" in message
+        and "the loss" in message
+    )
     assert (learner.steps, learner.updates) == (steps, updates)
     assert_unchanged(learner, before)
     assert np.isfinite(learner.step(XS[3], YS[3]).loss)  # it goes on from there
@@ -77,7 +89,9 @@ def test_a_step_without_a_target_is_guarded(learner):
     learner.step(XS[0], YS[0])
     before, steps = copies(learner), learner.steps
     learner.step(BAD[3] * torch.nan)
-    with pytest.raises(eb.NonFiniteError, match=rf"At step {steps + 1},.*the hidden state `rnn\.h_l0`"):
+    with pytest.raises(
+        eb.NonFiniteError, match=rf"At step {steps + 1},.*the hidden state `rnn\.h_l0`"
+    ):
         learner.gradients(XS, YS)
     assert_unchanged(learner, before)
 
@@ -85,9 +99,12 @@ def test_a_step_without_a_target_is_guarded(learner):
 def test_a_gradient_that_alone_is_not_finite(learner):
     learner.step(XS[0], YS[0])
     before = copies(learner)
-    saturated = learner.step(torch.full_like(XS[1], torch.inf), YS[1])  # tanh makes it 1, but its derivative times the input is NaN
+    # tanh makes it 1, but its derivative times the input is NaN
+    saturated = learner.step(torch.full_like(XS[1], torch.inf), YS[1])
     assert np.isfinite(saturated.loss)
-    with pytest.raises(eb.NonFiniteError, match=r"appeared in: the gradient of `rnn\.weight_ih_l0`\. "):
+    with pytest.raises(
+        eb.NonFiniteError, match=r"appeared in: the gradient of `rnn\.weight_ih_l0`\. "
+    ):
         learner.gradients(XS, YS)
     assert_unchanged(learner, before)
 
@@ -100,7 +117,9 @@ def test_a_target_that_is_nan_names_the_gradient(learner):
     assert_unchanged(learner, before)
 
 
-@pytest.mark.parametrize(("every", "good", "made"), [("sequence", 0, 0), ("chunk", 2, 1), ("step", 3, 3)])
+@pytest.mark.parametrize(
+    ("every", "good", "made"), [("sequence", 0, 0), ("chunk", 2, 1), ("step", 3, 3)]
+)
 def test_sequences_stop_before_the_first_bad_update(learner, every, good, made):
     start = learner.net.state_dict()
     learner.step(XS[0])
@@ -118,7 +137,8 @@ def test_sequences_stop_before_the_first_bad_update(learner, every, good, made):
     learner.step(XS[0])
     again = learner.update(XS[:good], YS[:good], every=every, carry=True).losses if good else ()
     assert len(again) == good
-    if made == 1:  # the optimizer's memory is another one by now, so only a first update can be repeated
+    # The optimizer's memory is another one by now, so only a first update can be repeated
+    if made == 1:
         assert np.array_equal(learner.runtime.store.state.hidden[0], hidden)
 
 
@@ -135,7 +155,9 @@ def test_a_sequence_of_its_own_changes_nothing(learner):
 
 
 def test_weights_that_overflow_are_not_taken():
-    learner = eb.OnlineLearner(make_net(), rule="bptt", loss=mse_loss, optimizer=optax.sgd(1e308), reduction="sum")
+    learner = eb.OnlineLearner(
+        make_net(), rule="bptt", loss=mse_loss, optimizer=optax.sgd(1e308), reduction="sum"
+    )
     learner.gradients(XS, YS)
     before = copies(learner)
     with pytest.raises(eb.NonFiniteError, match=r"`out\.weight`|`rnn\.weight_hh_l0`"):
@@ -156,14 +178,19 @@ def test_updates_through_torch_are_guarded(kind):
     with pytest.raises(eb.NonFiniteError, match=f"At step {steps + 1},"):
         learner.step(BAD[3], YS[3])
     assert_unchanged(learner, before)
-    with pytest.raises(eb.NonFiniteError, match=f"At step {steps + 4},.*the loss, the gradient of `rnn.weight_ih_l0`"):
+    with pytest.raises(
+        eb.NonFiniteError,
+        match=f"At step {steps + 4},.*the loss, the gradient of `rnn.weight_ih_l0`",
+    ):
         learner.update(BAD, YS)
     assert_unchanged(learner, before)
     assert learner.steps == steps
 
 
 def test_without_the_guard_nan_goes_on_and_nothing_piles_up():
-    learner = eb.OnlineLearner(make_net(), rule="d_rtrl", loss=mse_loss, optimizer=optax.sgd(0.1), guard=False)
+    learner = eb.OnlineLearner(
+        make_net(), rule="d_rtrl", loss=mse_loss, optimizer=optax.sgd(0.1), guard=False
+    )
     learner.step(BAD[3], YS[3])
     assert np.isnan(learner.step(XS[0], YS[0]).loss)
     for _ in range(200):
@@ -175,7 +202,9 @@ def test_without_the_guard_nan_goes_on_and_nothing_piles_up():
 @pytest.fixture(scope="module")
 def alone() -> eb.OnlineLearner:
     """Batch 1: the factors of the gradients are watched in their place."""
-    return eb.OnlineLearner(make_net(hidden=16), rule="d_rtrl", loss=mse_loss, optimizer=optax.adam(0.01))
+    return eb.OnlineLearner(
+        make_net(hidden=16), rule="d_rtrl", loss=mse_loss, optimizer=optax.adam(0.01)
+    )
 
 
 def test_gradients_are_watched_by_their_factors(alone):
@@ -187,10 +216,15 @@ def test_gradients_are_watched_by_their_factors(alone):
     data = spec.one_step(values.theta, [XS[0, one].numpy()], YS[0, one].numpy())
     found = spec.core.chunk(values.theta, values.carry, data, False, False)
     products = session.program.only_traced
-    assert [n for n, p in zip(session.weight_names, products, strict=True) if not p] == ["out.weight", "out.bias"]
+    assert [n for n, p in zip(session.weight_names, products, strict=True) if not p] == [
+        "out.weight",
+        "out.bias",
+    ]
     watched = to_watch(found.grads, values.trace, found.factors, products)
     assert len(watched[0]) == 2 and watched[1] is values.trace
-    assert to_watch(found.grads, [values.trace] * 3, found.factors, products) is found.grads, "a large memory is not read"
+    assert to_watch(found.grads, [values.trace] * 3, found.factors, products) is found.grads, (
+        "a large memory is not read"
+    )
 
 
 @pytest.mark.parametrize(
@@ -223,7 +257,9 @@ def test_a_trace_that_is_not_finite(alone):
     alone.step(XS[0, one], YS[0, one])
     runtime = alone.runtime
     good = runtime.store.state
-    runtime.store.state = good.replace(trace=jax.tree.map(lambda t: t.at[-1, -1].set(np.inf), good.trace))
+    runtime.store.state = good.replace(
+        trace=jax.tree.map(lambda t: t.at[-1, -1].set(np.inf), good.trace)
+    )
     weights = [np.array(w) for w in good.theta]
     with pytest.raises(eb.NonFiniteError, match="the gradient of `rnn"):
         _ = alone.step(XS[1, one], YS[1, one])
@@ -233,7 +269,9 @@ def test_a_trace_that_is_not_finite(alone):
 
 
 class RootOfWeight(nn.Module):
-    """A weight whose square root is used: at zero its derivative is infinite, and everything else is finite."""
+    """A weight whose square root is used: at zero its derivative is infinite, and everything else
+    is finite.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,13 +289,18 @@ def test_a_derivative_of_the_weight_itself_that_is_infinite():
     learner = eb.OnlineLearner(model, rule="d_rtrl", loss=mse_loss, optimizer=optax.sgd(0.1))
     with pytest.raises(eb.NonFiniteError, match="the gradient of `w`"):
         learner.step(torch.ones(1, 3, dtype=torch.float64), torch.zeros(1, 3, dtype=torch.float64))
-        learner.gradients(torch.ones(2, 1, 3, dtype=torch.float64), torch.zeros(2, 1, 3, dtype=torch.float64))
+        learner.gradients(
+            torch.ones(2, 1, 3, dtype=torch.float64), torch.zeros(2, 1, 3, dtype=torch.float64)
+        )
 
 
 def test_an_element_that_overflows_keeps_its_value():
     learner = eb.OnlineLearner(make_net(), rule="d_rtrl", loss=mse_loss, optimizer=optax.sgd(1e308))
     grads = learner.gradients(XS[:1, :1], 1e3 * YS[:1, :1]).grads
-    assert all(torch.isfinite(g).all() for g in grads.values()) and torch.isinf(1e308 * grads["out.weight"]).any()
+    assert (
+        all(torch.isfinite(g).all() for g in grads.values())
+        and torch.isinf(1e308 * grads["out.weight"]).any()
+    )
     learner.step(XS[0, :1], 1e3 * YS[0, :1])
     learner.runtime.watch.look()
     assert all(np.isfinite(x).all() for x in copies(learner) if x.dtype.kind == "f")
@@ -273,13 +316,19 @@ def test_verdicts(tuning):
     assert not bool(good) and list(after) == [5, 1, 0, 1, 0]
     still, later = full_verdict(after, [fine, fine, fine])
     assert not bool(still) and list(later) == list(after), "once stopped, it stays stopped"
-    quick = jax.jit(functools.partial(quick_verdict, tuning=tuning))  # compiled: XLA must not drop a product with zeros
+    # compiled: XLA must not drop a product with zeros
+    quick = jax.jit(functools.partial(quick_verdict, tuning=tuning))
     large, huge = np.ones((64, 33)), np.full((B, O), 1e200)  # huge in float64, infinite in float32
     good, after = quick(alarm, (np.float64(1), [fine, huge], [large, np.arange(3)]))
     assert bool(good) and list(after) == [6, 0, 0, 0, 0]
     holes = large.copy()
     holes[63, 32] = np.inf
-    for loss, one, many in ((np.nan, fine, large), (1.0, nan, large), (1.0, fine, holes), (np.inf, fine, large)):
+    for loss, one, many in (
+        (np.nan, fine, large),
+        (1.0, nan, large),
+        (1.0, fine, holes),
+        (np.inf, fine, large),
+    ):
         good, after = quick(alarm, (np.float64(loss), [fine, one], [many]))
         assert not bool(good) and list(after) == [5, 1, 0, 0, 0]
     assert not bool(quick(np.array([5, 1, 0], np.int32), fine)[0])

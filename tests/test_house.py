@@ -1,4 +1,6 @@
-"""The house: which way imports point, what the packages are, what is shipped, and what must not be in any file."""
+"""The house: which way imports point, what the packages are, what is shipped, and what must not be
+in any file.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ PACKAGE = "etrace_bridge"
 # Source folder of each package whose folder is not its dotted name.
 FOLDERS = {f"{PACKAGE}.adapters": "adapters"}
 
-# What each room of the house may import, itself aside. Everything that is not listed here (cli, plot, the
-# public names in `__init__`) stands on top and may import all of them.
+# What each room of the house may import, itself aside. Everything that is not listed here (cli,
+# plot, the public names in `__init__`) stands on top and may import all of them.
 GROUND = {"_errors", "_types", "_jax_compat", "_precision", "_tables"}
 MAY_IMPORT = {
     "_errors": set(),
@@ -44,8 +46,11 @@ MAY_IMPORT = {
 WITHOUT_TORCH = GROUND | {"compiler", "lowering", "step", "rules", "schedule"}
 # `lowering` has two doors: what its package gives, and nothing behind them.
 DOORS = {"lowering": f"{PACKAGE}.lowering"}
-# What only `lowering` may speak of, in code and comments. `optimization_barrier` is also a primitive that a user's model may have.
-BACKEND = re.compile(r"\bXLA|\bCPU|xla_|\bbarrier|lax\.optimization_barrier|default_backend|\bLLVM\b")
+# What only `lowering` may speak of, in code and comments. `optimization_barrier` is also a
+# primitive that a user's model may have.
+BACKEND = re.compile(
+    r"\bXLA|\bCPU|xla_|\bbarrier|lax\.optimization_barrier|default_backend|\bLLVM\b"
+)
 # Where it is not the engine's backend: the devices that a user names, and torch's.
 BACKEND_ALLOWED = {Path(PACKAGE, "learning", "placement.py")}
 RULE_CLASSES = {
@@ -70,7 +75,9 @@ class Import:
 
 def python_files(*folders: str) -> list[Path]:
     """List the Python files under folders of the repository, relative to it."""
-    return sorted(file.relative_to(ROOT) for folder in folders for file in (ROOT / folder).rglob("*.py"))
+    return sorted(
+        file.relative_to(ROOT) for folder in folders for file in (ROOT / folder).rglob("*.py")
+    )
 
 
 def tracked_files() -> list[Path]:
@@ -89,7 +96,9 @@ def module_name(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports_in(source: str, file: Path, package_modules: frozenset[str] = frozenset()) -> Iterator[Import]:
+def imports_in(
+    source: str, file: Path, package_modules: frozenset[str] = frozenset()
+) -> Iterator[Import]:
     """Yield every import of a file, also those inside functions and under TYPE_CHECKING."""
     here = module_name(file).split(".")
     if file.name != "__init__.py":
@@ -104,7 +113,8 @@ def imports_in(source: str, file: Path, package_modules: frozenset[str] = frozen
             module = ".".join(base + ([node.module] if node.module else []))
             for alias in node.names:
                 full = f"{module}.{alias.name}"
-                # `from jax import core` is the module jax.core; `from etrace_bridge import wrap` is a name of the top.
+                # `from jax import core` is the module jax.core; `from etrace_bridge import wrap` is
+                # a name of the top.
                 is_module = full in package_modules or not module.startswith(PACKAGE)
                 yield Import(full if is_module else module, where, relative=bool(node.level))
 
@@ -115,7 +125,9 @@ def package_imports(file: Path) -> list[Import]:
 
 
 def room_of(module: str) -> str:
-    """Name the room of a module: `compiler` for etrace_bridge.compiler.views; the package itself is the top."""
+    """Name the room of a module: `compiler` for etrace_bridge.compiler.views; the package itself is
+    the top.
+    """
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
 
@@ -153,13 +165,19 @@ def dotted_name(node: ast.expr) -> str:
 
 def jax_internals(source: str, file: Path) -> list[str]:
     """List the uses of JAX internals, and the decisions by version, in a file."""
-    found = [f"{use.where}: {use.name}" for use in imports_in(source, file) if is_internal(use.name)]
+    found = [
+        f"{use.where}: {use.name}" for use in imports_in(source, file) if is_internal(use.name)
+    ]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and dotted_name(node) in JAX_INTERNALS:
             found.append(f"{file}:{node.lineno}: {dotted_name(node)}")
         if isinstance(node, ast.Compare):
             inside = [part for part in ast.walk(node) if isinstance(part, ast.Attribute)]
-            found += [f"{file}:{part.lineno}: {dotted_name(part)}" for part in inside if "__version" in part.attr]
+            found += [
+                f"{file}:{part.lineno}: {dotted_name(part)}"
+                for part in inside
+                if "__version" in part.attr
+            ]
     return found
 
 
@@ -181,18 +199,34 @@ def test_imports_point_down():
         ("etrace_bridge/compiler/graph.py", "from ..rules import base", True),
         ("etrace_bridge/compiler/graph.py", "from .. import wrap", True),
         ("etrace_bridge/compiler/graph.py", "def f():\n    import torch.nn", True),
-        ("etrace_bridge/compiler/graph.py", "from . import views\nfrom .._errors import BridgeError", False),
+        (
+            "etrace_bridge/compiler/graph.py",
+            "from . import views\nfrom .._errors import BridgeError",
+            False,
+        ),
         ("etrace_bridge/rules/base.py", "from etrace_bridge.step import steps\nimport jax", False),
         ("etrace_bridge/rules/base.py", "from etrace_bridge.schedule.chunk import run_chunk", True),
         ("etrace_bridge/rules/base.py", "from etrace_bridge.lowering import Tuning", True),
         ("etrace_bridge/step/program.py", "from etrace_bridge.lowering import Tuning", False),
         ("etrace_bridge/step/program.py", "from etrace_bridge.lowering.cpu import CPUTuning", True),
         ("etrace_bridge/rules/base.py", "from etrace_bridge.frontend.names import path", True),
-        ("etrace_bridge/frontend/trace.py", "import torch\nfrom etrace_bridge.frontend import ops", False),
-        ("etrace_bridge/frontend/trace.py", "from etrace_bridge.schedule.chunk_plan import divide", True),
+        (
+            "etrace_bridge/frontend/trace.py",
+            "import torch\nfrom etrace_bridge.frontend import ops",
+            False,
+        ),
+        (
+            "etrace_bridge/frontend/trace.py",
+            "from etrace_bridge.schedule.chunk_plan import divide",
+            True,
+        ),
         ("adapters/norse.py", "import etrace_bridge.rules", True),
         ("adapters/norse.py", "from etrace_bridge.frontend.state import register", False),
-        ("etrace_bridge/learning/learner.py", "import torch\nfrom etrace_bridge.rules import base", False),
+        (
+            "etrace_bridge/learning/learner.py",
+            "import torch\nfrom etrace_bridge.rules import base",
+            False,
+        ),
     ],
 )
 def test_import_rule_sees(file, line, is_wrong):
@@ -200,7 +234,14 @@ def test_import_rule_sees(file, line, is_wrong):
 
 
 def test_adapters_use_absolute_imports():
-    assert_none([found.where for file in python_files("adapters") for found in package_imports(file) if found.relative])
+    assert_none(
+        [
+            found.where
+            for file in python_files("adapters")
+            for found in package_imports(file)
+            if found.relative
+        ]
+    )
 
 
 def test_jax_internals_live_in_one_file():
@@ -211,31 +252,62 @@ def test_jax_internals_live_in_one_file():
 
 def test_the_package_compiles_in_one_place():
     """`jax.jit` without the options of `lowering.jit` can compute wrong numbers in float64."""
-    files = [file for file in python_files(PACKAGE, "adapters") if file != Path(PACKAGE, "lowering", "compile.py")]
-    assert_none([str(file) for file in files if re.search(r"\bjax\.jit\(|@jax\.jit|from jax import .*\bjit\b", (ROOT / file).read_text())])
+    files = [
+        file
+        for file in python_files(PACKAGE, "adapters")
+        if file != Path(PACKAGE, "lowering", "compile.py")
+    ]
+    assert_none(
+        [
+            str(file)
+            for file in files
+            if re.search(
+                r"\bjax\.jit\(|@jax\.jit|from jax import .*\bjit\b", (ROOT / file).read_text()
+            )
+        ]
+    )
 
 
 def backend_words(source: str, file: Path) -> list[str]:
     """List the lines of a file that speak of a backend or its compiler."""
-    return [f"{file}:{n}: {line.strip()}" for n, line in enumerate(source.splitlines(), 1) if BACKEND.search(line)]
+    return [
+        f"{file}:{n}: {line.strip()}"
+        for n, line in enumerate(source.splitlines(), 1)
+        if BACKEND.search(line)
+    ]
 
 
 def test_one_folder_knows_the_backend():
     rooms = ("cli", "check", "learning", "schedule", "rules", "step", "compiler", "frontend")
-    files = [file for file in python_files(*(f"{PACKAGE}/{room}" for room in rooms)) if file not in BACKEND_ALLOWED]
+    files = [
+        file
+        for file in python_files(*(f"{PACKAGE}/{room}" for room in rooms))
+        if file not in BACKEND_ALLOWED
+    ]
     assert_none([line for file in files for line in backend_words((ROOT / file).read_text(), file)])
 
 
 def test_backend_rule_sees():
-    for line in ("# faster on XLA", "x = lax.optimization_barrier(x)", "jax.default_backend()", "the barrier", "on a CPU", "xla_cpu_x"):
+    for line in (
+        "# faster on XLA",
+        "x = lax.optimization_barrier(x)",
+        "jax.default_backend()",
+        "the barrier",
+        "on a CPU",
+        "xla_cpu_x",
+    ):
         assert backend_words(line, Path("x.py")), line
-    for line in ('optimization_barrier polygamma pow', '_CPU = torch.device("cpu")', "a carrier"):
+    for line in ("optimization_barrier polygamma pow", '_CPU = torch.device("cpu")', "a carrier"):
         assert not backend_words(line, Path("x.py")), line
 
 
 def rule_questions(source: str, file: Path) -> list[str]:
     """List the places of a file that ask for the class of a rule."""
-    asking = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Call) and dotted_or_plain(n.func) in ("isinstance", "type")]
+    asking = [
+        n
+        for n in ast.walk(ast.parse(source))
+        if isinstance(n, ast.Call) and dotted_or_plain(n.func) in ("isinstance", "type")
+    ]
     asking += [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Compare)]
     names = {n.id for call in asking for n in ast.walk(call) if isinstance(n, ast.Name)}
     names |= {n.attr for call in asking for n in ast.walk(call) if isinstance(n, ast.Attribute)}
@@ -250,11 +322,17 @@ def test_nothing_outside_rules_asks_for_the_class_of_a_rule():
     files = [file for file in python_files(PACKAGE) if room_of(module_name(file)) != "rules"]
     asked = [line for file in files for line in rule_questions((ROOT / file).read_text(), file)]
     # `recommend` leaves the reference out by its name.
-    assert_none([line for line in asked if not line.startswith(f"{PACKAGE}/check/recommend.py: BPTT")])
+    assert_none(
+        [line for line in asked if not line.startswith(f"{PACKAGE}/check/recommend.py: BPTT")]
+    )
 
 
 def test_class_question_rule_sees():
-    for line in ("isinstance(rule, BPTT)", "isinstance(rule, (rules.RTRL, Other))", "type(rule) in (DRTRL, SnAp1)"):
+    for line in (
+        "isinstance(rule, BPTT)",
+        "isinstance(rule, (rules.RTRL, Other))",
+        "type(rule) in (DRTRL, SnAp1)",
+    ):
         assert rule_questions(line, Path("x.py")), line
     assert not rule_questions("rule = BPTT()\nisinstance(rule, Rule)", Path("x.py"))
 
@@ -268,9 +346,14 @@ def test_a_trace_rule_is_one_short_file(rule):
 
 
 def test_files_of_the_engine_have_names_of_their_own():
-    rooms = {room: [f.stem for f in python_files(f"{PACKAGE}/{room}")] for room in ("step", "rules", "schedule", "lowering")}
+    rooms = {
+        room: [f.stem for f in python_files(f"{PACKAGE}/{room}")]
+        for room in ("step", "rules", "schedule", "lowering")
+    }
     names = [name for stems in rooms.values() for name in stems if name != "__init__"]
-    others = {f.stem for f in python_files(PACKAGE, "adapters") if room_of(module_name(f)) not in rooms} - {"__init__"}
+    others = {
+        f.stem for f in python_files(PACKAGE, "adapters") if room_of(module_name(f)) not in rooms
+    } - {"__init__"}
     assert sorted(names) == sorted(set(names)) and not set(names) & others, set(names) & others
 
 
@@ -295,18 +378,27 @@ def test_every_package_is_declared():
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert declared["package-dir"] == FOLDERS
     folders = {file.parent for file in python_files(PACKAGE, "adapters")}
-    assert sorted(declared["packages"]) == sorted(module_name(folder / "__init__.py") for folder in folders)
-    assert_none([str(folder) for folder in folders if not (ROOT / folder / "__init__.py").is_file()])
+    assert sorted(declared["packages"]) == sorted(
+        module_name(folder / "__init__.py") for folder in folders
+    )
+    assert_none(
+        [str(folder) for folder in folders if not (ROOT / folder / "__init__.py").is_file()]
+    )
 
 
 def test_adapters_is_refused_as_a_top_level_package(monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
     with pytest.raises(ImportError, match=r"import it by that name.*pip install -e"):
         importlib.import_module("adapters")
-    assert importlib.import_module("etrace_bridge.adapters").__file__ == str(ROOT / "adapters" / "__init__.py")
+    assert importlib.import_module("etrace_bridge.adapters").__file__ == str(
+        ROOT / "adapters" / "__init__.py"
+    )
 
 
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout: what belongs to the project is unknown")
+@pytest.mark.skipif(
+    not (ROOT / ".git").exists(),
+    reason="not a git checkout: what belongs to the project is unknown",
+)
 def test_no_machine_paths_or_registry_hosts():
     found = []
     for file in tracked_files():
@@ -315,15 +407,31 @@ def test_no_machine_paths_or_registry_hosts():
         except UnicodeDecodeError:
             continue
         for number, line in enumerate(text.splitlines(), 1):
-            found += [f"{file}:{number}: {line.strip()}" for rule in (MACHINE_PATH, REGISTRY_HOST) if rule.search(line)]
+            found += [
+                f"{file}:{number}: {line.strip()}"
+                for rule in (MACHINE_PATH, REGISTRY_HOST)
+                if rule.search(line)
+            ]
     assert_none(found)
 
 
 def test_machine_path_rule_sees():
     slash = "/"  # spelled apart, or this file would be its own finding
-    for text in (f"{slash}home/someone", f'open("{slash}tmp/x")', f"cd {slash}work/main", f"file://{slash}root/x"):
+    for text in (
+        f"{slash}home/someone",
+        f'open("{slash}tmp/x")',
+        f"cd {slash}work/main",
+        f"file://{slash}root/x",
+    ):
         assert MACHINE_PATH.search(text), text
-    for text in ("https://host/home/page", "tests/tmp/x", "$HOME/work/x", "../work/x", "a /tmp folder", "./opt/x"):
+    for text in (
+        "https://host/home/page",
+        "tests/tmp/x",
+        "$HOME/work/x",
+        "../work/x",
+        "a /tmp folder",
+        "./opt/x",
+    ):
         assert not MACHINE_PATH.search(text), text
 
 
@@ -346,14 +454,24 @@ def run(*command: str, cwd: Path) -> None:
 
 
 def test_wheel_built_from_the_sdist_holds_every_package_file(source_copy, tmp_path):
-    build_sdist = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    build_sdist = (
+        "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    )
     run(sys.executable, "-c", build_sdist, str(tmp_path), cwd=source_copy)
     (sdist,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         archive.extractall(tmp_path / "sdist", filter="data")
     (unpacked,) = (tmp_path / "sdist").iterdir()
 
-    wheel_command = ["wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(tmp_path), "."]
+    wheel_command = [
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "--wheel-dir",
+        str(tmp_path),
+        ".",
+    ]
     run(sys.executable, "-m", "pip", "--disable-pip-version-check", *wheel_command, cwd=unpacked)
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -363,7 +481,11 @@ def test_wheel_built_from_the_sdist_holds_every_package_file(source_copy, tmp_pa
 
     expected = set()
     for folder, package in ((PACKAGE, PACKAGE), ("adapters", f"{PACKAGE}/adapters")):
-        files = (file.relative_to(source_copy / folder) for file in (source_copy / folder).rglob("*") if file.is_file())
+        files = (
+            file.relative_to(source_copy / folder)
+            for file in (source_copy / folder).rglob("*")
+            if file.is_file()
+        )
         expected |= {f"{package}/{file.as_posix()}" for file in files}
     assert f"{PACKAGE}/py.typed" in expected
     assert shipped == expected

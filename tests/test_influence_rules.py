@@ -1,4 +1,6 @@
-"""Rules that approximate RTRL's influence matrix, against their definitions with dense matrices from torch's own Jacobians."""
+"""Rules that approximate RTRL's influence matrix, against their definitions with dense matrices
+from torch's own Jacobians.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ class Two(nn.Module):
         c = torch.tanh(a @ p["w2"].T + 0.5 * h[..., 3:] + h[..., 3:] @ p["u2"].T)
         return torch.cat([a, c], -1), c @ p["out"].T
 
-    def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(
+        self, x: Tensor, state: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         h, y = self.run(dict(self.named_parameters()), x, torch.cat(state, -1))
         return y, (h[..., :3], h[..., 3:])
 
@@ -112,7 +116,10 @@ def case(make: Any) -> tuple[nn.Module, Tensor, Tensor, list[Dense]]:
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(0.7 * torch.randn(p.shape, generator=generator))
-    xs, targets = torch.randn(T, B, IN, generator=generator), torch.randn(T, B, OUT, generator=generator)
+    xs, targets = (
+        torch.randn(T, B, IN, generator=generator),
+        torch.randn(T, B, OUT, generator=generator),
+    )
     shapes = {n: p.shape for n, p in model.named_parameters()}
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
@@ -160,7 +167,10 @@ def run(make: Any, rule: Rule, chunk: int = 1) -> list[Any]:
 def in_order(make: Any, grads: list[Any]) -> np.ndarray:
     """Gradients as one vector in torch's order; axes before those of a weight are kept."""
     by_name = dict(zip(built(make).weight_names, grads, strict=True))
-    flat = [np.asarray(by_name[n]).reshape(*np.shape(by_name[n])[: -p.ndim], -1) for n, p in case(make)[0].named_parameters()]
+    flat = [
+        np.asarray(by_name[n]).reshape(*np.shape(by_name[n])[: -p.ndim], -1)
+        for n, p in case(make)[0].named_parameters()
+    ]
     return np.concatenate(flat, -1)
 
 
@@ -171,7 +181,9 @@ def found(make: Any, rule: Rule, chunk: int = 1) -> np.ndarray:
 
 
 def assert_equal(a: np.ndarray, b: np.ndarray, tolerance: float = 1e-9) -> None:
-    assert np.abs(b).max() > 1e-3 and np.abs(a - b).max() <= tolerance * np.abs(b).max(), np.abs(a - b).max()
+    assert np.abs(b).max() > 1e-3 and np.abs(a - b).max() <= tolerance * np.abs(b).max(), np.abs(
+        a - b
+    ).max()
 
 
 def masked_rtrl(steps: list[Dense], mask: np.ndarray) -> np.ndarray:
@@ -196,14 +208,18 @@ def snap_mask(steps: list[Dense], n: int) -> np.ndarray:
 def test_snap_n_by_definition(n):
     steps = case(Ring)[3]
     mask = snap_mask(steps, n)
-    assert mask.any(0).sum() == 18 + 12 + 6 and mask.sum(0).max() == n, "each weight reaches n units"
+    assert mask.any(0).sum() == 18 + 12 + 6 and mask.sum(0).max() == n, (
+        "each weight reaches n units"
+    )
     assert_equal(found(Ring, SnApN(n)), masked_rtrl(steps, mask))
 
 
 def test_snap_n_is_exact_when_saturated():
     exact = masked_rtrl(case(Ring)[3], np.ones(()))
     assert_equal(found(Ring, SnApN(6)), exact)
-    assert np.abs(found(Ring, SnApN(2)) - exact).max() > 1e-3 * np.abs(exact).max(), "n = 2 drops something here"
+    assert np.abs(found(Ring, SnApN(2)) - exact).max() > 1e-3 * np.abs(exact).max(), (
+        "n = 2 drops something here"
+    )
     exact = masked_rtrl(case(Two)[3], np.ones(()))
     assert_equal(found(Two, SnApN(2)), exact)
 
@@ -223,11 +239,18 @@ def test_snap_n_reads_a_mask_that_is_a_buffer():
 def test_ostl_by_definition():
     """Each layer's weights with its own states."""
     steps = case(Two)[3]
-    layer_of_state, layer_of_weight = np.repeat([0, 1], [3, 4]), np.repeat([0, 1, 2], [9 + 9, 12 + 16, 8])
+    layer_of_state, layer_of_weight = (
+        np.repeat([0, 1], [3, 4]),
+        np.repeat([0, 1, 2], [9 + 9, 12 + 16, 8]),
+    )
     expected = masked_rtrl(steps, layer_of_state[:, None] == layer_of_weight)
     assert_equal(found(Two, OSTL()), expected)
-    assert np.abs(expected - masked_rtrl(steps, np.ones(()))).max() > 1e-3 * np.abs(expected).max(), "layers matter to each other"
-    assert np.abs(expected - found(Two, DRTRL())).max() > 1e-3 * np.abs(expected).max(), "recurrent weights matter"
+    assert (
+        np.abs(expected - masked_rtrl(steps, np.ones(()))).max() > 1e-3 * np.abs(expected).max()
+    ), "layers matter to each other"
+    assert np.abs(expected - found(Two, DRTRL())).max() > 1e-3 * np.abs(expected).max(), (
+        "recurrent weights matter"
+    )
 
 
 def test_ostl_of_one_layer_is_rtrl():
@@ -240,7 +263,9 @@ def test_what_they_promise():
         (Two, OSTL(), {"approximate", "exact"}), (Ring, OSTL(), {"exact"}), (Ring, UORO(), {"approximate"}),
     ):  # fmt: skip
         graph = built(make).program.graph
-        assert {p.kind for path, p in rule.promises(graph, T, 1).items() if path != ("out",)} == kinds, rule
+        assert {
+            p.kind for path, p in rule.promises(graph, T, 1).items() if path != ("out",)
+        } == kinds, rule
         assert {p.kind for p in rule.promises(graph, T, T).values()} == {"exact"}
 
 
@@ -248,14 +273,20 @@ def test_what_they_promise():
 
 
 def assert_unbiased(make_rule: Any) -> np.ndarray:
-    """The mean over 2,000 seeds is within four standard errors of BPTT, element by element; gives the standard errors."""
+    """The mean over 2,000 seeds is within four standard errors of BPTT, element by element; gives
+    the standard errors.
+    """
     built(Ring)
     steps = case(Ring)[3]
-    drawn = in_order(Ring, fast_jit(jax.vmap(lambda seed: run(Ring, make_rule(seed))))(jnp.arange(2000)))
+    drawn = in_order(
+        Ring, fast_jit(jax.vmap(lambda seed: run(Ring, make_rule(seed))))(jnp.arange(2000))
+    )
     exact, step_alone = masked_rtrl(steps, np.ones(())), sum(s.l_w.sum(0) for s in steps)
     error = drawn.std(0) / np.sqrt(2000)
     assert (np.abs(drawn.mean(0) - exact) <= 4 * error + 1e-9).all()
-    assert (np.abs(step_alone - exact) > 8 * error).sum() > 10, "a gradient without the past would not pass"
+    assert (np.abs(step_alone - exact) > 8 * error).sum() > 10, (
+        "a gradient without the past would not pass"
+    )
     return error
 
 
@@ -280,7 +311,9 @@ def uoro(steps: list[Dense]) -> np.ndarray:
         moved = np.concatenate([step.F[b] @ s.reshape(B, 6)[b] for b in range(B)])
         row = nu @ step.G.reshape(B * 6, -1)
         norm = np.linalg.norm
-        rho0, rho1 = (np.sqrt((norm(a) + 1e-7) / (norm(b) + 1e-7)) for a, b in ((theta, moved), (row, nu)))
+        rho0, rho1 = (
+            np.sqrt((norm(a) + 1e-7) / (norm(b) + 1e-7)) for a, b in ((theta, moved), (row, nu))
+        )
         s, theta = rho0 * moved + rho1 * nu, theta / rho0 + row / rho1
     return total
 
@@ -295,7 +328,9 @@ def test_random_rules_have_no_bias():
 
 
 def test_uoro_draws_new_signs():
-    """For another seed, later in the stream, and for another sequence; the same ones for the same data."""
+    """For another seed, later in the stream, and for another sequence; the same ones for the same
+    data.
+    """
     rule, hidden, args = UORO(), [jnp.ones((B, 40))], [jnp.ones((1, B, IN))]
     first = rule.signs(jnp.uint32(0), hidden, args)[0]
     assert set(np.unique(first)) == {-1.0, 1.0}
@@ -310,7 +345,9 @@ def test_uoro_draws_new_signs():
 def test_uoro_goes_on_where_it_was_saved(tmp_path):
     _, xs, targets, _ = case(Ring)
     whole, first = (eb.OnlineLearner(wrapped(Ring), UORO(seed=5), loss) for _ in range(2))
-    expected = [whole.gradients(xs[t : t + 1], targets[t : t + 1], carry=True).grads for t in range(4)][-1]
+    expected = [
+        whole.gradients(xs[t : t + 1], targets[t : t + 1], carry=True).grads for t in range(4)
+    ][-1]
     for t in range(2):
         first.gradients(xs[t : t + 1], targets[t : t + 1], carry=True)
     second = eb.OnlineLearner.load(first.save(tmp_path / "uoro"), wrapped(Ring), loss=loss)
@@ -332,22 +369,32 @@ class GivenPairs(KFRTRL):
 
 
 def test_kf_rtrl_by_definition():
-    """One sum with the inputs (x, h, 1): `A ⊗ u`, both for each batch element, with the norms of the whole batch."""
+    """One sum with the inputs (x, h, 1): `A ⊗ u`, both for each batch element, with the norms of
+    the whole batch.
+    """
     model, xs, targets, steps = case(Ring)
     p = {n: v.detach() for n, v in model.named_parameters()}
     mask, h = torch.tensor(model.mask), torch.zeros(B, 6)
     A, u, total = np.zeros((B, 6, 6)), [np.zeros((B, IN)), np.zeros((B, 6)), np.zeros(())], 0.0
     for t, step in enumerate(steps):
         b = np.einsum("bn,bnu->bu", step.l_h, A)
-        past = [np.einsum("bu,bi->ui", b, u[0]), np.einsum("bu,bi->ui", b, u[1]) * mask.numpy(), b.sum(0) * u[2], np.zeros((OUT, 6))]
+        past = [
+            np.einsum("bu,bi->ui", b, u[0]),
+            np.einsum("bu,bi->ui", b, u[1]) * mask.numpy(),
+            b.sum(0) * u[2],
+            np.zeros((OUT, 6)),
+        ]
         total = total + step.l_w.sum(0) + np.concatenate([g.reshape(-1) for g in past])
         new = model.run(p, xs[t], h)[0]
         G = np.stack([np.diag(row) for row in (1 - new**2).numpy()])
         moved, features = step.F @ A, [xs[t].numpy(), h.numpy(), np.ones(())]
-        length = lambda arrays: np.sqrt(sum((a**2).sum() for a in arrays)) + 1e-7  # noqa: E731
+        length = lambda arrays: np.sqrt(sum((a**2).sum() for a in arrays)) + 1e-7
         rho1, rho2 = np.sqrt(length(u) / length([moved])), np.sqrt(length(features) / length([G]))
         c1, c2 = signs()[t, 0, :2]
-        A, u = c1 * rho1 * moved + c2 * rho2 * G, [c1 / rho1 * a + c2 / rho2 * x for a, x in zip(u, features, strict=True)]
+        A, u = (
+            c1 * rho1 * moved + c2 * rho2 * G,
+            [c1 / rho1 * a + c2 / rho2 * x for a, x in zip(u, features, strict=True)],
+        )
         h = new
     assert [n for n, _ in model.named_parameters()] == ["w", "u", "b", "out"]
     assert_equal(found(Ring, GivenPairs()), total)
@@ -356,6 +403,16 @@ def test_kf_rtrl_by_definition():
 def test_check_gradients_holds_them_to_their_promises():
     torch.manual_seed(0)
     xs, targets = torch.randn(4, B, 2), torch.randn(4, B, 3)
-    table = eb.check_gradients(nn.RNN(2, 3), xs, targets, torch.nn.functional.mse_loss, rule=["immediate", "snap_n", "uoro"], chunk=2)
+    table = eb.check_gradients(
+        nn.RNN(2, 3),
+        xs,
+        targets,
+        torch.nn.functional.mse_loss,
+        rule=["immediate", "snap_n", "uoro"],
+        chunk=2,
+    )
     assert table.ok
-    assert table["snap_n"].cosine > 1 - 1e-12 > table["uoro"].cosine and table["immediate"].cosine < 0.999
+    assert (
+        table["snap_n"].cosine > 1 - 1e-12 > table["uoro"].cosine
+        and table["immediate"].cosine < 0.999
+    )

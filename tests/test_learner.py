@@ -18,11 +18,15 @@ def weights(learner) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("rule", ["rtrl", "d_rtrl", "pp_prop"])
 def test_every_division_of_a_sequence_gives_the_same(rule):
-    """Two chunks, with and without a rest, and one with a rest are written out; three or more are a loop, and so are single steps."""
+    """Two chunks, with and without a rest, and one with a rest are written out; three or more are a
+    loop, and so are single steps.
+    """
     model, (xs, ys) = make_net(), make_data(steps=8)
 
     def gradients(chunk: int) -> dict[str, torch.Tensor]:
-        return eb.OnlineLearner(model, rule=rule, loss=mse_loss, chunk=chunk).gradients(xs, ys).grads
+        return (
+            eb.OnlineLearner(model, rule=rule, loss=mse_loss, chunk=chunk).gradients(xs, ys).grads
+        )
 
     single = torch_gradients(model, xs, ys) if rule == "rtrl" else gradients(1)
     assert single["rnn.weight_hh_l0"].abs().max() > 1e-4
@@ -53,13 +57,19 @@ def test_gradients_of_an_exact_rule_are_torchs():
     ((mse_loss(out[2], ys[2]) + mse_loss(out[5], ys[5])) / 2).backward()
     for name, grad in masked.grads.items():
         own = dict(model.named_parameters())[name].grad
-        assert torch.allclose(grad, torch.zeros_like(grad) if own is None else own, rtol=1e-9, atol=1e-12)
+        assert torch.allclose(
+            grad, torch.zeros_like(grad) if own is None else own, rtol=1e-9, atol=1e-12
+        )
 
 
 def test_updates_are_those_of_a_torch_loop():
     model, mine = make_net(), make_net()
-    optimizer = torch.optim.Adam([{"params": model.rnn.parameters()}, {"params": model.out.parameters(), "lr": 0.1}], lr=0.02)
-    other = torch.optim.Adam([{"params": mine.rnn.parameters()}, {"params": mine.out.parameters(), "lr": 0.1}], lr=0.02)
+    optimizer = torch.optim.Adam(
+        [{"params": model.rnn.parameters()}, {"params": model.out.parameters(), "lr": 0.1}], lr=0.02
+    )
+    other = torch.optim.Adam(
+        [{"params": mine.rnn.parameters()}, {"params": mine.out.parameters(), "lr": 0.1}], lr=0.02
+    )
     learner = eb.OnlineLearner(mine, rule="bptt", loss=mse_loss, optimizer=other)
     for n in range(20):
         xs, ys = make_data(seed=n)
@@ -68,15 +78,21 @@ def test_updates_are_those_of_a_torch_loop():
         result = learner.update(xs, ys)
     assert result.loss == pytest.approx(result.losses.mean().item())
     assert learner.updates == 20 and learner.steps == 20 * T
-    assert_same({n: p.detach() for n, p in mine.named_parameters()}, dict(make_net().named_parameters()), 0)  # untouched
+    assert_same(
+        {n: p.detach() for n, p in mine.named_parameters()}, dict(make_net().named_parameters()), 0
+    )  # untouched
     learner.sync_to_torch()
-    assert_same(dict(mine.named_parameters()), {n: p.detach() for n, p in model.named_parameters()}, 1e-10)
+    assert_same(
+        dict(mine.named_parameters()), {n: p.detach() for n, p in model.named_parameters()}, 1e-10
+    )
 
 
 @pytest.fixture(scope="module")
 def stream():
     """A learner with a plain step, and its own copy of the start."""
-    learner = eb.OnlineLearner(make_net(), rule="d_rtrl", loss=mse_loss, optimizer=optax.sgd(0.1), chunk=2)
+    learner = eb.OnlineLearner(
+        make_net(), rule="d_rtrl", loss=mse_loss, optimizer=optax.sgd(0.1), chunk=2
+    )
     xs, ys = make_data()
     learner.step(xs[0], ys[0])
     return learner
@@ -169,7 +185,11 @@ def test_batch_first_and_prediction():
     assert torch.allclose(predicted, model.eval()(xs.transpose(0, 1)), rtol=1e-12)
     model.train()
     mean = learner.evaluate([(xs.transpose(0, 1), ys.transpose(0, 1))])
-    assert mean == pytest.approx(torch.stack([mse_loss(p, y) for p, y in zip(predicted.transpose(0, 1), ys, strict=True)]).mean().item())
+    assert mean == pytest.approx(
+        torch.stack([mse_loss(p, y) for p, y in zip(predicted.transpose(0, 1), ys, strict=True)])
+        .mean()
+        .item()
+    )
 
 
 def test_running_statistics_move_on_and_come_home():
@@ -196,7 +216,9 @@ def test_running_statistics_move_on_and_come_home():
     assert not model.norm.running_mean.any()
     kept = model.norm.running_mean
     learner.sync_to_torch()
-    assert model.norm.running_mean is kept and torch.allclose(kept, expected.running_mean, rtol=1e-10)
+    assert model.norm.running_mean is kept and torch.allclose(
+        kept, expected.running_mean, rtol=1e-10
+    )
 
 
 def test_clipping_and_accumulation_in_the_learner():
@@ -215,7 +237,9 @@ def test_clipping_and_accumulation_in_the_learner():
         learner.update(*make_data(seed=2 * n))
         learner.update(*make_data(seed=2 * n + 1))
     learner.sync_to_torch()
-    assert_same(dict(mine.named_parameters()), {n: p.detach() for n, p in model.named_parameters()}, 1e-10)
+    assert_same(
+        dict(mine.named_parameters()), {n: p.detach() for n, p in model.named_parameters()}, 1e-10
+    )
 
 
 def test_brainstate_modules_learn_too():
@@ -224,7 +248,13 @@ def test_brainstate_modules_learn_too():
 
     net = brainstate.nn.GRUCell(I, 3)
     brainstate.nn.init_all_states(net, batch_size=B)
-    learner = eb.OnlineLearner(net, rule="d_rtrl", loss=lambda y, t: jnp.mean((y - t) ** 2), optimizer=optax.sgd(0.1), chunk=3)
+    learner = eb.OnlineLearner(
+        net,
+        rule="d_rtrl",
+        loss=lambda y, t: jnp.mean((y - t) ** 2),
+        optimizer=optax.sgd(0.1),
+        chunk=3,
+    )
     xs = np.asarray(make_data()[0])
     first = learner.update(xs, np.zeros((T, B, 3))).loss
     assert learner.update(xs, np.zeros((T, B, 3))).loss < first
@@ -232,7 +262,8 @@ def test_brainstate_modules_learn_too():
         learner.sync_to_torch()
 
 
-# -- brainstate modules and their batch axis -----------------------------------------------------------------------
+# -- brainstate modules and their batch axis
+# -----------------------------------------------------------------------
 
 
 def _unrolled_loss(net, start, xs, targets) -> float:
@@ -245,11 +276,14 @@ def test_a_brainstate_module_starts_from_the_state_that_the_user_set(batch):
     import brainstate
     import jax.numpy as jnp
 
-    net = brainstate.nn.GRUCell(3, 4)  # as many features as batch elements, so that shapes alone tell nothing
+    # as many features as batch elements, so that shapes alone tell nothing
+    net = brainstate.nn.GRUCell(3, 4)
     brainstate.nn.init_all_states(net, **({} if batch is None else {"batch_size": batch}))
     shape = () if batch is None else (batch,)
     rng = np.random.default_rng(0)
-    start, xs, targets = (jnp.asarray(rng.normal(size=s)) for s in ((*shape, 4), (T, *shape, 3), (T, *shape, 4)))
+    start, xs, targets = (
+        jnp.asarray(rng.normal(size=s)) for s in ((*shape, 4), (T, *shape, 3), (T, *shape, 4))
+    )
     net.h.value = start
     learner = eb.OnlineLearner(net, "bptt", lambda y, t: jnp.sum((y - t) ** 2), reduction="sum")
     found = learner.gradients(xs, targets)
@@ -274,17 +308,28 @@ def test_states_of_brainstate_modules_are_made_only_where_they_do_not_fit():
     import brainstate
     import jax.numpy as jnp
 
-    loss = lambda y, t: jnp.mean((y - t) ** 2)  # noqa: E731
+    loss = lambda y, t: jnp.mean((y - t) ** 2)
     missing = brainstate.nn.GRUCell(I, 3)
-    assert eb.OnlineLearner(missing, "bptt", loss).gradients(make_data()[0], np.zeros((T, B, 3))).loss > 0
+    assert (
+        eb.OnlineLearner(missing, "bptt", loss).gradients(make_data()[0], np.zeros((T, B, 3))).loss
+        > 0
+    )
     assert missing.h.value.shape == (B, 3)
     other_batch = brainstate.nn.GRUCell(I, 3)
     brainstate.nn.init_all_states(other_batch, batch_size=7)
-    assert eb.OnlineLearner(other_batch, "bptt", loss).gradients(make_data()[0], np.zeros((T, B, 3))).loss > 0
+    assert (
+        eb.OnlineLearner(other_batch, "bptt", loss)
+        .gradients(make_data()[0], np.zeros((T, B, 3)))
+        .loss
+        > 0
+    )
     no_batch = brainstate.nn.GRUCell(I, 3)
     brainstate.nn.init_all_states(no_batch)
     no_batch.h.value = jnp.ones(3)
     learner = eb.OnlineLearner(no_batch, "bptt", loss)
-    with pytest.raises(eb.InputError, match=r"hidden states have shapes \(3,\).*init_all_states\(net, batch_size=3\)"):
+    with pytest.raises(
+        eb.InputError,
+        match=r"hidden states have shapes \(3,\).*init_all_states\(net, batch_size=3\)",
+    ):
         learner.gradients(make_data()[0], np.zeros((T, B, 3)))
     assert np.array_equal(no_batch.h.value, np.ones(3))

@@ -1,4 +1,6 @@
-"""The learner's borders: losses of any kind, copies in and out, `.grad` and hooks, bad input, trees of inputs and outputs, random ops."""
+"""The learner's borders: losses of any kind, copies in and out, `.grad` and hooks, bad input, trees
+of inputs and outputs, random ops.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ def copies(learner: eb.OnlineLearner) -> list[np.ndarray]:
     return [np.array(x) for x in runtime.store.arrays()]
 
 
-# -- losses -----------------------------------------------------------------------------------------------------
+# -- losses
+# -----------------------------------------------------------------------------------------------------
 
 
 def user_written(y, t):
@@ -38,7 +41,12 @@ LOSSES = {
     "mse": (F.mse_loss, YS),
     "mse sum": (nn.MSELoss(reduction="sum"), YS),
     "cross entropy": (F.cross_entropy, LABELS),
-    "cross entropy module": (nn.CrossEntropyLoss(weight=torch.tensor([0.2, 0.8], dtype=torch.float64), label_smoothing=0.1), LABELS),
+    "cross entropy module": (
+        nn.CrossEntropyLoss(
+            weight=torch.tensor([0.2, 0.8], dtype=torch.float64), label_smoothing=0.1
+        ),
+        LABELS,
+    ),
     "cross entropy of probabilities": (F.cross_entropy, torch.softmax(YS, -1)),
     "nll": (F.nll_loss, LABELS),
     "bce with logits": (F.binary_cross_entropy_with_logits, LIKELY),
@@ -58,16 +66,22 @@ def test_torch_losses_are_torchs(name):
 
 def test_jax_callables_are_losses():
     model = make_net()
-    learner = eb.OnlineLearner(model, rule="bptt", loss=lambda y, t: jnp.mean(optax.losses.huber_loss(y, t)))
+    learner = eb.OnlineLearner(
+        model, rule="bptt", loss=lambda y, t: jnp.mean(optax.losses.huber_loss(y, t))
+    )
     found = learner.gradients(XS, 3 * YS)
     assert_same(found.grads, torch_gradients(model, XS, 3 * YS, loss=F.huber_loss), 1e-10)
 
 
 def test_losses_that_cannot_work():
     net = eb.wrap(make_net())
-    with pytest.raises(eb.InputError, match=r"must return a scalar for one step; it returned shape \(3, 2\)"):
+    with pytest.raises(
+        eb.InputError, match=r"must return a scalar for one step; it returned shape \(3, 2\)"
+    ):
         eb.OnlineLearner(net, loss=nn.MSELoss(reduction="none")).gradients(XS, YS)
-    with pytest.raises(eb.InputError, match=r"must return a scalar for one step; it returned shape \(3,\)"):
+    with pytest.raises(
+        eb.InputError, match=r"must return a scalar for one step; it returned shape \(3,\)"
+    ):
         eb.OnlineLearner(net, loss=lambda y, t: jnp.mean(jnp.square(y - t), -1)).gradients(XS, YS)
     with pytest.raises(eb.InputError, match="`loss` is a str"):
         eb.OnlineLearner(net, loss="mse").gradients(XS, YS)
@@ -75,11 +89,14 @@ def test_losses_that_cannot_work():
         eb.OnlineLearner(net).gradients(XS, YS)
 
 
-# -- copies -----------------------------------------------------------------------------------------------------
+# -- copies
+# -----------------------------------------------------------------------------------------------------
 
 
 class Bare(nn.Module):
-    """Its output is its hidden state, the hardest case for results that must not be the learner's own arrays."""
+    """Its output is its hidden state, the hardest case for results that must not be the learner's
+    own arrays.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,14 +112,20 @@ class Bare(nn.Module):
 def bare() -> tuple[Bare, eb.OnlineLearner]:
     torch.manual_seed(1)
     model = Bare().double()
-    learner = eb.OnlineLearner(model, rule="d_rtrl", loss=F.mse_loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    learner = eb.OnlineLearner(
+        model, rule="d_rtrl", loss=F.mse_loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     return model, learner
 
 
 @pytest.mark.parametrize("kind", ["torch", "numpy", "jax"])
 def test_inputs_are_copied(bare, kind):
     _, learner = bare
-    make = {"torch": torch.clone, "numpy": lambda t: t.numpy().copy(), "jax": lambda t: jnp.array(t.numpy())}[kind]
+    make = {
+        "torch": torch.clone,
+        "numpy": lambda t: t.numpy().copy(),
+        "jax": lambda t: jnp.array(t.numpy()),
+    }[kind]
     learner.reset()
     learner.step(make(XS[0]), make(YS[0]))  # the next ones take the quick way
     for _ in range(20):
@@ -127,9 +150,20 @@ def test_results_are_copies_and_stay(bare):
     found = learner.gradients(XS, YS)
     predicted = learner.predict(XS)
     before = copies(learner)
-    outputs = [info.output.clone() for info in infos]  # read after the arrays of those steps were given away
-    assert all(torch.equal(info.output, out) for info, out in zip(infos, outputs, strict=True)) and outputs[0].abs().max() > 0.01
-    for tensor in (infos[-1].output, found.outputs, found.losses, predicted, *found.grads.values(), *learner.net.state_dict().values()):
+    # read after the arrays of those steps were given away
+    outputs = [info.output.clone() for info in infos]
+    assert (
+        all(torch.equal(info.output, out) for info, out in zip(infos, outputs, strict=True))
+        and outputs[0].abs().max() > 0.01
+    )
+    for tensor in (
+        infos[-1].output,
+        found.outputs,
+        found.losses,
+        predicted,
+        *found.grads.values(),
+        *learner.net.state_dict().values(),
+    ):
         with torch.no_grad():
             tensor.fill_(1e9)
     assert all(map(np.array_equal, copies(learner), before))
@@ -147,7 +181,10 @@ def test_sync_writes_in_place_and_shares_nothing(bare):
     learner.step(XS[0], YS[0])
     learner.sync_to_torch()
     assert {n: t.data_ptr() for n, t in model.state_dict().items()} == pointers
-    assert all(dict(model.named_parameters())[n] is p and p.requires_grad and p.is_leaf for n, p in held.items())
+    assert all(
+        dict(model.named_parameters())[n] is p and p.requires_grad and p.is_leaf
+        for n, p in held.items()
+    )
     assert optimizer.param_groups[0]["params"][0] is held["rnn.weight_ih_l0"]
     current = learner.net.state_dict()
     assert all(torch.equal(t, current[n]) for n, t in model.state_dict().items())
@@ -164,13 +201,16 @@ def test_sync_writes_in_place_and_shares_nothing(bare):
     assert torch.equal(learner.net.state_dict()["rnn.weight_hh_l0"], model.rnn.weight_hh_l0)
 
 
-# -- torch's side of an update ----------------------------------------------------------------------------------
+# -- torch's side of an update
+# ----------------------------------------------------------------------------------
 
 
 def test_fill_grad_is_torchs_grad():
     model, plain = make_net(), make_net()
     learner = eb.OnlineLearner(model, rule="bptt", loss=F.mse_loss)
-    mine, own = (torch.optim.AdamW(m.parameters(), lr=0.05, weight_decay=0.5) for m in (model, plain))
+    mine, own = (
+        torch.optim.AdamW(m.parameters(), lr=0.05, weight_decay=0.5) for m in (model, plain)
+    )
     for n in range(3):
         batch = make_data(seed=n)
         mine.zero_grad()
@@ -208,16 +248,23 @@ def test_hooks_act_on_the_gradient():
     own.step()
     learner.step(XS[0], YS[0])
     assert_same(dict(learner.net.state_dict()), plain.state_dict(), 1e-10)
-    with pytest.raises(eb.InputError, match=r"every='chunk'` needs an update inside the compiled program"):
+    with pytest.raises(
+        eb.InputError, match=r"every='chunk'` needs an update inside the compiled program"
+    ):
         learner.update(XS, YS, every="chunk")
     model.out.bias.register_post_accumulate_grad_hook(lambda p: None)
-    with pytest.raises(eb.NotSupportedError, match=r"`out\.bias` has a hook from `register_post_accumulate_grad_hook`"):
+    with pytest.raises(
+        eb.NotSupportedError,
+        match=r"`out\.bias` has a hook from `register_post_accumulate_grad_hook`",
+    ):
         _ = learner.gradients(XS, YS).grads
 
 
 def test_other_torch_optimizers_step_in_torch():
     model, plain = make_net(), make_net()
-    mine, own = (torch.optim.Adamax(m.parameters(), lr=0.05, weight_decay=0.1) for m in (model, plain))
+    mine, own = (
+        torch.optim.Adamax(m.parameters(), lr=0.05, weight_decay=0.1) for m in (model, plain)
+    )
     learner = eb.OnlineLearner(model, rule="bptt", loss=F.mse_loss, optimizer=mine)
     for n in range(4):
         batch = make_data(seed=n)
@@ -229,13 +276,16 @@ def test_other_torch_optimizers_step_in_torch():
     assert_same(model.state_dict(), plain.state_dict(), 1e-10)
 
 
-# -- bad input --------------------------------------------------------------------------------------------------
+# -- bad input
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def shared() -> eb.OnlineLearner:
     """A learner in the middle of a stream."""
-    learner = eb.OnlineLearner(make_net(), "d_rtrl", F.cross_entropy, optax.adam(0.01), chunk=2, check_inputs=True)
+    learner = eb.OnlineLearner(
+        make_net(), "d_rtrl", F.cross_entropy, optax.adam(0.01), chunk=2, check_inputs=True
+    )
     learner.step(XS[0], LABELS[0])
     return learner
 
@@ -283,7 +333,10 @@ def test_bad_input_is_named_and_changes_nothing(shared, name):
 
 def test_a_chunk_that_cannot_fit(shared, monkeypatch):
     before = copies(shared)
-    for options, message in (({"budget": 10}, "budget of 10 bytes is less than one step's buffers"), ({"chunk": 0}, "`chunk` is 0")):
+    for options, message in (
+        ({"budget": 10}, "budget of 10 bytes is less than one step's buffers"),
+        ({"chunk": 0}, "`chunk` is 0"),
+    ):
         changed = dataclasses.replace(shared.runtime.options, **{"chunk": "auto"} | options)
         monkeypatch.setattr(shared.runtime, "options", changed)
         with pytest.raises(eb.InputError, match=message):
@@ -296,9 +349,13 @@ def test_a_first_step_that_fails_leaves_a_new_learner():
     for batch in (3, 2):
         with pytest.raises(eb.InputError, match="does not work"):
             learner.step(XS[0, :batch], LABELS[0, :batch].double())
-    assert learner.step(XS[0, :3], LABELS[0, :3]).output.shape == (3, O)  # any batch is still possible
+    # any batch is still possible
+    assert learner.step(XS[0, :3], LABELS[0, :3]).output.shape == (3, O)
     fresh = eb.OnlineLearner(make_net(), "d_rtrl", F.cross_entropy, optax.adam(0.01))
-    assert learner.step(XS[1], LABELS[1]).loss == [fresh.step(XS[n], LABELS[n]) for n in (0, 1)][1].loss
+    assert (
+        learner.step(XS[1], LABELS[1]).loss
+        == [fresh.step(XS[n], LABELS[n]) for n in (0, 1)][1].loss
+    )
 
 
 def test_what_the_constructor_refuses():
@@ -315,7 +372,8 @@ def test_what_the_constructor_refuses():
         eb.OnlineLearner(3)
 
 
-# -- trees, random ops, half precision --------------------------------------------------------------------------
+# -- trees, random ops, half precision
+# --------------------------------------------------------------------------
 
 
 class Two(nn.Module):
@@ -331,7 +389,9 @@ class Two(nn.Module):
 
 
 def two_loss(output, target):
-    return F.mse_loss(output["y"], target["y"]) + 0.1 * (output["size"] - target["size"]).abs().mean()
+    return (
+        F.mse_loss(output["y"], target["y"]) + 0.1 * (output["size"] - target["size"]).abs().mean()
+    )
 
 
 def test_several_inputs_and_trees_of_outputs():
@@ -342,12 +402,19 @@ def test_several_inputs_and_trees_of_outputs():
     learner = eb.OnlineLearner(net, rule="bptt", loss=two_loss, optimizer=optax.sgd(0.0))
     found = learner.gradients((XS, extra), {"y": YS, "size": sizes})
     outputs = model(XS, extra)
-    losses = [two_loss({"y": outputs["y"][n], "size": outputs["size"][n]}, {"y": YS[n], "size": sizes[n]}) for n in range(T)]
+    losses = [
+        two_loss({"y": outputs["y"][n], "size": outputs["size"][n]}, {"y": YS[n], "size": sizes[n]})
+        for n in range(T)
+    ]
     torch.stack(losses).mean().backward()
     assert_same(found.grads, {n: p.grad for n, p in model.named_parameters()}, 1e-10)
-    assert set(found.outputs) == {"y", "size"} and torch.allclose(found.outputs["size"], outputs["size"])
+    assert set(found.outputs) == {"y", "size"} and torch.allclose(
+        found.outputs["size"], outputs["size"]
+    )
     info = learner.step((XS[0], extra[0]), {"y": YS[0], "size": sizes[0]})
-    assert info.loss == pytest.approx(losses[0].item()) and torch.allclose(info.output["y"], outputs["y"][0])
+    assert info.loss == pytest.approx(losses[0].item()) and torch.allclose(
+        info.output["y"], outputs["y"][0]
+    )
     with pytest.raises(eb.InputError, match="input 0 has 6, input 1 has 4"):
         learner.gradients((XS, extra[:4]), {"y": YS, "size": sizes})
 
@@ -355,7 +422,9 @@ def test_several_inputs_and_trees_of_outputs():
 def test_random_ops_do_not_depend_on_the_chunk():
     found = []
     for chunk in (1, 5):
-        learner = eb.OnlineLearner(make_net(dropout=0.5), rule="d_rtrl", loss=F.mse_loss, chunk=chunk, seed=4)
+        learner = eb.OnlineLearner(
+            make_net(dropout=0.5), rule="d_rtrl", loss=F.mse_loss, chunk=chunk, seed=4
+        )
         found.append(learner.gradients(XS, YS))
     assert torch.allclose(found[0].outputs, found[1].outputs, rtol=1e-12)
     assert not torch.allclose(found[0].outputs, make_net()(XS)), "nothing was dropped"
@@ -367,7 +436,9 @@ def test_traces_in_bfloat16_are_close():
     xs, ys = make_data(steps=30, dtype=torch.float32)
     grads = []
     for dtype in (None, "bfloat16"):
-        learner = eb.OnlineLearner(make_net(torch.float32), eb.rules.DRTRL(trace_dtype=dtype), F.mse_loss, chunk=3)
+        learner = eb.OnlineLearner(
+            make_net(torch.float32), eb.rules.DRTRL(trace_dtype=dtype), F.mse_loss, chunk=3
+        )
         grads.append(torch.cat([g.flatten() for g in learner.gradients(xs, ys).grads.values()]))
     apart = (grads[1] - grads[0]).norm() / grads[0].norm()
     assert 0 < apart < 0.01

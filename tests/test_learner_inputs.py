@@ -1,4 +1,6 @@
-"""What the learner reads: every dtype, layout and source, by both ways in; indices out of range; both JAX modes."""
+"""What the learner reads: every dtype, layout and source, by both ways in; indices out of range;
+both JAX modes.
+"""
 
 from __future__ import annotations
 
@@ -42,15 +44,20 @@ LABELS = torch.randint(CLASSES, (T, B), generator=torch.Generator().manual_seed(
 def tagger() -> eb.OnlineLearner:
     """A learner of learning rate 0, in 32-bit mode: it may be used by tests marked `x32` alone."""
     model = make_tagger()
-    return eb.OnlineLearner(model, "d_rtrl", F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.0))
+    return eb.OnlineLearner(
+        model, "d_rtrl", F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.0)
+    )
 
 
-# -- the quick way and the checked way ----------------------------------------------------------------------------
+# -- the quick way and the checked way
+# ----------------------------------------------------------------------------
 
 
 @pytest.mark.x32
 def test_int64_ids_and_labels_are_right_from_the_second_step_on_in_32_bit_mode(tagger):
-    expected = [F.cross_entropy(y, t).item() for y, t in zip(make_tagger()(IDS), LABELS, strict=True)]
+    expected = [
+        F.cross_entropy(y, t).item() for y, t in zip(make_tagger()(IDS), LABELS, strict=True)
+    ]
     tagger.reset()
     found = [tagger.step(x, t).loss for x, t in zip(IDS, LABELS, strict=True)]
     assert found == pytest.approx(expected, rel=1e-5) and len(set(expected)) == T
@@ -62,11 +69,28 @@ def test_float64_targets_are_right_from_the_second_step_on_in_32_bit_mode():
     model = nn.RNN(3, 2)
     xs, ys = torch.randn(T, B, 3), torch.randn(T, B, 2).double()
     expected = [F.mse_loss(y, t.float()).item() for y, t in zip(model(xs)[0], ys, strict=True)]
-    learner = eb.OnlineLearner(model, "d_rtrl", F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.0))
-    assert [learner.step(x, t).loss for x, t in zip(xs, ys, strict=True)] == pytest.approx(expected, rel=1e-5)
+    learner = eb.OnlineLearner(
+        model, "d_rtrl", F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.0)
+    )
+    assert [learner.step(x, t).loss for x, t in zip(xs, ys, strict=True)] == pytest.approx(
+        expected, rel=1e-5
+    )
 
 
-DTYPES = ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64", "complex64", "complex128"]
+DTYPES = [
+    "bool",
+    "uint8",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "float16",
+    "bfloat16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+]
 LAYOUTS = {
     "contiguous": lambda t: t.clone(),
     "transposed": lambda t: t.t().contiguous().t(),
@@ -79,7 +103,12 @@ LAYOUTS = {
 
 
 def draw(dtype: str, layout: str, seed: int) -> torch.Tensor:
-    numbers = torch.randint(0 if dtype in ("bool", "uint8") else -50, 50, (3, 4), generator=torch.Generator().manual_seed(seed))
+    numbers = torch.randint(
+        0 if dtype in ("bool", "uint8") else -50,
+        50,
+        (3, 4),
+        generator=torch.Generator().manual_seed(seed),
+    )
     return LAYOUTS[layout](numbers.to(getattr(torch, dtype)))
 
 
@@ -129,25 +158,45 @@ def test_the_quick_reader_takes_what_it_was_made_for_and_leaves_the_rest():
     first = torch.zeros(2, 3)
     reader = FastReader(first, as_array(first), None, [], "The input", 2)
     assert reader(torch.ones(2, 3)) is not None
-    parameter, negative = nn.Parameter(torch.ones(2, 3)), torch.imag(torch.ones(2, 3, dtype=torch.complex64).conj())
-    for other in (torch.ones(3, 3), torch.ones(2, 3).double(), np.ones((2, 3), np.float32), jnp.ones((2, 3), jnp.float32), [[1.0]], "text"):
+    parameter, negative = (
+        nn.Parameter(torch.ones(2, 3)),
+        torch.imag(torch.ones(2, 3, dtype=torch.complex64).conj()),
+    )
+    for other in (
+        torch.ones(3, 3),
+        torch.ones(2, 3).double(),
+        np.ones((2, 3), np.float32),
+        jnp.ones((2, 3), jnp.float32),
+        [[1.0]],
+        "text",
+    ):
         assert reader(other) is None
     assert reader(parameter) is None and not reader(negative).any()
 
 
 @pytest.mark.x32
 @pytest.mark.parametrize(
-    "source", [lambda t: t.tolist(), lambda t: t.numpy(), lambda t: jnp.asarray(t.numpy()), lambda t: t.numpy().astype(np.int16)]
+    "source",
+    [
+        lambda t: t.tolist(),
+        lambda t: t.numpy(),
+        lambda t: jnp.asarray(t.numpy()),
+        lambda t: t.numpy().astype(np.int16),
+    ],
 )
 def test_ids_and_labels_of_every_source_give_one_loss(tagger, source):
-    expected = [F.cross_entropy(y, t).item() for y, t in zip(make_tagger()(IDS), LABELS, strict=True)]
+    expected = [
+        F.cross_entropy(y, t).item() for y, t in zip(make_tagger()(IDS), LABELS, strict=True)
+    ]
     tagger.reset()
-    ids = (lambda x: np.array(x)) if isinstance(source(IDS), list) else (lambda x: x)  # a list as input means several inputs
+    # a list as input means several inputs
+    ids = (lambda x: np.array(x)) if isinstance(source(IDS), list) else (lambda x: x)
     found = [tagger.step(ids(source(x)), source(t)).loss for x, t in zip(IDS, LABELS, strict=True)]
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-# -- indices out of range -------------------------------------------------------------------------------------------
+# -- indices out of range
+# -------------------------------------------------------------------------------------------
 
 X = torch.arange(12.0).reshape(3, 4)
 WEIGHT = torch.arange(10.0).reshape(5, 2)
@@ -158,7 +207,9 @@ INDEX_OPS = {
     "one_hot": lambda i: F.one_hot(i, 4),
     "cross_entropy": lambda i: F.cross_entropy(X, i),
     "cross_entropy, ignoring -1": lambda i: F.cross_entropy(X, i, ignore_index=-1),
-    "cross_entropy, ignoring 1": lambda i: F.cross_entropy(X, i, ignore_index=1, label_smoothing=0.1, weight=torch.ones(4)),
+    "cross_entropy, ignoring 1": lambda i: F.cross_entropy(
+        X, i, ignore_index=1, label_smoothing=0.1, weight=torch.ones(4)
+    ),
     "nll_loss": lambda i: F.nll_loss(X, i),
     "multi_margin_loss": lambda i: F.multi_margin_loss(X, i),
     "gather": lambda i: X.gather(1, i[:, None]),
@@ -203,28 +254,43 @@ def test_take_along_dim_counts_round_and_round_as_in_torch():
     assert np.array_equal(found, torch.take_along_dim(X, index, 1).numpy())
 
 
-@pytest.mark.parametrize("op", ["embedding", "embedding of a cast", "one_hot", "gather", "index", "scatter", "index_add"])
+@pytest.mark.parametrize(
+    "op", ["embedding", "embedding of a cast", "one_hot", "gather", "index", "scatter", "index_add"]
+)
 def test_the_range_of_an_input_is_a_fact_of_the_traced_program(op):
     from etrace_bridge.frontend import trace_with_ranges
 
     function = eb.trace_function(INDEX_OPS[op])
-    _, ranges = trace_with_ranges(lambda index: [function(index)], jax.ShapeDtypeStruct((3,), jnp.int64))
+    _, ranges = trace_with_ranges(
+        lambda index: [function(index)], jax.ShapeDtypeStruct((3,), jnp.int64)
+    )
     assert {(r.position, r.elements is None) for r in ranges} == {(0, True)}
     for value in (-101, -4, -1, 0, 2, 3, 4, 5, 99):
         index = torch.tensor([0, 1, value])
-        assert raises(lambda i=index: [r.check(i.numpy(), "It") for r in ranges]) == raises(lambda i=index: INDEX_OPS[op](i)), value
+        assert raises(lambda i=index: [r.check(i.numpy(), "It") for r in ranges]) == raises(
+            lambda i=index: INDEX_OPS[op](i)
+        ), value
 
 
 def test_only_the_column_that_is_an_index_is_checked():
     from etrace_bridge.frontend import trace_with_ranges
 
-    function = eb.trace_function(lambda x: F.embedding(x[:, 1].long(), WEIGHT) * x[:, :1] + F.embedding(x[:, 2].long() % 5, WEIGHT))
-    _, ranges = trace_with_ranges(lambda x: [function(x)], jax.ShapeDtypeStruct((2, 3), jnp.float32))
+    function = eb.trace_function(
+        lambda x: (
+            F.embedding(x[:, 1].long(), WEIGHT) * x[:, :1] + F.embedding(x[:, 2].long() % 5, WEIGHT)
+        )
+    )
+    _, ranges = trace_with_ranges(
+        lambda x: [function(x)], jax.ShapeDtypeStruct((2, 3), jnp.float32)
+    )
     (found,) = ranges  # what is computed from values is not known
     assert found.elements.tolist() == [1, 4]
     found.check(np.array([[99.5, 4.9, 99], [-1, 0, -1]]), "It")
     found.check(np.array([[[99, 4, 99], [-1, 0, -1]]] * 3), "A sequence")
-    with pytest.raises(eb.InputError, match="It has the value 5.0, which is out of range: `embedding` takes indices from 0 to 4"):
+    with pytest.raises(
+        eb.InputError,
+        match="It has the value 5.0, which is out of range: `embedding` takes indices from 0 to 4",
+    ):
         found.check(np.array([[0, 0, 0], [0, 5.0, 0]]), "It")
     with pytest.raises(eb.InputError):
         found.check(np.array([[0, 0, 0], [0, np.nan, 0]]), "It")
@@ -255,7 +321,9 @@ def test_labels_out_of_range_raise_in_every_call(tagger, value):
             call()
     assert tagger.steps == tagger.runtime.store.steps
     ignored = spoilt(LABELS, -100)  # torch's `ignore_index`
-    expected = [F.cross_entropy(y, t).item() for y, t in zip(make_tagger()(IDS), ignored, strict=True)]
+    expected = [
+        F.cross_entropy(y, t).item() for y, t in zip(make_tagger()(IDS), ignored, strict=True)
+    ]
     assert tagger.gradients(IDS, ignored).losses.tolist() == pytest.approx(expected, rel=1e-5)
 
 
@@ -270,18 +338,27 @@ def test_ids_out_of_range_raise_in_every_call(tagger, value):
     for call in (
         lambda: tagger.step(bad[1], LABELS[1]),
         lambda: tagger.step(bad[1].numpy()),
-        lambda: tagger.gradients(jnp.asarray(bad.numpy()) if value < 2**31 else bad.numpy(), LABELS),
+        lambda: tagger.gradients(
+            jnp.asarray(bad.numpy()) if value < 2**31 else bad.numpy(), LABELS
+        ),
         lambda: tagger.predict(bad),
         lambda: net(bad[1]),
     ):
-        with pytest.raises(eb.InputError, match=rf"The (input|array) has the value {value}, which (is out of range|does not fit)"):
+        with pytest.raises(
+            eb.InputError,
+            match=rf"The (input|array) has the value {value}, which (is out of range|does not fit)",
+        ):
             call()
     assert not raises(lambda: net(IDS[1]))
 
 
 @pytest.mark.x32
 def test_the_first_label_may_be_the_bad_one():
-    for loss in (F.cross_entropy, lambda y, t: -y[torch.arange(B), t].mean(), lambda y, t: -y[np.arange(B), t].mean()):
+    for loss in (
+        F.cross_entropy,
+        lambda y, t: -y[torch.arange(B), t].mean(),
+        lambda y, t: -y[np.arange(B), t].mean(),
+    ):
         learner = eb.OnlineLearner(make_tagger(), "bptt", loss)
         with pytest.raises(eb.InputError, match="target has the value 99, which is out of range"):
             learner.gradients(IDS, spoilt(LABELS, 99))

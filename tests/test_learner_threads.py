@@ -1,4 +1,6 @@
-"""Threads and long runs: two learners at once, one learner in two threads, learners that are dropped."""
+"""Threads and long runs: two learners at once, one learner in two threads, learners that are
+dropped.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ XS, YS = make_data(steps=30)
 
 def make_learner() -> eb.OnlineLearner:
     model = make_net()
-    return eb.OnlineLearner(model, "d_rtrl", F.mse_loss, torch.optim.Adam(model.parameters(), lr=0.05))
+    return eb.OnlineLearner(
+        model, "d_rtrl", F.mse_loss, torch.optim.Adam(model.parameters(), lr=0.05)
+    )
 
 
 def weights(learner: eb.OnlineLearner) -> dict[str, np.ndarray]:
@@ -36,7 +40,8 @@ def run_stream(learner: eb.OnlineLearner, shift: int) -> tuple[dict[str, np.ndar
 
 def test_two_learners_in_two_threads_are_right():
     alone = [run_stream(make_learner(), shift) for shift in (0, 1)]
-    learners = [make_learner(), make_learner()]  # here, since torch has one random state for all threads
+    # here, since torch has one random state for all threads
+    learners = [make_learner(), make_learner()]
     with ThreadPoolExecutor(2) as pool:  # they compile at once too
         together = list(pool.map(run_stream, learners, (0, 1)))
     for (expected, losses), (found, found_losses) in zip(alone, together, strict=True):
@@ -82,7 +87,10 @@ def test_learners_that_are_dropped_leave_nothing_behind():
 def test_the_soak_in_small(monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent))
     soak = importlib.import_module("benchmarks.soak")
-    counts = [(done, len(jax.live_arrays())) for done in soak.run_steps(264, per_batch_size=66, sizes=(1, 3))]
+    counts = [
+        (done, len(jax.live_arrays()))
+        for done in soak.run_steps(264, per_batch_size=66, sizes=(1, 3))
+    ]
     assert [done for done, _ in counts] == [66, 132, 198, 264]  # each batch size twice
     assert counts[-1][1] <= max(count for _, count in counts[:2])
     assert soak.watch("learners", 1, soak.run_learners(1), float("inf")) < 1e6

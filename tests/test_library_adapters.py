@@ -1,4 +1,6 @@
-"""The adapters of snnTorch, Norse, SpikingJelly and ncps: names, first states, and what they refuse."""
+"""The adapters of snnTorch, Norse, SpikingJelly and ncps: names, first states, and what they
+refuse.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:Inhibition is an unstable featur
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_first_state_starts_like_torch(library: str) -> None:
-    """From the adapter's state, torch's first step is the one from no state; shapes and dtypes do not change in it."""
+    """From the adapter's state, torch's first step is the one from no state; shapes and dtypes do
+    not change in it.
+    """
     pytest.importorskip(library)
     checked = 0
     for case in (case for case in CASES if case.library == library):
@@ -34,22 +38,33 @@ def _check_first_state(case: Case, module: nn.Module, adapter: eb.Adapter) -> No
     axis = {"time_major": 0, "batch_first": 1}.get(adapter.sequence(module) or "")
     first = x if axis is None else x.unsqueeze(axis)
     start = adapter.initial(module, (first,))
-    returned = call_with_state(module, adapter.arguments(module), (first,), {}, start, module.forward)
+    returned = call_with_state(
+        module, adapter.arguments(module), (first,), {}, start, module.forward
+    )
     output, states = adapter.split(module, returned)
     expected = case.run(case.build(), case.inputs()[:1])
     if axis is not None and getattr(module, "return_sequences", True):
         output = output.select(axis, 0)
     torch.testing.assert_close(output, expected.outputs[0], rtol=0, atol=0, msg=case.name)
     before, after = tensors(start), tensors(states)
-    assert {k: (v.shape, v.dtype) for k, v in before.items()} == {k: (v.shape, v.dtype) for k, v in after.items()}, case.name
+    assert {k: (v.shape, v.dtype) for k, v in before.items()} == {
+        k: (v.shape, v.dtype) for k, v in after.items()
+    }, case.name
 
 
 @pytest.mark.parametrize(
     ("library", "layers"),
     [
         ("snntorch", "Leaky Lapicque Synaptic Alpha RLeaky RSynaptic SLSTM SConv2dLSTM"),
-        ("norse", "LIF LIFCell LIFRecurrent LIFRecurrentCell LI LSNN LIFAdEx Izhikevich LIFRefracCell SequentialState"),
-        ("spikingjelly", "IFNode LIFNode ParametricLIFNode QIFNode EIFNode IzhikevichNode KLIFNode SpikingGRU"),
+        (
+            "norse",
+            "LIF LIFCell LIFRecurrent LIFRecurrentCell LI LSNN LIFAdEx Izhikevich LIFRefracCell "
+            "SequentialState",
+        ),
+        (
+            "spikingjelly",
+            "IFNode LIFNode ParametricLIFNode QIFNode EIFNode IzhikevichNode KLIFNode SpikingGRU",
+        ),
         ("ncps", "CfC LTC CfCCell WiredCfCCell LTCCell"),
     ],
 )
@@ -61,7 +76,10 @@ def test_supported_layers_lists_the_library(library: str, layers: str) -> None:
 def test_layers_that_are_refused_are_listed_as_such() -> None:
     snntorch = pytest.importorskip("snntorch")
     listed = eb.supported_layers()["snntorch"]
-    assert "StateLeaky (refused: computes a whole sequence at once)" in listed and "StateLeaky" not in listed
+    assert (
+        "StateLeaky (refused: computes a whole sequence at once)" in listed
+        and "StateLeaky" not in listed
+    )
     with pytest.raises(eb.NotSupportedError, match="computes a whole sequence at once"):
         eb.wrap(snntorch.StateLeaky(beta=0.9, channels=3))
     assert "GRU" in eb.supported_layers()["torch"]
@@ -71,14 +89,18 @@ def test_layers_that_are_refused_are_listed_as_such() -> None:
 def test_slstm_that_forgets_its_state_is_refused() -> None:
     snntorch = pytest.importorskip("snntorch")
     model = nn.Sequential(snntorch.SLSTM(3, 4, init_hidden=True))
-    with pytest.raises(eb.NotSupportedError, match=r"`0` is a snntorch.SLSTM\(3, 4\).*to zero at every step"):
+    with pytest.raises(
+        eb.NotSupportedError, match=r"`0` is a snntorch.SLSTM\(3, 4\).*to zero at every step"
+    ):
         eb.wrap(model)
 
 
 def test_parallel_neuron_is_refused() -> None:
     snntorch = pytest.importorskip("snntorch")
     model = nn.Sequential(nn.Linear(3, 4), snntorch.StateLeaky(beta=0.9, channels=4))
-    with pytest.raises(eb.NotSupportedError, match=r"`1` is a snntorch.StateLeaky, .*whole sequence at once"):
+    with pytest.raises(
+        eb.NotSupportedError, match=r"`1` is a snntorch.StateLeaky, .*whole sequence at once"
+    ):
         eb.wrap(model)
 
 

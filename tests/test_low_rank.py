@@ -1,4 +1,6 @@
-"""Low-rank RTRL against its definition with dense matrices and an SVD (low_rank_oracle), and against BPTT on modules of the zoo."""
+"""Low-rank RTRL against its definition with dense matrices and an SVD (low_rank_oracle), and
+against BPTT on modules of the zoo.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +51,23 @@ def test_the_reference_itself_is_bptt_at_full_rank(name):
 
 def test_the_mean_error_shrinks_with_the_rank():
     """By definition; the next test shows that the engine has the same numbers."""
-    errors = {r: [relative(reference(n).gradient(r), reference(n).bptt()) for n in MODELS] for r in (0, 1, 2, 4)}
+    errors = {
+        r: [relative(reference(n).gradient(r), reference(n).bptt()) for n in MODELS]
+        for r in (0, 1, 2, 4)
+    }
     means = [np.mean(e) for e in errors.values()]
     assert all(b < 0.5 * a for a, b in zip(means, means[1:], strict=False)), means
 
 
 # Compiling is the cost: every model at rank 1, some in other ways.
 WAYS = [(name, 1, None) for name in MODELS]
-WAYS += [("gru", 1000, None), ("lif stack", 1000, None), ("encoder", 1000, None), ("lif stack", 0, None), ("gru", 5, None)]
+WAYS += [
+    ("gru", 1000, None),
+    ("lif stack", 1000, None),
+    ("encoder", 1000, None),
+    ("lif stack", 0, None),
+    ("gru", 5, None),
+]
 WAYS += [("gru stack", 2, None), ("lif stack", 1, 1), ("gru", 1000, 1)]
 
 
@@ -89,7 +100,10 @@ def test_the_best_rank_is_that_of_the_svd(q):
     L, Z = rng.standard_normal((5, 9, q)), rng.standard_normal((5, 7, q))
     L[0], Z[1, :, 0], Z[2] = 0, 0, 0  # nothing yet, a column without weights, no weights
     Z[3, :, -1] = Z[3, :, 0]
-    X, Y = (np.asarray(a) for a in jax.jit(singular_columns)(L.transpose(0, 2, 1) @ L, Z.transpose(0, 2, 1) @ Z))
+    X, Y = (
+        np.asarray(a)
+        for a in jax.jit(singular_columns)(L.transpose(0, 2, 1) @ L, Z.transpose(0, 2, 1) @ Z)
+    )
     for unit in range(5):
         U, sigma, V = np.linalg.svd(L[unit] @ Z[unit].T)
         for r in range(q + 1):
@@ -138,7 +152,9 @@ def test_weights_that_do_not_fit_keep_the_trace_of_d_rtrl():
 
     session = session_of(Encoder(), torch.randn(2, 40))
     rule = LowRankRTRL(2, max_bytes=8000)
-    promises = {".".join(p): v.reason for p, v in rule.promises(session.program.graph, 10, 1).items()}
+    promises = {
+        ".".join(p): v.reason for p, v in rule.promises(session.program.graph, 10, 1).items()
+    }
     assert "max_bytes=8000" in promises["wide.weight"] and "rank 2" in promises["cell.weight_hh"]
     shapes = jax.eval_shape(lambda: rule.init(session.program))
     assert {len(f["A"]) for f in shapes["families"]} == {0, 2}
@@ -149,10 +165,22 @@ def test_the_learner_says_what_was_discarded():
     torch.manual_seed(0)
     model = nn.GRU(3, 5)
     xs, targets = torch.randn(6, 2, 3), torch.randn(6, 2, 5)
-    learner = eb.OnlineLearner(model, rule="low_rank:rank=1", loss=nn.functional.mse_loss, chunk=1, optimizer=optax.sgd(0.0))
+    learner = eb.OnlineLearner(
+        model,
+        rule="low_rank:rank=1",
+        loss=nn.functional.mse_loss,
+        chunk=1,
+        optimizer=optax.sgd(0.0),
+    )
     result = learner.gradients(xs, targets)
     total = nn.functional.mse_loss(model(xs)[0], targets)
-    exact = dict(zip(dict(model.named_parameters()), torch.autograd.grad(total, list(model.parameters())), strict=True))
+    exact = dict(
+        zip(
+            dict(model.named_parameters()),
+            torch.autograd.grad(total, list(model.parameters())),
+            strict=True,
+        )
+    )
     error = math.sqrt(sum(float(((result.grads[n] - g) ** 2).sum()) for n, g in exact.items()))
     norm = math.sqrt(sum(float((g**2).sum()) for g in exact.values()))
     assert 0 < error <= result.discarded.absolute_bound
@@ -176,5 +204,8 @@ def test_rules_as_text():
 def test_recommend_chooses_the_rank():
     x = torch.randn(2, 3)
     found = eb.recommend(nn.RNN(3, 12), x, "60kB", rules=["low_rank"], steps=4)
-    assert found.rule in ("low_rank:rank=8", "low_rank:rank=4", "low_rank:rank=2") and found.memory <= 60_000
+    assert (
+        found.rule in ("low_rank:rank=8", "low_rank:rank=4", "low_rank:rank=2")
+        and found.memory <= 60_000
+    )
     assert found.candidates[0].cosine > 0.99

@@ -1,4 +1,6 @@
-"""Masks of single sequences, labels per sequence and losses over whole sequences, beside torch on one sequence at a time."""
+"""Masks of single sequences, labels per sequence and losses over whole sequences, beside torch on
+one sequence at a time.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,12 @@ def lengths_mask(batch_first: bool = False) -> torch.Tensor:
     return mask.t().contiguous() if batch_first else mask
 
 
-def by_sequence(model: nn.Module, xs: torch.Tensor, targets, mask: torch.Tensor, loss, mean_over: float) -> dict[str, torch.Tensor]:
-    """torch's gradient of the masked losses, each sequence and step by itself; arrays are time-major."""
+def by_sequence(
+    model: nn.Module, xs: torch.Tensor, targets, mask: torch.Tensor, loss, mean_over: float
+) -> dict[str, torch.Tensor]:
+    """torch's gradient of the masked losses, each sequence and step by itself; arrays are
+    time-major.
+    """
     total = torch.zeros((), dtype=torch.float64)
     for b in range(xs.shape[1]):
         outputs = model(xs[:, b : b + 1])
@@ -40,7 +46,10 @@ def gradients_of(model: nn.Module, total: torch.Tensor) -> dict[str, torch.Tenso
     """torch's gradients of a scalar, zero where there is no path."""
     model.zero_grad()
     total.backward()
-    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    return {
+        n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for n, p in model.named_parameters()
+    }
 
 
 def labels(seed: int = 5) -> torch.Tensor:
@@ -50,7 +59,9 @@ def labels(seed: int = 5) -> torch.Tensor:
 
 def masks() -> list[torch.Tensor]:
     """Lengths; and weights with gaps and a step at which nothing counts."""
-    gaps = lengths_mask() * torch.tensor([0.5, 0.0, 2.0, 1.0, 0.0, 1.0], dtype=torch.float64)[:, None]
+    gaps = (
+        lengths_mask() * torch.tensor([0.5, 0.0, 2.0, 1.0, 0.0, 1.0], dtype=torch.float64)[:, None]
+    )
     gaps[2] = 0
     return [lengths_mask(), gaps]
 
@@ -71,7 +82,9 @@ def test_mask_of_a_batch_first_model() -> None:
     plain = make_net()
     mask = lengths_mask()
     learner = eb.OnlineLearner(model, "rtrl", F.mse_loss, chunk=2)
-    result = learner.gradients(xs.transpose(0, 1), targets.transpose(0, 1), lengths_mask(batch_first=True))
+    result = learner.gradients(
+        xs.transpose(0, 1), targets.transpose(0, 1), lengths_mask(batch_first=True)
+    )
     assert_same(result.grads, by_sequence(plain, xs, targets, mask, F.mse_loss, float(mask.sum())))
 
 
@@ -86,7 +99,10 @@ def test_a_sum_over_the_batch_is_masked_too() -> None:
 def test_mask_equal_for_all_sequences_is_the_mask_of_steps() -> None:
     (xs, targets), steps = make_data(), torch.tensor([1.0, 0.0, 2.0, 0.0, 1.0, 0.5])
     learner = eb.OnlineLearner(make_net(), "d_rtrl", F.mse_loss, chunk=2)
-    one, other = learner.gradients(xs, targets, steps), learner.gradients(xs, targets, steps[:, None].expand(-1, 3))
+    one, other = (
+        learner.gradients(xs, targets, steps),
+        learner.gradients(xs, targets, steps[:, None].expand(-1, 3)),
+    )
     assert one.loss == pytest.approx(other.loss, rel=1e-12)
     assert_same(other.grads, one.grads, 1e-12)
 
@@ -100,7 +116,9 @@ def test_update_evaluate_and_fit_take_such_masks() -> None:
     before = learner.evaluate([(xs, targets, mask)])
     assert learner.gradients(xs, targets, mask).loss == pytest.approx(before, rel=1e-12)
     first = {n: p.detach().clone() for n, p in model.named_parameters()}
-    history = learner.fit([(xs, targets, mask)], metrics={"error": lambda y, t: ((y - t) ** 2).mean()}, progress=False)
+    history = learner.fit(
+        [(xs, targets, mask)], metrics={"error": lambda y, t: ((y - t) ** 2).mean()}, progress=False
+    )
     assert history["error"][0] == pytest.approx(before, rel=1e-9)
     learner.sync_to_torch()
     assert_same({n: (first[n] - p.detach()) / 0.1 for n, p in model.named_parameters()}, wanted)
@@ -113,7 +131,9 @@ def test_one_step_with_a_mask() -> None:
     mask = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
     wanted = by_sequence(model, xs, targets, mask[None], F.mse_loss, 2.0)
     info = learner.step(xs[0], targets[0], mask)
-    assert info.loss == pytest.approx(float(F.mse_loss(model(xs).detach()[0, [0, 2]], targets[0, [0, 2]])), rel=1e-12)
+    assert info.loss == pytest.approx(
+        float(F.mse_loss(model(xs).detach()[0, [0, 2]], targets[0, [0, 2]])), rel=1e-12
+    )
     learner.sync_to_torch()
     found = {n: (first[n] - p.detach()) / 0.1 for n, p in model.named_parameters()}
     del found["rnn.weight_hh_l0"], wanted["rnn.weight_hh_l0"]  # zero: the first step has no past
@@ -148,14 +168,22 @@ def test_an_online_step_of_ignored_targets_alone() -> None:
 def test_packed_sequences() -> None:
     model, (xs, targets), mask = make_net(), make_data(), lengths_mask()
     packed = pack_padded_sequence(xs, LENGTHS, enforce_sorted=False)
-    wanted = pack_sequence([targets[:n, b] for b, n in enumerate(LENGTHS.tolist())], enforce_sorted=False)
+    wanted = pack_sequence(
+        [targets[:n, b] for b, n in enumerate(LENGTHS.tolist())], enforce_sorted=False
+    )
     learner = eb.OnlineLearner(model, "rtrl", F.mse_loss, chunk=2)
     expected = by_sequence(model, xs, targets, mask, F.mse_loss, float(mask.sum()))
     assert_same(learner.gradients(packed, wanted).grads, expected)
     assert_same(learner.gradients(packed, targets).grads, expected)
-    assert learner.evaluate([(packed, wanted)]) == pytest.approx(learner.evaluate([(xs, targets, mask)]), rel=1e-12)
+    assert learner.evaluate([(packed, wanted)]) == pytest.approx(
+        learner.evaluate([(xs, targets, mask)]), rel=1e-12
+    )
     outputs = learner.predict(packed)
-    assert torch.allclose(outputs.data, pack_padded_sequence(model(xs), LENGTHS, enforce_sorted=False).data, atol=1e-12)
+    assert torch.allclose(
+        outputs.data,
+        pack_padded_sequence(model(xs), LENGTHS, enforce_sorted=False).data,
+        atol=1e-12,
+    )
     assert torch.equal(eb.length_mask(LENGTHS), mask.float())
     assert torch.equal(eb.length_mask(LENGTHS, 8, batch_first=True)[:, :6], mask.t().float())
 
@@ -176,11 +204,15 @@ def test_one_label_for_each_sequence_at_its_last_step(masked: bool) -> None:
 def test_one_label_for_each_sequence_at_every_step() -> None:
     model, (xs, _) = make_net(batch_first=True), make_data()
     xs, target = xs.transpose(0, 1).contiguous(), torch.tensor([1, 0, 1])
-    learner = eb.OnlineLearner(model, "rtrl", F.cross_entropy, optax.sgd(0.1), chunk=2, loss_at="every")
+    learner = eb.OnlineLearner(
+        model, "rtrl", F.cross_entropy, optax.sgd(0.1), chunk=2, loss_at="every"
+    )
     whole = F.cross_entropy(model(xs).flatten(0, 1), target.repeat_interleave(STEPS))
     assert_same(learner.gradients(xs, target).grads, gradients_of(model, whole))
     history = learner.fit([(xs, target)], metrics="accuracy", progress=False)
-    assert history["accuracy"][0] == pytest.approx(float((model(xs).argmax(-1) == target[:, None]).double().mean()))
+    assert history["accuracy"][0] == pytest.approx(
+        float((model(xs).argmax(-1) == target[:, None]).double().mean())
+    )
 
 
 def test_losses_that_do_not_split_are_refused() -> None:
@@ -231,7 +263,9 @@ def softest_step(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def test_a_loss_over_the_whole_sequence_is_exact() -> None:
     model, (xs, _), target = make_net(), make_data(), torch.tensor([1, 0, 1])
-    learner = eb.OnlineLearner(model, "rtrl", optimizer=optax.sgd(0.1), seq_loss=softest_step, chunk=2)
+    learner = eb.OnlineLearner(
+        model, "rtrl", optimizer=optax.sgd(0.1), seq_loss=softest_step, chunk=2
+    )
     whole = softest_step(model(xs), target)
     wanted = gradients_of(model, whole)
     result = learner.gradients(xs, target)
@@ -258,11 +292,24 @@ def test_a_model_that_takes_the_mean_over_time() -> None:
     assert_same(result.grads, gradients_of(model, whole))
 
 
-@pytest.mark.parametrize("name", ["ce_rate_loss", "ce_count_loss", "ce_max_membrane_loss", "mse_membrane_loss", "mse_count_loss"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ce_rate_loss",
+        "ce_count_loss",
+        "ce_max_membrane_loss",
+        "mse_membrane_loss",
+        "mse_count_loss",
+    ],
+)
 def test_losses_of_snntorch(name: str) -> None:
     functional = pytest.importorskip("snntorch.functional")
     loss = getattr(functional, name)()
-    model, (xs, _), target = make_net(torch.float32), make_data(dtype=torch.float32), torch.tensor([1, 0, 1])
+    model, (xs, _), target = (
+        make_net(torch.float32),
+        make_data(dtype=torch.float32),
+        torch.tensor([1, 0, 1]),
+    )
     whole = loss(model(xs), target)
     result = eb.OnlineLearner(model, "bptt", seq_loss=loss).gradients(xs, target)
     assert result.loss == pytest.approx(float(whole.detach()), rel=1e-5)
@@ -271,8 +318,13 @@ def test_losses_of_snntorch(name: str) -> None:
 
 @pytest.mark.parametrize("rule", ["rtrl", "d_rtrl"])
 def test_frozen_steps_are_as_if_they_had_not_been(rule: str) -> None:
-    """Sequences with gaps: gradients, states and trace are those of the sequences without their gaps."""
-    (xs, targets), mask = make_data(), torch.tensor([[1, 0, 1], [0, 1, 1], [1, 1, 0], [0, 0, 1], [1, 0, 1], [1, 1, 0.0]])
+    """Sequences with gaps: gradients, states and trace are those of the sequences without their
+    gaps.
+    """
+    (xs, targets), mask = (
+        make_data(),
+        torch.tensor([[1, 0, 1], [0, 1, 1], [1, 1, 0], [0, 0, 1], [1, 0, 1], [1, 1, 0.0]]),
+    )
     learner = eb.OnlineLearner(make_net(), rule, F.mse_loss, chunk=2, freeze=True)
     plain = eb.OnlineLearner(make_net(), rule, F.mse_loss, chunk=2)
     learner.gradients(xs, targets, mask, carry=True)

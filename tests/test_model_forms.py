@@ -1,4 +1,6 @@
-"""Forms that a user's model may have: reparametrised and frozen weights, structured outputs, several inputs, half precision."""
+"""Forms that a user's model may have: reparametrised and frozen weights, structured outputs,
+several inputs, half precision.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,11 @@ def test_weights_are_trained_through_their_form(name: str) -> None:
     model = WEIGHTS[name]()
     xs = torch.randn(T, B, IN)
     report = eb.check_gradients(
-        model, (xs, torch.randn(T, B, 2)) if name == "two inputs" else xs, torch.randn(T, B, 2), loss=F.mse_loss, rule="rtrl"
+        model,
+        (xs, torch.randn(T, B, 2)) if name == "two inputs" else xs,
+        torch.randn(T, B, 2),
+        loss=F.mse_loss,
+        rule="rtrl",
     )
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
     assert report.ok and set(report.parameters) == trained, str(report)
@@ -119,7 +125,9 @@ OUTPUTS = {
 def test_structured_outputs_reach_the_loss(name: str) -> None:
     pack, loss = OUTPUTS[name]
     model = Net(nn.GRUCell(IN, H), pack)
-    report = eb.check_gradients(model, torch.randn(T, B, IN), torch.randn(T, B, 2), loss=loss, rule="d_rtrl")
+    report = eb.check_gradients(
+        model, torch.randn(T, B, IN), torch.randn(T, B, 2), loss=loss, rule="d_rtrl"
+    )
     assert report.ok, str(report)
 
 
@@ -131,22 +139,34 @@ def test_what_is_no_tensor_is_none() -> None:
     assert output["number"] is None and output["y"].note is None
 
 
-_types, _rules = (torch.bfloat16, torch.float16), ("d_rtrl", "rtrl", "snap1", "eprop", "pp_prop", "bptt")
+_types, _rules = (
+    (torch.bfloat16, torch.float16),
+    ("d_rtrl", "rtrl", "snap1", "eprop", "pp_prop", "bptt"),
+)
 # Every rule in one of the two, the default rule in both.
-HALF = [(d, r) for m, d in enumerate(_types) for n, r in enumerate(_rules) if FULL or n % 2 == m or r == "d_rtrl"]
+HALF = [
+    (d, r)
+    for m, d in enumerate(_types)
+    for n, r in enumerate(_rules)
+    if FULL or n % 2 == m or r == "d_rtrl"
+]
 HALF += [(torch.bfloat16, "low_rank"), (torch.float16, "rflo")]
 
 
 @pytest.mark.x32
 @pytest.mark.parametrize(("dtype", "rule"), HALF, ids=lambda v: str(v).removeprefix("torch."))
 def test_half_precision_learns_with_every_rule(dtype: torch.dtype, rule: str) -> None:
-    """Gradients of a half-precision model are those of the float32 model up to its rounding, and an update moves its weights."""
+    """Gradients of a half-precision model are those of the float32 model up to its rounding, and an
+    update moves its weights.
+    """
     model = Net(nn.GRUCell(IN, H))
     half = Net(nn.GRUCell(IN, H))
     half.load_state_dict(model.state_dict())
     half.to(dtype)
     xs, targets = torch.randn(4, B, IN), torch.randn(4, B, 2)
-    wanted = eb.OnlineLearner(model, rule=rule, loss=F.mse_loss, chunk=2).gradients(xs, targets).grads
+    wanted = (
+        eb.OnlineLearner(model, rule=rule, loss=F.mse_loss, chunk=2).gradients(xs, targets).grads
+    )
     learner = eb.OnlineLearner(half, rule=rule, loss=F.mse_loss, optimizer=optax.sgd(0.1), chunk=2)
     found = learner.gradients(xs.to(dtype), targets.to(dtype)).grads
     for name, grad in wanted.items():
@@ -159,7 +179,9 @@ def test_half_precision_learns_with_every_rule(dtype: torch.dtype, rule: str) ->
 
 
 def test_dropout_in_training_mode_draws_anew_at_each_step() -> None:
-    """The expected gradient is that of the masks drawn: with every mask kept, the model without dropout."""
+    """The expected gradient is that of the masks drawn: with every mask kept, the model without
+    dropout.
+    """
 
     class Drops(Net):
         def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:

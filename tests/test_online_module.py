@@ -17,11 +17,23 @@ from torch.nn.functional import cross_entropy, mse_loss
 import etrace_bridge as eb
 from learner_models import T, assert_same, make_data, make_net, torch_gradients
 
-RULES = ["d_rtrl", "rtrl", "pp_prop", "eprop", "snap1", "bptt", eb.rules.EProp(kappa=0.5), eb.rules.EProp(feedback="random")]
+RULES = [
+    "d_rtrl",
+    "rtrl",
+    "pp_prop",
+    "eprop",
+    "snap1",
+    "bptt",
+    eb.rules.EProp(kappa=0.5),
+    eb.rules.EProp(feedback="random"),
+]
 
 
 def grads_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    return {
+        n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for n, p in model.named_parameters()
+    }
 
 
 def run_online(online: eb.OnlineModule, xs, ys) -> dict[str, torch.Tensor]:
@@ -54,13 +66,18 @@ def _afresh(request):
             online.train()
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------
+# -- gradients
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_the_sum_over_steps_is_the_learner_s_gradient(rule):
     net, (xs, ys) = make_net(), make_data()
-    expected = eb.OnlineLearner(net, rule=rule, loss=mse_loss, chunk=1, reduction="sum").gradients(xs, ys).grads
+    expected = (
+        eb.OnlineLearner(net, rule=rule, loss=mse_loss, chunk=1, reduction="sum")
+        .gradients(xs, ys)
+        .grads
+    )
     assert_same(run_online(eb.OnlineModule(net, rule=rule), xs, ys), expected)
 
 
@@ -88,7 +105,9 @@ def test_one_loss_of_several_steps_and_a_delayed_reward(exact):
 
     def loss(outputs):
         reward = outputs[-1].detach().sum()
-        return (outputs[1] * outputs[3]).sum() ** 2 + reward * torch.log_softmax(outputs[2], -1)[:, 0].sum()
+        return (outputs[1] * outputs[3]).sum() ** 2 + reward * torch.log_softmax(outputs[2], -1)[
+            :, 0
+        ].sum()
 
     loss([exact(x) for x in xs]).backward()
     reference = make_net()
@@ -156,10 +175,13 @@ def test_weights_changed_between_steps_and_a_loss_that_comes_after_the_change():
     reference = make_net()
     with torch.no_grad():
         state = reference.rnn(xs[:1])[1]
-    torch.testing.assert_close(second.detach(), net.out(net.rnn(xs[1:2], state)[0])[0].detach(), rtol=1e-9, atol=0)
+    torch.testing.assert_close(
+        second.detach(), net.out(net.rnn(xs[1:2], state)[0])[0].detach(), rtol=1e-9, atol=0
+    )
 
 
-# -- torch's manners ---------------------------------------------------------------------------------------------
+# -- torch's manners
+# ---------------------------------------------------------------------------------------------
 
 CHANGES = {
     "in place": lambda p: p.add_(0.5),
@@ -186,7 +208,9 @@ def test_changed_weights_are_seen_however_torch_changed_them(d_rtrl, change):
 
 @pytest.mark.x32
 @pytest.mark.parametrize(
-    "make", [lambda p: torch.optim.Adam(p, fused=True), lambda p: torch.optim.SGD(p, 0.1, fused=True)], ids=["adam", "sgd"]
+    "make",
+    [lambda p: torch.optim.Adam(p, fused=True), lambda p: torch.optim.SGD(p, 0.1, fused=True)],
+    ids=["adam", "sgd"],
 )
 def test_fused_optimizers_leave_version_counters_and_are_seen(make):
     net, (xs, ys) = make_net(torch.float32), make_data(dtype=torch.float32)
@@ -236,7 +260,13 @@ def test_gradients_accumulate_are_clipped_and_hooked(d_rtrl):
     )
     norm = nn.utils.clip_grad_norm_(d_rtrl.parameters(), 1e-3)
     assert norm > 1e-3
-    assert abs(nn.utils.get_total_norm([p.grad for p in d_rtrl.parameters() if p.grad is not None]) - 1e-3) < 1e-6
+    assert (
+        abs(
+            nn.utils.get_total_norm([p.grad for p in d_rtrl.parameters() if p.grad is not None])
+            - 1e-3
+        )
+        < 1e-6
+    )
 
 
 def test_parameters_and_state_dict_are_the_model_s_own(d_rtrl):
@@ -297,7 +327,8 @@ def test_copies_and_pickles_go_on_with_states_and_traces():
     assert all(p.grad is None for p in online.parameters())
 
 
-# -- streams -----------------------------------------------------------------------------------------------------
+# -- streams
+# -----------------------------------------------------------------------------------------------------
 
 
 def test_reset_of_finished_episodes(exact):
@@ -307,7 +338,9 @@ def test_reset_of_finished_episodes(exact):
     exact.reset(torch.tensor([False, True, False]))
     mse_loss(exact(xs[2]), ys[2]).backward()
     reference = make_net()
-    state = reference.rnn(xs[:2])[1] * torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)[None, :, None]
+    state = (
+        reference.rnn(xs[:2])[1] * torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)[None, :, None]
+    )
     mse_loss(reference.out(reference.rnn(xs[2:3], state)[0])[0], ys[2]).backward()
     assert_same(grads_of(exact.model), grads_of(reference))
     with pytest.raises(eb.InputError, match="mask"):
@@ -340,7 +373,8 @@ def test_frozen_parameters_get_nothing_and_may_thaw(d_rtrl):
     for p in net.parameters():
         p.requires_grad_(False)
     online.reset()
-    with pytest.raises(eb.CompilationError, match="No parameter"):  # there is nothing to learn online
+    # there is nothing to learn online
+    with pytest.raises(eb.CompilationError, match="No parameter"):
         online(xs[0])
 
 
@@ -393,7 +427,9 @@ def test_tokens_modes_and_batch_first_in_jax_s_default_mode():
     assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in net.parameters())
     with torch.no_grad():
         online.reset()
-        assert not torch.equal(online(tokens[:, 0]), (online.reset(), online(tokens[:, 0]))[1]), "dropout draws anew"
+        assert not torch.equal(online(tokens[:, 0]), (online.reset(), online(tokens[:, 0]))[1]), (
+            "dropout draws anew"
+        )
         online.reset()
         online.eval()
         torch.testing.assert_close(online(tokens), net(tokens), rtol=1e-5, atol=1e-6)
@@ -408,10 +444,13 @@ def test_tokens_modes_and_batch_first_in_jax_s_default_mode():
 def test_in_float32_it_is_bptt_to_single_precision():
     xs, ys = make_data(dtype=torch.float32)
     expected = {n: T * g for n, g in torch_gradients(make_net(torch.float32), xs, ys).items()}
-    assert_same(run_online(eb.OnlineModule(make_net(torch.float32), rule="rtrl"), xs, ys), expected, 1e-5)
+    assert_same(
+        run_online(eb.OnlineModule(make_net(torch.float32), rule="rtrl"), xs, ys), expected, 1e-5
+    )
 
 
-# -- steps and sequences, errors ---------------------------------------------------------------------------------
+# -- steps and sequences, errors
+# ---------------------------------------------------------------------------------
 
 
 def test_wrong_inputs_are_refused(d_rtrl):
@@ -438,12 +477,16 @@ def test_one_example_at_a_time_by_the_convention_of_stream_libraries():
     stream = eb.StreamLearner(net, loss=mse_loss, optimizer=torch.optim.SGD(net.parameters(), 0.05))
     xs, ys = make_data(40, 1, dtype=torch.float32)
     first = stream.predict_one(xs[0, 0])
-    torch.testing.assert_close(first, make_net(torch.float32)(xs[:1])[0, 0].detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        first, make_net(torch.float32)(xs[:1])[0, 0].detach(), rtol=1e-5, atol=1e-6
+    )
     assert stream.learn_one(xs[0, 0], ys[0, 0]) is stream
     states = [h.copy() for h in map(np.asarray, stream.learner.runtime.store.state.hidden)]
     again = stream.predict_one(xs[1, 0])
     assert torch.equal(again, stream.predict_one(xs[1, 0])), "a prediction moves nothing"
-    np.testing.assert_array_equal(states[0], np.asarray(stream.learner.runtime.store.state.hidden[0]))
+    np.testing.assert_array_equal(
+        states[0], np.asarray(stream.learner.runtime.store.state.hidden[0])
+    )
     outputs = stream.learner.step(xs[1], ys[1]).output
     torch.testing.assert_close(again, outputs[0], rtol=1e-5, atol=1e-6)
     stream.reset()

@@ -1,4 +1,6 @@
-"""The op table beside its values: promotion, views and writes, the jaxpr that rules leave, random ops, errors, extension."""
+"""The op table beside its values: promotion, views and writes, the jaxpr that rules leave, random
+ops, errors, extension.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,22 @@ from op_cases import (
 
 # ---- promotion
 
-_ALL_DTYPES = [torch.bool, torch.uint8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
-_OPERANDS = [True, 2, 1.5, *(torch.ones(shape, dtype=d) for d in _ALL_DTYPES for shape in ((), (2,)))]
+_ALL_DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+]
+_OPERANDS = [
+    True,
+    2,
+    1.5,
+    *(torch.ones(shape, dtype=d) for d in _ALL_DTYPES for shape in ((), (2,))),
+]
 
 
 @pytest.mark.parametrize("default", [torch.float32, torch.float64])
@@ -67,7 +83,9 @@ def test_result_type_is_torchs(default: torch.dtype) -> None:
     ids=lambda f: f.__name__,
 )
 def test_mixed_operands_promote_as_in_torch(function: Callable) -> None:
-    """Result dtypes of a binary op for every pair of tensor, 0-dim tensor and Python number that torch accepts."""
+    """Result dtypes of a binary op for every pair of tensor, 0-dim tensor and Python number that
+    torch accepts.
+    """
     condition = (torch.tensor([True, False]),) if function is torch.where else ()
     extra = (torch.tensor([0.5, 0.5]),) if function is torch.lerp else ()
     accepted = 0
@@ -101,17 +119,26 @@ def test_dtypes_map_one_to_one() -> None:
 
 
 def test_view_flags_are_torchs() -> None:
-    """Where torch's result shares memory with its input, the rule says so; where the rule says view, torch shares memory."""
+    """Where torch's result shares memory with its input, the rule says so; where the rule says
+    view, torch shares memory.
+    """
     for op in TABLE_OPS:
         rule = rule_of(op)
-        shared = [_shares_memory(c) for c in calls_of(op, torch.float32, 2)] if torch.float32 in op.dtypes else []
+        shared = (
+            [_shares_memory(c) for c in calls_of(op, torch.float32, 2)]
+            if torch.float32 in op.dtypes
+            else []
+        )
         if any(shared) and not rule.inplace:
-            assert rule.view or rule.may_return_input or rule.name in _RETURNS_INPUT_AT_TIMES, op.name
+            assert rule.view or rule.may_return_input or rule.name in _RETURNS_INPUT_AT_TIMES, (
+                op.name
+            )
         elif shared and not any(shared) and rule.view:
             assert rule.name in _COPIES_HERE, op.name
 
 
-# `cat` of one tensor and the like return a copy; these return their input itself for some arguments.
+# `cat` of one tensor and the like return a copy; these return their input itself for some
+# arguments.
 _RETURNS_INPUT_AT_TIMES = frozenset("nan_to_num".split())
 _COPIES_HERE = frozenset("getitem".split())
 
@@ -124,28 +151,45 @@ def _shares_memory(call: Call) -> bool:
 
 
 def test_views_run_on_index_arrays() -> None:
-    """The tracer finds out where a view's entries lie by running its rule on the integers 0, 1, 2, ..."""
+    """The tracer finds out where a view's entries lie by running its rule on the integers 0, 1, 2,
+    ...
+    """
     checked = set()
     for op in TABLE_OPS:
         rule = rule_of(op)
-        if not rule.view or rule.name == "meshgrid" or not isinstance(getattr(op, "op", None), Callable):
-            continue  # `meshgrid` takes several tensors of one dtype: none of them alone can be replaced by its places
+        if (
+            not rule.view
+            or rule.name == "meshgrid"
+            or not isinstance(getattr(op, "op", None), Callable)
+        ):
+            # `meshgrid` takes several tensors of one dtype: none of them alone can be replaced by
+            # its places
+            continue
         if rule.name == "view_as_complex":
-            continue  # torch has no complex integers; tests/test_complex.py writes through such views
+            # Torch has no complex integers; tests/test_complex.py writes through such views
+            continue
         for c in calls_of(op, torch.float32, 2):
-            if not isinstance(c.args[0], torch.Tensor) or any(isinstance(a, torch.Tensor) and a.ndim for a in c.args[2:]):
+            if not isinstance(c.args[0], torch.Tensor) or any(
+                isinstance(a, torch.Tensor) and a.ndim for a in c.args[2:]
+            ):
                 continue
             places = torch.arange(c.args[0].numel()).reshape(c.args[0].shape)
             expected = flat_tensors(c.function(places, *c.args[1:], **c.kwargs))
             values = map_tensors(to_array, (places, *c.args[1:]))
             found = rule.rule(*values, **map_tensors(to_array, c.kwargs))
             found = found if isinstance(found, (tuple, list)) else [found]
-            assert all(np.array_equal(f, e.numpy()) for f, e in zip(found, expected, strict=True)), describe(c)
+            assert all(
+                np.array_equal(f, e.numpy()) for f, e in zip(found, expected, strict=True)
+            ), describe(c)
             checked.add(rule.name)
     assert len(checked) >= 25
 
 
-@pytest.mark.parametrize("function", [F.relu, F.elu, F.hardtanh, F.leaky_relu, F.silu, F.dropout, F.threshold], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function",
+    [F.relu, F.elu, F.hardtanh, F.leaky_relu, F.silu, F.dropout, F.threshold],
+    ids=lambda f: f.__name__,
+)
 def test_inplace_flag_is_seen(function: Callable) -> None:
     rule = lookup(function)
     assert not rule.writes_input((0,), {})
@@ -158,7 +202,10 @@ def test_inplace_flag_is_seen_by_position() -> None:
     assert lookup(torch.Tensor.add_).writes_input((0, 1), {})
 
 
-@pytest.mark.parametrize("function, running", [(F.batch_norm, (1, 2)), (torch.batch_norm, (3, 4)), (F.instance_norm, (1, 2))])
+@pytest.mark.parametrize(
+    "function, running",
+    [(F.batch_norm, (1, 2)), (torch.batch_norm, (3, 4)), (F.instance_norm, (1, 2))],
+)
 def test_running_statistics_are_torchs(function: Callable, running: tuple[int, int]) -> None:
     torch.manual_seed(0)
     x, mean, var = torch.randn(4, 3, 5).double(), torch.randn(3).double(), torch.rand(3).double()
@@ -175,7 +222,8 @@ def test_running_statistics_are_torchs(function: Callable, running: tuple[int, i
 
 # ---- the jaxpr that a rule leaves
 
-# A derivative of its own (custom_jvp), JAX's random generator, or a routine of JAX with loops of its own.
+# A derivative of its own (custom_jvp), JAX's random generator, or a routine of JAX with loops of
+# its own.
 _NESTED = {
     "F.binary_cross_entropy", "matrix_exp", "linalg_householder_product", "linalg_solve", "linalg_solve_ex", "cholesky",
     "linalg_cholesky", "linalg_cholesky_ex", "linalg_inv", "linalg_inv_ex", "inverse", "linalg_solve_triangular",
@@ -192,7 +240,15 @@ def test_rules_leave_bare_primitives() -> None:
                 continue
             program, inputs = jax_function(rule, c)
             names = {eqn.primitive.name for eqn in jax.make_jaxpr(program)(*inputs).eqns}
-            calls = names & {"jit", "pjit", "custom_jvp_call", "custom_vjp_call", "while", "cond", "scan"}
+            calls = names & {
+                "jit",
+                "pjit",
+                "custom_jvp_call",
+                "custom_vjp_call",
+                "while",
+                "cond",
+                "scan",
+            }
             assert not calls or rule.name in _NESTED, (rule.name, calls, describe(c))
 
 
@@ -202,10 +258,19 @@ def test_linear_is_one_dot_general() -> None:
     assert [eqn.primitive.name for eqn in jaxpr.eqns] == ["dot_general", "broadcast_in_dim", "add"]
 
 
-@pytest.mark.parametrize("function, expected", [(torch.add, ["add"]), (torch.relu, ["le", "broadcast_in_dim", "select_n"])])
+@pytest.mark.parametrize(
+    "function, expected",
+    [(torch.add, ["add"]), (torch.relu, ["le", "broadcast_in_dim", "select_n"])],
+)
 def test_element_wise_ops_add_nothing(function: Callable, expected: list[str]) -> None:
-    args = (jnp.ones((2, 3), jnp.float32), 2) if function is torch.add else (jnp.ones((2, 3), jnp.float32),)
-    jaxpr = jax.make_jaxpr(lambda *a: lookup(function).rule(*a))(*args[:1]) if len(args) == 1 else None
+    args = (
+        (jnp.ones((2, 3), jnp.float32), 2)
+        if function is torch.add
+        else (jnp.ones((2, 3), jnp.float32),)
+    )
+    jaxpr = (
+        jax.make_jaxpr(lambda *a: lookup(function).rule(*a))(*args[:1]) if len(args) == 1 else None
+    )
     jaxpr = jaxpr or jax.make_jaxpr(lambda x: lookup(function).rule(x, 2))(args[0])
     assert [eqn.primitive.name for eqn in jaxpr.eqns] == expected
 
@@ -241,8 +306,12 @@ DISTRIBUTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("function, args, mean, deviation", DISTRIBUTIONS, ids=lambda v: getattr(v, "__name__", ""))
-def test_random_ops_have_torchs_distribution(function: Callable, args: tuple, mean: float, deviation: float) -> None:
+@pytest.mark.parametrize(
+    "function, args, mean, deviation", DISTRIBUTIONS, ids=lambda v: getattr(v, "__name__", "")
+)
+def test_random_ops_have_torchs_distribution(
+    function: Callable, args: tuple, mean: float, deviation: float
+) -> None:
     arrays = [jnp.asarray(a) if isinstance(a, np.ndarray) else a for a in args]
     sample = np.asarray(_draw(function, *arrays), np.float64)
     assert sample.size == N
@@ -350,7 +419,14 @@ def table() -> Any:
 def test_register_op_serves_all_forms_of_the_op(table: None) -> None:
     assert lookup(torch.special.i0) is None
     register_op(torch.special.i0, lambda input: jax.scipy.special.i0(input))
-    for function in (torch.special.i0, torch.i0, torch.Tensor.i0, torch.Tensor.i0_, torch.ops.aten.i0.default, torch.ops.aten.i0):
+    for function in (
+        torch.special.i0,
+        torch.i0,
+        torch.Tensor.i0,
+        torch.Tensor.i0_,
+        torch.ops.aten.i0.default,
+        torch.ops.aten.i0,
+    ):
         x = torch.tensor([0.5, 1.0], dtype=torch.float64)
         np.testing.assert_allclose(lookup(function).rule(to_array(x)), torch.i0(x), rtol=1e-12)
     assert lookup(torch.Tensor.i0_).inplace and not lookup(torch.i0).inplace

@@ -1,4 +1,6 @@
-"""Every rule of the op table against torch: values, dtypes, gradients, in-place forms, aten signatures."""
+"""Every rule of the op table against torch: values, dtypes, gradients, in-place forms, aten
+signatures.
+"""
 
 from __future__ import annotations
 
@@ -31,23 +33,41 @@ from share import FULL
 # Equal entries may come in any order, so indices are not compared where entries can be equal.
 ANY_ORDER = frozenset("topk kthvalue median sort".split())
 # And how many samples of each, at least.
-DTYPES = {torch.float64: 4 if FULL else 3, torch.float32: 2 if FULL else 1, torch.int64: 1, torch.bool: 1}
+DTYPES = {
+    torch.float64: 4 if FULL else 3,
+    torch.float32: 2 if FULL else 1,
+    torch.int64: 1,
+    torch.bool: 1,
+}
 _heavy = ("pool", "conv", "norm")  # half of that for these
 
 
 def _samples(op: Any) -> list[tuple[OpRule, Call]]:
-    """Choose the calls for one entry of `op_db`: several dtypes, other numbers, and the in-place form."""
+    """Choose the calls for one entry of `op_db`: several dtypes, other numbers, and the in-place
+    form.
+    """
     rule = rule_of(op)
-    keep = lambda c: not LEFT_OUT.get(rule.name, lambda _: False)(c)  # noqa: E731
+    keep = lambda c: not LEFT_OUT.get(rule.name, lambda _: False)(c)
     chosen = []
     for dtype, limit in DTYPES.items():
         if dtype not in op.dtypes:
             continue
         limit = max(limit // 2, 1) if any(word in op.name for word in _heavy) else limit
-        calls = list(filter(keep, calls_of(op, dtype, limit, with_grad=op.supports_autograd and dtype.is_floating_point)))
+        calls = list(
+            filter(
+                keep,
+                calls_of(
+                    op, dtype, limit, with_grad=op.supports_autograd and dtype.is_floating_point
+                ),
+            )
+        )
         chosen += [(rule, c) for c in calls]
         if dtype == torch.float64:  # a number rounded to float32 shows at the tolerance of float64
-            others = [other for other in map(with_other_numbers, calls) if other is not None and keep(other)]
+            others = [
+                other
+                for other in map(with_other_numbers, calls)
+                if other is not None and keep(other)
+            ]
             chosen += [(rule, c) for c in others[:2]]
         if op.inplace_variant is not None and lookup(op.inplace_variant) is not None:
             chosen += [(lookup(op.inplace_variant), c) for c in _inplace_calls(op, calls[:1])]
@@ -59,7 +79,9 @@ NO_INPLACE_DERIVATIVE = frozenset({"acosh", "asinh", "atanh"})
 
 
 def _inplace_calls(op: Any, calls: list[Call]) -> list[Call]:
-    """Keep the calls that torch accepts in place: same shape, a dtype that can hold the result, a derivative if need be."""
+    """Keep the calls that torch accepts in place: same shape, a dtype that can hold the result, a
+    derivative if need be.
+    """
     accepted = []
     for c in calls:
         for prepare in (torch.clone, lambda t: t.detach().clone()):
@@ -102,14 +124,20 @@ class _AtenRecorder(TorchDispatchMode):
         super().__init__()
         self.calls: list[Call] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        self.calls.append(Call(func, map_tensors(torch.clone, args), map_tensors(torch.clone, kwargs or {})))
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        self.calls.append(
+            Call(func, map_tensors(torch.clone, args), map_tensors(torch.clone, kwargs or {}))
+        )
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("part", range(8))
 def test_aten_signatures_equal_torch(part: int) -> None:
-    """Below `torch.*`, the same ops arrive as aten overloads: record those that torch itself makes, and run the rules on them."""
+    """Below `torch.*`, the same ops arrive as aten overloads: record those that torch itself makes,
+    and run the rules on them.
+    """
     found: dict[Any, Call] = {}
     for op in TABLE_OPS[part::8]:
         for c in calls_of(op, torch.float32, 1) if torch.float32 in op.dtypes else ():
@@ -118,7 +146,11 @@ def test_aten_signatures_equal_torch(part: int) -> None:
                     quietly(c.function, *c.args, **c.kwargs)
                 found.update((r.function, r) for r in recorder.calls)
     known = [(lookup(f), c) for f, c in found.items() if lookup(f) is not None]
-    known = [(rule, c) for rule, c in known if rule.name not in RANDOM | UNSET_MEMORY | REFUSED and not _left_out(rule, c)]
+    known = [
+        (rule, c)
+        for rule, c in known
+        if rule.name not in RANDOM | UNSET_MEMORY | REFUSED and not _left_out(rule, c)
+    ]
     assert len(known) >= 15
     compare(known, with_grad=False)
 
@@ -146,8 +178,9 @@ CONSTANTS_ONLY = frozenset({"aten::repeat_interleave.Tensor"})
 def test_every_entry_has_a_case() -> None:
     """An entry is covered by its own case, or by one of another name for the same rule."""
     covered = _covered_names() | RANDOM | UNSET_MEMORY | REFUSED | CONSTANTS_ONLY
-    names = {name for name in op_names() if not name.startswith("etrace_bridge_tests::")}  # what other tests registered
-    body = lambda name: registry._RULES[name].rule.__wrapped__  # noqa: E731
+    # what other tests registered
+    names = {name for name in op_names() if not name.startswith("etrace_bridge_tests::")}
+    body = lambda name: registry._RULES[name].rule.__wrapped__
     bodies = {body(name) for name in covered & names}
     assert sorted(name for name in names - covered if body(name) not in bodies) == []
 

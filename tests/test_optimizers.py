@@ -18,30 +18,45 @@ STEPS = 20
 CASES = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.01),
-    "sgd-nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.8, nesterov=True, weight_decay=0.1),
-    "sgd-dampening": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, dampening=0.3, maximize=True),
+    "sgd-nesterov": lambda p: torch.optim.SGD(
+        p, lr=0.05, momentum=0.8, nesterov=True, weight_decay=0.1
+    ),
+    "sgd-dampening": lambda p: torch.optim.SGD(
+        p, lr=0.05, momentum=0.9, dampening=0.3, maximize=True
+    ),
     "adam": lambda p: torch.optim.Adam(p, lr=0.02),
-    "adam-decay": lambda p: torch.optim.Adam(p, lr=0.02, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1),
+    "adam-decay": lambda p: torch.optim.Adam(
+        p, lr=0.02, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1
+    ),
     "adam-amsgrad": lambda p: torch.optim.Adam(p, lr=0.02, amsgrad=True, maximize=True),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.3),
     "adamw-amsgrad": lambda p: torch.optim.AdamW(p, lr=0.02, amsgrad=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
-    "rmsprop-all": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.7, centered=True, weight_decay=0.1, alpha=0.9),
+    "rmsprop-all": lambda p: torch.optim.RMSprop(
+        p, lr=0.01, momentum=0.7, centered=True, weight_decay=0.1, alpha=0.9
+    ),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
-    "adagrad-all": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.05, weight_decay=0.1, initial_accumulator_value=0.2),
+    "adagrad-all": lambda p: torch.optim.Adagrad(
+        p, lr=0.1, lr_decay=0.05, weight_decay=0.1, initial_accumulator_value=0.2
+    ),
 }
 
 
 def parameters(dtype: torch.dtype = torch.float64) -> dict[str, torch.nn.Parameter]:
     torch.manual_seed(1)
     shapes = {"a.weight": (3, 2), "a.bias": (3,), "b": ()}
-    return {name: torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for name, shape in shapes.items()}
+    return {
+        name: torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for name, shape in shapes.items()
+    }
 
 
 def gradients(step: int, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
     made = torch.Generator().manual_seed(step)
     scale = 0.1 + step % 3  # sizes that change make amsgrad and the corrections matter
-    return {n: scale * torch.randn(p.shape, dtype=dtype, generator=made) for n, p in parameters().items()}
+    return {
+        n: scale * torch.randn(p.shape, dtype=dtype, generator=made)
+        for n, p in parameters().items()
+    }
 
 
 def torch_steps(optimizer, params, steps, before=lambda step: None) -> dict[str, torch.Tensor]:
@@ -61,7 +76,9 @@ def bridge_steps(updater, params, steps, before=lambda step: None):
         before(step)
         if updater.translated is not None and updater.translated.signature() != updater.seen:
             state = state._replace(numbers=updater.numbers(theta))
-        theta, state = update({n: as_array(g) for n, g in gradients(step, dtype).items()}, state, theta)
+        theta, state = update(
+            {n: as_array(g) for n, g in gradients(step, dtype).items()}, state, theta
+        )
     return theta, state
 
 
@@ -107,7 +124,9 @@ def test_parameter_groups_have_their_own_options():
 def test_torch_schedulers_change_learning_rate_and_momentum():
     def with_schedule(params):
         optimizer = CASES["sgd-momentum"](params.values())
-        return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.3, total_steps=STEPS + 1)
+        return optimizer, torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=0.3, total_steps=STEPS + 1
+        )
 
     params, mine = parameters(), parameters()
     optimizer, scheduler = with_schedule(params)
@@ -144,7 +163,9 @@ def test_clipping_is_torchs():
         assert norm > 0.5 or step == 0
         torch.nn.utils.clip_grad_value_(params.values(), 0.2)
         optimizer.step()
-    updater = make_updater(torch.optim.SGD(mine.values(), lr=0.1), mine, clip_norm=0.5, clip_value=0.2)
+    updater = make_updater(
+        torch.optim.SGD(mine.values(), lr=0.1), mine, clip_norm=0.5, clip_value=0.2
+    )
     theta, _ = bridge_steps(updater, mine, range(3))
     assert_equal(theta, params, 1e-12)
 
@@ -156,7 +177,9 @@ def test_accumulation_averages():
         for name, p in params.items():
             p.grad = sum(gradients(s)[name] for s in range(step, step + 3)) / 3
         optimizer.step()
-    theta, _ = bridge_steps(make_updater(CASES["adam"](mine.values()), mine, accumulate=3), mine, range(6))
+    theta, _ = bridge_steps(
+        make_updater(CASES["adam"](mine.values()), mine, accumulate=3), mine, range(6)
+    )
     assert_equal(theta, params, 1e-12)
 
 
@@ -164,21 +187,28 @@ def test_schedule_scales_the_learning_rate():
     mine = parameters()
     schedule = optax.piecewise_constant_schedule(1.0, {2: 0.5})
     theta, _ = bridge_steps(make_updater(optax.sgd(0.1), mine, schedule=schedule), mine, range(4))
-    expected = {n: p.detach() - 0.1 * sum(gradients(s)[n] * (1.0 if s < 2 else 0.5) for s in range(4)) for n, p in mine.items()}
+    expected = {
+        n: p.detach() - 0.1 * sum(gradients(s)[n] * (1.0 if s < 2 else 0.5) for s in range(4))
+        for n, p in mine.items()
+    }
     assert_equal(theta, expected, 1e-12)
 
 
 def test_optax_sees_torch_names():
     mine = parameters()
     only_bias = optax.masked(optax.set_to_zero(), {"a.weight": True, "a.bias": False, "b": True})
-    theta, _ = bridge_steps(make_updater(optax.chain(optax.sgd(0.1), only_bias), mine), mine, range(2))
+    theta, _ = bridge_steps(
+        make_updater(optax.chain(optax.sgd(0.1), only_bias), mine), mine, range(2)
+    )
     assert np.array_equal(theta["a.weight"], mine["a.weight"].detach())
     assert not np.array_equal(theta["a.bias"], mine["a.bias"].detach())
 
 
 def test_parameters_outside_the_optimizer_stay():
     mine = parameters()
-    theta, _ = bridge_steps(make_updater(torch.optim.Adam([mine["b"]], lr=0.1), mine), mine, range(2))
+    theta, _ = bridge_steps(
+        make_updater(torch.optim.Adam([mine["b"]], lr=0.1), mine), mine, range(2)
+    )
     assert np.array_equal(theta["a.weight"], mine["a.weight"].detach())
     assert not np.array_equal(theta["b"], mine["b"].detach())
 

@@ -57,7 +57,9 @@ class Spiking(nn.Module):
         self.lif = snntorch.RLeaky(beta=0.9, linear_features=2, init_hidden=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([self.lif(self.fc(h)) for h in self.a_module_with_a_name_that_goes_on_and_on(x)[0]])
+        return torch.stack(
+            [self.lif(self.fc(h)) for h in self.a_module_with_a_name_that_goes_on_and_on(x)[0]]
+        )
 
 
 def test_nothing_runs_over_its_box():
@@ -80,6 +82,7 @@ def test_nothing_runs_over_its_box():
     shown = [t.get_text() for t in texts]
     assert any("…" in text and text.endswith(".weight_hh_l0") for text in shown)
     heights = {t.get_text(): t.get_position()[1] for t in texts}
-    assert heights["fc.weight"] > heights["lif.recurrent.weight"]  # layers from top to bottom, in the order of the step
+    # layers from top to bottom, in the order of the step
+    assert heights["fc.weight"] > heights["lif.recurrent.weight"]
     red = {t.get_text() for t in texts if t.get_color() == "#c62828"}
     assert {"product with lif.recurrent.weight", "product with fc.weight"} <= red

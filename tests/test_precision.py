@@ -1,4 +1,6 @@
-"""float64 stays float64: numbers that float32 cannot hold, in every op of the table and in whole models, against torch."""
+"""float64 stays float64: numbers that float32 cannot hold, in every op of the table and in whole
+models, against torch.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,17 @@ def _x(*shape: int) -> Tensor:
     return (torch.rand(shape, dtype=torch.float64, generator=generator) * 4 - 2).requires_grad_()
 
 
-_scalar32, _scalar64 = torch.tensor(THIRD), torch.tensor(THIRD, dtype=torch.float64)  # the first is rounded by torch itself
-_ARITHMETIC = (torch.add, torch.sub, torch.mul, torch.div, torch.remainder, torch.fmod, torch.maximum)
+# the first is rounded by torch itself
+_scalar32, _scalar64 = torch.tensor(THIRD), torch.tensor(THIRD, dtype=torch.float64)
+_ARITHMETIC = (
+    torch.add,
+    torch.sub,
+    torch.mul,
+    torch.div,
+    torch.remainder,
+    torch.fmod,
+    torch.maximum,
+)
 BY_HAND = [
     *[Call(f, (_x(7), other), {}) for f in _ARITHMETIC for other in (_scalar32, _scalar64)],
     *[Call(f, (_x(7), THIRD), {}) for f in (torch.mul, torch.div, torch.remainder, torch.fmod, torch.clamp_min, torch.float_power)],
@@ -48,7 +59,9 @@ def test_numbers_and_scalar_tensors_in_arithmetic() -> None:
 
 
 class SGU(nn.Module):
-    """The Simple Gated Unit of Gao and Glowacka, its state in a dict: softplus for the candidate, a hard sigmoid for the gate."""
+    """The Simple Gated Unit of Gao and Glowacka, its state in a dict: softplus for the candidate, a
+    hard sigmoid for the gate.
+    """
 
     def __init__(self, deep: bool) -> None:
         super().__init__()
@@ -59,7 +72,11 @@ class SGU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.memory.get("h", torch.zeros(x.shape[0], 4, dtype=x.dtype))
         squashed = self.w1(x)
-        g = torch.tanh(self.w2(squashed * h)) if self.deep else F.softplus(self.w2(squashed * h), 1.1, 0.3)
+        g = (
+            torch.tanh(self.w2(squashed * h))
+            if self.deep
+            else F.softplus(self.w2(squashed * h), 1.1, 0.3)
+        )
         z = F.hardsigmoid(self.wz(g if self.deep else x) + self.uz(h))
         self.memory["h"] = (1 - z) * h + z * F.softplus(g, 0.9) * torch.tensor(THIRD * 20)
         return self.memory["h"]
@@ -71,22 +88,41 @@ class Constants(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Linear(3, 4)
-        self.register_buffer("decay", torch.tensor([0.9, 0.8, 0.7, 0.6]) + THIRD)  # `.double()` keeps its rounded values
+        # `.double()` keeps its rounded values
+        self.register_buffer("decay", torch.tensor([0.9, 0.8, 0.7, 0.6]) + THIRD)
         self.scale, self.gain, self.h = 1 + THIRD, torch.tensor(1.1), None
 
     def forward(self, x: Tensor) -> Tensor:
         h = x.new_zeros(x.shape[0], 4) if self.h is None else self.h
-        drive = self.w(x) * self.scale * self.gain + torch.full_like(h, THIRD) + x.new_tensor([0.1, 0.2, 0.3, 0.4])
-        steps = torch.linspace(0.1, 1, 4, dtype=x.dtype) + torch.arange(0, 0.4, 0.1)[:4] + torch.tensor([0.1, 0.2, 0.3, 0.4])
-        self.h = self.decay * h + torch.sigmoid(drive / 3) * steps - 0.1 * F.hardswish(drive).clamp(-THIRD, 0.7)
+        drive = (
+            self.w(x) * self.scale * self.gain
+            + torch.full_like(h, THIRD)
+            + x.new_tensor([0.1, 0.2, 0.3, 0.4])
+        )
+        steps = (
+            torch.linspace(0.1, 1, 4, dtype=x.dtype)
+            + torch.arange(0, 0.4, 0.1)[:4]
+            + torch.tensor([0.1, 0.2, 0.3, 0.4])
+        )
+        self.h = (
+            self.decay * h
+            + torch.sigmoid(drive / 3) * steps
+            - 0.1 * F.hardswish(drive).clamp(-THIRD, 0.7)
+        )
         return self.h
 
 
-@pytest.mark.parametrize("make", [lambda: SGU(False), lambda: SGU(True), Constants], ids=["SGU", "DSGU", "constants"])
+@pytest.mark.parametrize(
+    "make", [lambda: SGU(False), lambda: SGU(True), Constants], ids=["SGU", "DSGU", "constants"]
+)
 def test_models_in_float64(make: Any) -> None:
-    """Public gated cells were 3e-8 off: the derivative of torch's `hardsigmoid` has a 1/6 of single precision."""
+    """Public gated cells were 3e-8 off: the derivative of torch's `hardsigmoid` has a 1/6 of single
+    precision.
+    """
     model = make().double()
     xs, targets = torch.randn(6, 2, 3).double(), torch.randn(6, 2, 4).double()
-    report = eb.check_gradients(model, xs, targets, F.mse_loss, rule="rtrl", chunk=2, tolerance=1e-13)
+    report = eb.check_gradients(
+        model, xs, targets, F.mse_loss, rule="rtrl", chunk=2, tolerance=1e-13
+    )
     assert report.ok, report
     assert all(p.past > 1e-3 for p in report if "w" in p.name), "the past takes part"

@@ -1,8 +1,9 @@
-"""Several processes that train together, over loopback: each has its part of the batch, and all is as on one device.
+"""Several processes that train together, over loopback: each has its part of the batch, and all is
+as on one device.
 
-Two groups are started, since every start costs seconds: four processes of one device in float32, of which one dies at the end, and
-two of two devices in float64, which go on from the checkpoint of the first. They run one rule of each kind of memory;
-`PROCESS_RULES=all` runs all.
+Two groups are started, since every start costs seconds: four processes of one device in float32, of
+which one dies at the end, and two of two devices in float64, which go on from the checkpoint of the
+first. They run one rule of each kind of memory; `PROCESS_RULES=all` runs all.
 """
 
 from __future__ import annotations
@@ -68,8 +69,14 @@ def start(folder: Path, count: int, devices: int, kind: str, *load: str) -> Grou
         "PYTHONPATH": str(SCRIPT.parent), "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "NPROC": "1",
     }  # fmt: skip
     errors = [(folder / f"errors-{n}.txt").open("w+") for n in range(count)]
-    arguments = [[sys.executable, str(SCRIPT), str(n), str(count), str(port), str(folder), kind, *load] for n in range(count)]
-    workers = [subprocess.Popen(a, env=environment, stderr=e, stdout=e) for a, e in zip(arguments, errors, strict=True)]
+    arguments = [
+        [sys.executable, str(SCRIPT), str(n), str(count), str(port), str(folder), kind, *load]
+        for n in range(count)
+    ]
+    workers = [
+        subprocess.Popen(a, env=environment, stderr=e, stdout=e)
+        for a, e in zip(arguments, errors, strict=True)
+    ]
     begun, first = time.monotonic(), None
     try:
         while any(w.poll() is None for w in workers) and time.monotonic() < begun + LIMIT:
@@ -109,15 +116,24 @@ def apart(one: list, other: list) -> float:
 
 def compare(group: Group, dtype: torch.dtype, tolerance: float) -> None:
     xs, ys = process_script.data(dtype)
-    start = [np.asarray(p.detach()) for n, p in make_net(dtype).named_parameters() if not n.startswith("spare")]
+    start = [
+        np.asarray(p.detach())
+        for n, p in make_net(dtype).named_parameters()
+        if not n.startswith("spare")
+    ]
     for rule in process_script.rules(group.count):
         learner = process_script.make_learner(rule, dtype)
-        expected = process_script.run_steps(learner, xs, ys, process_script.STEPS) | process_script.whole_state(learner)
+        expected = process_script.run_steps(
+            learner, xs, ys, process_script.STEPS
+        ) | process_script.whole_state(learner)
         parts = [group.read(rule, n) for n in range(group.count)]
         for name in ("losses", "weights", "hidden", "trace"):
             if expected[name]:
                 assert apart(parts[0][name], expected[name]) <= tolerance, (rule, name)
-        assert apart([np.concatenate([p["outputs"][0] for p in parts])], expected["outputs"]) <= tolerance
+        assert (
+            apart([np.concatenate([p["outputs"][0] for p in parts])], expected["outputs"])
+            <= tolerance
+        )
         assert apart(start, expected["weights"]) > 1e-2, "the weights have moved"
 
 
@@ -139,7 +155,9 @@ def test_every_call(two: Group) -> None:
     parts = [two.read("calls", n) for n in range(2)]
     for name, wanted in expected.items():
         if name == "sequence outputs":
-            found = [np.concatenate(pair, 1) for pair in zip(*(p[name] for p in parts), strict=True)]
+            found = [
+                np.concatenate(pair, 1) for pair in zip(*(p[name] for p in parts), strict=True)
+            ]
         else:
             found = parts[0][name]
             assert apart(found, parts[1][name]) == 0, f"{name}: the same in every process"
@@ -155,7 +173,8 @@ def test_errors_reach_every_process(two: Group) -> None:
         assert ok == "True", "check_gradients"
 
 
-# -- checkpoints and death ----------------------------------------------------------------------------------------
+# -- checkpoints and death
+# ----------------------------------------------------------------------------------------
 
 
 def test_the_others_stop_when_a_process_dies(four: Group) -> None:
@@ -173,11 +192,16 @@ def test_checkpoints_go_from_four_processes_to_two_to_one(four: Group, two: Grou
         assert apart(saved[name], loaded[name]) == 0, name
     options = {"loss": mse_loss, "optimizer": optax.adam(0.01)}
     with brainstate.environ.context(precision=32):
-        learner = eb.OnlineLearner.load(two.folder / "checkpoint", make_net(torch.float32), **options)
+        learner = eb.OnlineLearner.load(
+            two.folder / "checkpoint", make_net(torch.float32), **options
+        )
         here = process_script.whole_state(learner)
         for name in ("weights", "hidden", "trace"):
             assert apart(later[name], here[name]) == 0, name
-        alone, (xs, ys) = process_script.make_learner("d_rtrl", torch.float32), process_script.data(torch.float32)
+        alone, (xs, ys) = (
+            process_script.make_learner("d_rtrl", torch.float32),
+            process_script.data(torch.float32),
+        )
         process_script.run_steps(alone, xs, ys, 4), process_script.run_steps(alone, xs, ys, 4)
         assert learner.steps == alone.steps == 8
         assert apart(here["weights"], process_script.whole_state(alone)["weights"]) <= 1e-6
@@ -186,13 +210,30 @@ def test_checkpoints_go_from_four_processes_to_two_to_one(four: Group, two: Grou
 
 def test_train_in_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """`train --processes 2` learns what one process learns, and its checkpoint is read by one."""
-    (tmp_path / "model.py").write_text("import torch\n\n\ndef make():\n    torch.manual_seed(0)\n    return torch.nn.RNN(2, 3)\n")
+    (tmp_path / "model.py").write_text(
+        "import torch\n\n\ndef make():\n    torch.manual_seed(0)\n    return torch.nn.RNN(2, 3)\n"
+    )
     draw = np.random.default_rng(0)
     arrays = {"xs": draw.standard_normal((5, 8, 2)), "targets": draw.standard_normal((5, 8, 3))}
     np.savez(tmp_path / "data.npz", **{name: x.astype(np.float32) for name, x in arrays.items()})
-    given = ["train", f"{tmp_path / 'model.py'}:make", "--data", str(tmp_path / "data.npz"), "--epochs", "2", "--batch", "4", "--json"]
+    given = [
+        "train",
+        f"{tmp_path / 'model.py'}:make",
+        "--data",
+        str(tmp_path / "data.npz"),
+        "--epochs",
+        "2",
+        "--batch",
+        "4",
+        "--json",
+    ]
     several = [*given, "--processes", "2", "--output", str(tmp_path / "several")]
-    done = subprocess.run([sys.executable, "-m", "etrace_bridge", *several], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "etrace_bridge", *several],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     together = json.loads(done.stdout)
     with brainstate.environ.context(precision=32):
@@ -200,17 +241,22 @@ def test_train_in_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture) -
         alone = json.loads(capsys.readouterr().out)
         found = [[epoch["loss"] for epoch in run["epochs"]] for run in (together, alone)]
         assert apart(*found) <= 1e-6 and found[0][0] > found[0][1] > 0
-        loaded = eb.OnlineLearner.load(tmp_path / "several", torch.nn.RNN(2, 3), loss=mse_loss, optimizer=optax.adam(1e-3))
+        loaded = eb.OnlineLearner.load(
+            tmp_path / "several", torch.nn.RNN(2, 3), loss=mse_loss, optimizer=optax.adam(1e-3)
+        )
         assert loaded.updates == alone["updates"] == 4
 
 
-# -- one process --------------------------------------------------------------------------------------------------
+# -- one process
+# --------------------------------------------------------------------------------------------------
 
 
 def test_the_usual_mesh_of_one_process() -> None:
     mesh = eb.distributed_mesh()
     assert mesh.axis_names == ("batch",) and not Placement(mesh=mesh).spans_processes
-    with pytest.raises(eb.InputError, match="`process` is missing: give `coordinator`, `processes` and `process`"):
+    with pytest.raises(
+        eb.InputError, match="`process` is missing: give `coordinator`, `processes` and `process`"
+    ):
         eb.distributed_mesh("host:1", 2)
 
 

@@ -1,4 +1,6 @@
-"""Ways to write a model that were met in public repositories, each in a small model of our own, against torch."""
+"""Ways to write a model that were met in public repositories, each in a small model of our own,
+against torch.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,18 @@ def inputs(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def agrees(model: nn.Module, xs: object, outputs: tuple[int, ...], **options: object) -> eb.GradientReport:
-    """Compare outputs and gradients of a sequence with torch's own; `outputs` is the shape of the targets."""
+def agrees(
+    model: nn.Module, xs: object, outputs: tuple[int, ...], **options: object
+) -> eb.GradientReport:
+    """Compare outputs and gradients of a sequence with torch's own; `outputs` is the shape of the
+    targets.
+    """
     torch.manual_seed(0)
     for parameter in model.parameters():
         nn.init.normal_(parameter, 0, 0.5)
-    report = eb.check_gradients(model, xs, inputs(*outputs), F.mse_loss, rule="bptt", chunk=T, **options)
+    report = eb.check_gradients(
+        model, xs, inputs(*outputs), F.mse_loss, rule="bptt", chunk=T, **options
+    )
     assert report.ok, report
     return report
 
@@ -34,7 +42,9 @@ class StateRequired(nn.Module):
         super().__init__()
         self.cell, self.out = nn.LSTMCell(IN + 2, H), nn.Linear(H, 2)
 
-    def forward(self, action: Tensor, x: Tensor, hidden: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(
+        self, action: Tensor, x: Tensor, hidden: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         hidden = self.cell(torch.cat([action, x], 1), hidden)
         return self.out(hidden[0]), hidden
 
@@ -47,7 +57,9 @@ class LanguageModel(nn.Module):
         self.embed, self.rnn = nn.Embedding(7, IN), nn.LSTM(IN, H, batch_first=batch_first)
         self.out = nn.Linear(H, 6)
 
-    def forward(self, ids: Tensor, hidden: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(
+        self, ids: Tensor, hidden: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         y, hidden = self.rnn(self.embed(ids), hidden)
         return F.log_softmax(self.out(y.reshape(-1, H)), 1), hidden
 
@@ -68,13 +80,17 @@ class FlatLoop(nn.Module):
 
 
 class TimeSpans(nn.Module):
-    """A second input, required or with a default of None, and a third argument that may be left out."""
+    """A second input, required or with a default of None, and a third argument that may be left
+    out.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.cell = nn.Linear(IN + H, H)
 
-    def forward(self, x: Tensor, timespans: Tensor | None = None, extra: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, timespans: Tensor | None = None, extra: Tensor | None = None
+    ) -> Tensor:
         h, ys = x.new_zeros(x.shape[0], H), []
         for t in range(x.size(1)):
             span = timespans[:, t].reshape(-1, 1)  # type: ignore[index]
@@ -88,7 +104,11 @@ class Bounded(nn.Module):
 
     def __init__(self, bound: float | None = None) -> None:
         super().__init__()
-        self.w, self.u, self.bound = nn.Parameter(torch.randn(IN, H)), nn.Parameter(torch.randn(H, H)), bound
+        self.w, self.u, self.bound = (
+            nn.Parameter(torch.randn(IN, H)),
+            nn.Parameter(torch.randn(H, H)),
+            bound,
+        )
 
     def bounded(self, weight: Tensor) -> Tensor:
         return weight if self.bound is None else weight.clamp(-self.bound, self.bound)
@@ -118,7 +138,9 @@ class LogScan(nn.Module):
 
 
 class Unbatched(nn.Module):
-    """A loop over a sequence without batch, into an empty tensor, with the state in an attribute that it clears."""
+    """A loop over a sequence without batch, into an empty tensor, with the state in an attribute
+    that it clears.
+    """
 
     def __init__(self, width: int = H) -> None:
         super().__init__()
@@ -189,7 +211,10 @@ class Uninitialised(Unbatched):
 
     def forward(self, x: Tensor) -> Tensor:
         Uninitialised.calls += 1
-        dirty = [torch.full((*x.shape[:-1], len(self.a)), float(self.calls), dtype=x.dtype) for _ in range(64)]
+        dirty = [
+            torch.full((*x.shape[:-1], len(self.a)), float(self.calls), dtype=x.dtype)
+            for _ in range(64)
+        ]
         del dirty  # the next tensor of this size gets the memory of one of them
         return super().forward(x)
 
@@ -200,7 +225,9 @@ def test_memory_that_is_never_written_is_not_taken_for_a_hidden_change() -> None
 
 
 class RandomStart(nn.Module):
-    """Starts from a random state, as some spiking models do, and adds noise to each step in evaluation mode too."""
+    """Starts from a random state, as some spiking models do, and adds noise to each step in
+    evaluation mode too.
+    """
 
     def __init__(self, noise: float = 0.0) -> None:
         super().__init__()
@@ -228,7 +255,9 @@ def test_a_random_start_is_drawn_for_every_sequence() -> None:
         ys = [torch.tensor(np.asarray(net(x[:, t]))) for t in range(3)]
         starts.append((ys[0] - torch.tanh(model.lin(x[:, 0]))) / 0.9)
         for t in (1, 2):
-            torch.testing.assert_close(ys[t], model.step(x[:, t], ys[t - 1]).detach(), rtol=0, atol=1e-12)
+            torch.testing.assert_close(
+                ys[t], model.step(x[:, t], ys[t - 1]).detach(), rtol=0, atol=1e-12
+            )
     assert not torch.equal(*starts) and all(s.min() >= 0 and s.max() <= 1 for s in starts)
 
 
@@ -288,7 +317,9 @@ def test_a_model_without_state_that_mixes_the_steps_of_a_sequence_warns() -> Non
 
 
 class Exploding(nn.Module):
-    """Exponential gates without a bound: on inputs of size one its values explode, and rounding errors with them."""
+    """Exponential gates without a bound: on inputs of size one its values explode, and rounding
+    errors with them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,7 +345,9 @@ def test_a_model_that_explodes_on_random_inputs_is_compared_on_small_ones() -> N
 
 
 class NormedCell(nn.Module):
-    """A state that ends in a bias: the value before the bias would do as a state, but starts at minus the bias."""
+    """A state that ends in a bias: the value before the bias would do as a state, but starts at
+    minus the bias.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -333,13 +366,17 @@ def test_a_state_does_not_start_right_by_a_bias_that_happens_to_be_zero() -> Non
     model = NormedCell().double()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     assert model.norm.bias.abs().max() == 0
-    report = eb.check_gradients(model, inputs(T, B, IN), inputs(T, B, H), F.mse_loss, rule="bptt", chunk=T)
+    report = eb.check_gradients(
+        model, inputs(T, B, IN), inputs(T, B, H), F.mse_loss, rule="bptt", chunk=T
+    )
     assert report.ok, report
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 class FiringRates(nn.Module):
-    """Returns its last potential and firing rates, a mean over batch and time; on inputs of size one no unit fires."""
+    """Returns its last potential and firing rates, a mean over batch and time; on inputs of size
+    one no unit fires.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -370,7 +407,9 @@ def test_a_mean_of_spikes_that_are_zero_at_first_is_no_last_step() -> None:
     class Rate(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            node = layer.LinearRecurrentContainer(neuron.IFNode(v_threshold=4.0), H, H, bias=True, step_mode="m")
+            node = layer.LinearRecurrentContainer(
+                neuron.IFNode(v_threshold=4.0), H, H, bias=True, step_mode="m"
+            )
             self.fc = nn.Sequential(layer.Linear(IN, H, step_mode="m"), node)
 
         def forward(self, x: Tensor) -> Tensor:
@@ -395,7 +434,9 @@ class Adaptive(nn.Module):
         super().__init__()
         self.lin = nn.Linear(IN, H)
 
-    def forward(self, x: Tensor, state: tuple[Tensor, Tensor] | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(
+        self, x: Tensor, state: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         v, b = (x.new_zeros(x.shape[0], H), x.new_ones(x.shape[0], H)) if state is None else state
         y, v = torch.relu(v - b), 0.9 * v + self.lin(x)
         return y, (v, 0.5 * b)
@@ -414,14 +455,24 @@ def test_a_state_that_inner_layers_make_starts_as_they_start() -> None:
     class Cells(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.cell = LSNNRecurrentCell(IN, H, LSNNParameters(v_th=torch.as_tensor(0.3)), dt=0.001)
+            self.cell = LSNNRecurrentCell(
+                IN, H, LSNNParameters(v_th=torch.as_tensor(0.3)), dt=0.001
+            )
 
         def forward(self, x: Tensor, state: object) -> tuple[Tensor, object]:
             spikes, state = self.cell(x, state)
             return spikes, state
 
     torch.manual_seed(0)
-    report = eb.check_gradients(Cells(), 20 * torch.rand(8, B, IN), torch.randn(8, B, H), F.mse_loss, rule="bptt", chunk=8, dtype=None)
+    report = eb.check_gradients(
+        Cells(),
+        20 * torch.rand(8, B, IN),
+        torch.randn(8, B, H),
+        F.mse_loss,
+        rule="bptt",
+        chunk=8,
+        dtype=None,
+    )
     assert report.ok, report
     net = eb.wrap(Cells())
     net.init_state(batch_size=B)

@@ -1,4 +1,6 @@
-"""Every task of `make reproduce` in miniature: it runs, it is the same from the same seed, and what is stored makes a page."""
+"""Every task of `make reproduce` in miniature: it runs, it is the same from the same seed, and what
+is stored makes a page.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def test_a_task_runs_in_miniature_and_learns(key):
     task = TASKS[key]
     setting, bound = FIRST.get(key, (task.settings[0], None))
     outcome = task.run(setting, methods_for(task)["d_rtrl"], 0, Size(small=True))
-    assert np.isfinite(outcome.score) and np.isfinite(outcome.curve).all() and len(outcome.curve) > 1
+    assert (
+        np.isfinite(outcome.score) and np.isfinite(outcome.curve).all() and len(outcome.curve) > 1
+    )
     if bound is not None:
         assert outcome.score < bound if task.lower_is_better else outcome.score >= bound
 
@@ -53,10 +57,14 @@ def test_results_are_on_disk_after_each_run_and_make_a_page(tmp_path):
             results.add("Hénon", name, seed, Outcome(found[seed], np.linspace(1, 0, 120)), 3.0)
     results = Results("A", tmp_path)
     assert len(results.runs) == 6 and all(len(r["curve"]) == 50 for r in results.runs)
-    assert [normalised(task, results, n) for n in ("tbptt 1", "rtrl")] == [0.0, 1.0]  # an error: small is good
+    # an error: small is good
+    assert [normalised(task, results, n) for n in ("tbptt 1", "rtrl")] == [0.0, 1.0]
     assert normalised(task, results, "d_rtrl") == pytest.approx(0.6)
     text = _section(task, results)
-    assert "- Hénon: 0.6 ± 0.1 without credit through time (`tbptt 1`), 0.1 ± 0 with an exact gradient (`rtrl`)." in text
+    assert (
+        "- Hénon: 0.6 ± 0.1 without credit through time (`tbptt 1`), 0.1 ± 0 with an exact "
+        "gradient (`rtrl`)." in text
+    )
     assert "| `d_rtrl` | 0.3 ± 0.1 | – | – |" in text
     assert "| `rtrl` | 0.1 ± 0 | – | – | 0.0052 / 0.018 / 0.0051 | 2 | 3 |" in text
     draw({"A": task}, {"A": results}, tmp_path / "picture.png")

@@ -1,4 +1,6 @@
-"""The rules on the zoo of plain models: definitions by brute force, K-invariance, exactness and the certificate."""
+"""The rules on the zoo of plain models: definitions by brute force, K-invariance, exactness and the
+certificate.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,21 @@ import pytest
 import models
 from etrace_bridge._errors import InputError
 from etrace_bridge.compiler.graph import ETraceGraph, compile_etrace_graph
-from etrace_bridge.rules import BPTT, DRTRL, RFLO, RTRL, Carry, Chunk, EProp, LowRankRTRL, PPProp, Rule, SnAp1, make_rule, rule_names
+from etrace_bridge.rules import (
+    BPTT,
+    DRTRL,
+    RFLO,
+    RTRL,
+    Carry,
+    Chunk,
+    EProp,
+    LowRankRTRL,
+    PPProp,
+    Rule,
+    SnAp1,
+    make_rule,
+    rule_names,
+)
 from etrace_bridge.schedule.chunk import run_chunk
 from etrace_bridge.schedule.chunk_plan import block_steps, working_bytes
 from etrace_bridge.step.exits import exit_cotangents, find_exits, linearise_exits
@@ -25,24 +41,59 @@ from etrace_bridge.step.linearise import loss_gradient
 from etrace_bridge.step.program import StepProgram, make_program
 from etrace_bridge.step.steps import Steps
 from models import B, H, I
-from oracle import Dense, Values, assert_close, assert_live, fast_jit, loss_of, strict, unrolled_bptt
+from oracle import (
+    Dense,
+    Values,
+    assert_close,
+    assert_live,
+    fast_jit,
+    loss_of,
+    strict,
+    unrolled_bptt,
+)
 from share import in_turn
 
 T, K = 6, 3
 
 # One model for each thing that the compiler treats in a way of its own.
 DEFINED = (
-    *("rnn", "torch_gru", "torch_lstm", "GRUCell", "spiking_jvp", "layer_norm", "conv_recurrent", "embedding"),
-    *("tied_layers", "tied_twice", "sliced", "low_rank", "scalar_gate", "packed_concat", "group_state", "stacked"),
-    *("two_groups_one_weight", "encoder_readout", "reads_old_state", "carried_elsewhere", "feeds_two_ways"),
+    *(
+        "rnn",
+        "torch_gru",
+        "torch_lstm",
+        "GRUCell",
+        "spiking_jvp",
+        "layer_norm",
+        "conv_recurrent",
+        "embedding",
+    ),
+    *(
+        "tied_layers",
+        "tied_twice",
+        "sliced",
+        "low_rank",
+        "scalar_gate",
+        "packed_concat",
+        "group_state",
+        "stacked",
+    ),
+    *(
+        "two_groups_one_weight",
+        "encoder_readout",
+        "reads_old_state",
+        "carried_elsewhere",
+        "feeds_two_ways",
+    ),
     *("feeds_two_states_of_a_group", "feeds_both_signs", "spread_twice", "feeds_too_many_ways"),
     *("leading_axis", "scalar_gate_kept", "conv_gate", "embedding_gate"),
 )
-# Where the core's credit and the step's differ in kind: a readout of old states, a way around the core, several states of a group.
+# Where the core's credit and the step's differ in kind: a readout of old states, a way around the
+# core, several states of a group.
 OWN_CREDIT = ("torch_lstm", "reads_old_state", "feeds_two_ways", "carried_elsewhere")
 
 
-# -- models of this file -------------------------------------------------------------------------------------------
+# -- models of this file
+# -------------------------------------------------------------------------------------------
 
 
 def min_gru(p, s, x):
@@ -88,14 +139,18 @@ def graph_of(name: str) -> ETraceGraph:
     step, states, shapes = OWN[name]
     rng = np.random.default_rng(2)
     model = models.Plain(
-        {n: brainstate.ParamState(jnp.asarray(0.5 * rng.standard_normal(s))) for n, s in shapes.items()},
+        {
+            n: brainstate.ParamState(jnp.asarray(0.5 * rng.standard_normal(s)))
+            for n, s in shapes.items()
+        },
         {n: brainstate.HiddenState(jnp.asarray(rng.standard_normal((B, H)))) for n in states},
         step,
     )
     return compile_etrace_graph(model, jnp.ones((B, I)))
 
 
-# -- running ---------------------------------------------------------------------------------------------------------
+# -- running
+# ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -128,7 +183,11 @@ def case(name: str) -> Case:
     own = (brainstate.ParamState, brainstate.HiddenState)
     others = [s for s in info.compiled_model_states if not isinstance(s, own)]
     values = Values(
-        [leaf for path in info.weight_path_to_invars for leaf in jax.tree.leaves(states[path].value)],
+        [
+            leaf
+            for path in info.weight_path_to_invars
+            for leaf in jax.tree.leaves(states[path].value)
+        ],
         [leaf for hidden in program.leaves for leaf in jax.tree.leaves(states[hidden.path].value)],
         [leaf for s in others for leaf in jax.tree.leaves(s.value)],
     )
@@ -143,7 +202,9 @@ def _sequence(rng: np.random.Generator, aval: Any) -> Any:
 
 
 @cache
-def compiled(name: str, rule: Rule, fresh: bool = False, final: bool = False, loss: Callable | None = loss_of):
+def compiled(
+    name: str, rule: Rule, fresh: bool = False, final: bool = False, loss: Callable | None = loss_of
+):
     """One chunk of any length as a compiled function of arrays."""
     program = case(name).program
 
@@ -151,7 +212,12 @@ def compiled(name: str, rule: Rule, fresh: bool = False, final: bool = False, lo
         data = Chunk(args, targets, weights, loss)
         with strict(rule):
             found = run_chunk(rule, program, theta, Carry(hidden, other, trace), data, fresh, final)
-        return found.grads, found.losses, found.outputs, (found.carry.hidden, found.carry.other, found.carry.trace)
+        return (
+            found.grads,
+            found.losses,
+            found.outputs,
+            (found.carry.hidden, found.carry.other, found.carry.trace),
+        )
 
     return fast_jit(chunk)
 
@@ -164,7 +230,9 @@ def start(name: str, rule: Rule) -> tuple[Any, Any, Any]:
 
 @cache
 def run(name: str, rule: Rule, K: int = K, steps: int = T, flags: bool = False) -> Run:
-    """The whole sequence in chunks of K; `flags` says whether the first and the last chunk are marked as such."""
+    """The whole sequence in chunks of K; `flags` says whether the first and the last chunk are
+    marked as such.
+    """
     c = case(name)
     carry = start(name, rule)
     grads, losses, outputs = [jnp.zeros_like(w) for w in c.values.weights], [], []
@@ -172,7 +240,9 @@ def run(name: str, rule: Rule, K: int = K, steps: int = T, flags: bool = False) 
         at = slice(i, min(i + K, steps))
         chunk = compiled(name, rule, flags and i == 0, flags and i + K >= steps)
         weights = jnp.ones(len(c.targets[at]))
-        found, loss, output, carry = chunk(c.values.weights, *carry, [x[at] for x in c.xs], c.targets[at], weights)
+        found, loss, output, carry = chunk(
+            c.values.weights, *carry, [x[at] for x in c.xs], c.targets[at], weights
+        )
         grads = [a + b for a, b in zip(grads, found, strict=True)]
         losses.append(loss)
         outputs += [jax.tree.map(lambda x, n=n: x[n], output) for n in range(len(loss))]
@@ -196,11 +266,14 @@ def relative(a: Any, b: Any) -> float:
     return float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-12))
 
 
-# -- definitions -----------------------------------------------------------------------------------------------------
+# -- definitions
+# -----------------------------------------------------------------------------------------------------
 
 
 # Every model with the step's credit, one in three also with the core's.
-CREDITED = [(name, "step") for name in DEFINED] + [(name, "core") for name in in_turn(DEFINED, 3, OWN_CREDIT.__contains__)]
+CREDITED = [(name, "step") for name in DEFINED] + [
+    (name, "core") for name in in_turn(DEFINED, 3, OWN_CREDIT.__contains__)
+]
 
 
 @pytest.mark.parametrize(("name", "credit"), CREDITED)
@@ -209,10 +282,14 @@ def test_d_rtrl_is_its_definition(name, credit):
     assert_live(expected.bptt()[0])
     assert_close(found.grads, expected.d_rtrl(credit))
     assert_close(found.outputs, expected.outputs)
-    assert_close([found.carry.hidden, found.carry.other], [expected.hidden_after, expected.other_after])
+    assert_close(
+        [found.carry.hidden, found.carry.other], [expected.hidden_after, expected.other_after]
+    )
 
 
-@pytest.mark.parametrize("name", ["torch_gru", "stacked", "layer_norm", "carried_elsewhere", "feeds_two_ways"])
+@pytest.mark.parametrize(
+    "name", ["torch_gru", "stacked", "layer_norm", "carried_elsewhere", "feeds_two_ways"]
+)
 def test_credit_inside_the_chunk(name):
     found = run(name, DRTRL(credit="chunk"))
     assert_close(found.grads, dense(name).d_rtrl("chunk", K))
@@ -233,14 +310,23 @@ def test_upstream_weights_get_credit_within_the_chunk(name, credit):
 
 
 def test_upstream_half_of_a_fused_weight():
-    """brainstate's GRU: the reset gate's half reaches the state through another weight, the update gate's has a trace."""
+    """brainstate's GRU: the reset gate's half reaches the state through another weight, the update
+    gate's has a trace.
+    """
     name = "GRUCell"
-    found, upstream, traced = run(name, DRTRL()).grads, dense(name).upstream("step", K), dense(name).d_rtrl()
+    found, upstream, traced = (
+        run(name, DRTRL()).grads,
+        dense(name).upstream("step", K),
+        dense(name).d_rtrl(),
+    )
     fused = [n for n, g in enumerate(found) if g.shape[-1] == 2 * H]
     assert fused
     for n in fused:
         reset, update = slice(None, H), slice(H, None)
-        assert_close([found[n][..., reset], found[n][..., update]], [upstream[n][..., reset], traced[n][..., update]])
+        assert_close(
+            [found[n][..., reset], found[n][..., update]],
+            [upstream[n][..., reset], traced[n][..., update]],
+        )
 
 
 @pytest.mark.parametrize("name", ["rnn", "torch_gru", "spiking_jvp", "conv_recurrent", "stacked"])
@@ -248,10 +334,23 @@ def test_snap1_keeps_the_diagonal_of_products(name):
     assert_close(run(name, SnAp1(upstream="step")).grads, dense(name).snap1())
 
 
-@pytest.mark.parametrize("name", ["torch_lstm", "layer_norm", "stacked", "low_rank", "carried_elsewhere", "encoder_readout", "GRUCell"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch_lstm",
+        "layer_norm",
+        "stacked",
+        "low_rank",
+        "carried_elsewhere",
+        "encoder_readout",
+        "GRUCell",
+    ],
+)
 def test_rtrl_is_bptt(name):
     # What states that are not hidden carry ends at a chunk's boundary.
-    assert_close(run(name, RTRL(), T if case(name).values.other else K).grads, dense(name).bptt()[0])
+    assert_close(
+        run(name, RTRL(), T if case(name).values.other else K).grads, dense(name).bptt()[0]
+    )
 
 
 def test_bptt_is_the_gradient_of_the_unrolled_loop():
@@ -264,7 +363,8 @@ def test_bptt_is_the_gradient_of_the_unrolled_loop():
     assert_close(dense("torch_gru").bptt()[0], [expected[n] for n in names])
 
 
-# -- what must not matter ---------------------------------------------------------------------------------------------
+# -- what must not matter
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -287,9 +387,15 @@ def test_the_chunk_does_not_matter(name, rule):
     assert_live(one.grads)
     for K in (5, T):
         other = run(name, rule, K)
-        for a, b in ((other.grads, one.grads), (other.outputs, one.outputs), (other.losses, one.losses)):
+        for a, b in (
+            (other.grads, one.grads),
+            (other.outputs, one.outputs),
+            (other.losses, one.losses),
+        ):
             assert_close(a, b, 1e-10)
-        assert_close([other.carry.hidden, other.carry.trace], [one.carry.hidden, one.carry.trace], 1e-10)
+        assert_close(
+            [other.carry.hidden, other.carry.trace], [one.carry.hidden, one.carry.trace], 1e-10
+        )
 
 
 @pytest.mark.parametrize(
@@ -306,22 +412,37 @@ def test_the_chunk_does_not_matter(name, rule):
     ids=str,
 )
 def test_blocks_do_not_matter(name, rule, monkeypatch):
-    """A chunk worked through in blocks of one, three or five steps, some left over, gives what it gives at once, the trace included."""
+    """A chunk worked through in blocks of one, three or five steps, some left over, gives what it
+    gives at once, the trace included.
+    """
     expected = run(name, rule, T)
     assert_live(expected.grads)
     assert T % 3 == 0 and T % 5
     for size in (1, 3, 5):
         for memory in ("dense", "factored"):
-            monkeypatch.setattr(f"etrace_bridge.schedule.{memory}.block_steps", lambda program, length, size=size: size)
+            monkeypatch.setattr(
+                f"etrace_bridge.schedule.{memory}.block_steps",
+                lambda program, length, size=size: size,
+            )
         compiled.cache_clear()
         found = run.__wrapped__(name, rule, T)  # not the one in the cache
-        assert_close([found.grads, found.losses, found.outputs], [expected.grads, expected.losses, expected.outputs], 1e-12)
-        assert_close([found.carry.hidden, found.carry.trace], [expected.carry.hidden, expected.carry.trace], 1e-12)
+        assert_close(
+            [found.grads, found.losses, found.outputs],
+            [expected.grads, expected.losses, expected.outputs],
+            1e-12,
+        )
+        assert_close(
+            [found.carry.hidden, found.carry.trace],
+            [expected.carry.hidden, expected.carry.trace],
+            1e-12,
+        )
     compiled.cache_clear()
 
 
 def test_large_chunks_have_blocks():
-    """Blocks divide the chunk evenly where they can, are of one size however long it is, and a small chunk is one."""
+    """Blocks divide the chunk evenly where they can, are of one size however long it is, and a
+    small chunk is one.
+    """
     program = case("torch_gru").program
     steps = 4 * program.tuning.whole_bytes // working_bytes(program) // 64 * 64
     size = block_steps(program, steps)
@@ -342,11 +463,17 @@ def test_one_step_is_bptt(name, credit):
     """Of a chunk whose first loss alone counts, in the program that other tests have compiled."""
     c, rule = case(name), DRTRL(credit=credit, upstream="step")
     first = jnp.zeros(K).at[0].set(1.0)
-    found = compiled(name, rule)(c.values.weights, *start(name, rule), [x[:K] for x in c.xs], c.targets[:K], first)
+    found = compiled(name, rule)(
+        c.values.weights, *start(name, rule), [x[:K] for x in c.xs], c.targets[:K], first
+    )
     assert_close(found[0], dense(name).bptt(0, 1)[0])
 
 
-@pytest.mark.parametrize("rule", [DRTRL(credit="core"), DRTRL(credit="chunk"), SnAp1(), PPProp(), EProp(kappa=0.5)], ids=str)
+@pytest.mark.parametrize(
+    "rule",
+    [DRTRL(credit="core"), DRTRL(credit="chunk"), SnAp1(), PPProp(), EProp(kappa=0.5)],
+    ids=str,
+)
 def test_a_sequence_of_one_step_is_bptt(rule):
     expected, _ = dense("layer_norm").bptt(0, 1)
     assert_close(run("layer_norm", rule, 1, steps=1).grads, expected)
@@ -361,11 +488,19 @@ def test_pp_prop_starts_without_bias(name, credit):
 
 
 def test_pp_prop_takes_the_step_where_the_core_is_empty():
-    """A plain RNN's state has a past through its product alone; a GRU's gate carries it position by position."""
+    """A plain RNN's state has a past through its product alone; a GRU's gate carries it position by
+    position.
+    """
     for name, credit, other in (("rnn", "step", "core"), ("torch_gru", "core", "step")):
         found = run(name, PPProp(), K).grads
         assert_close(found, run(name, PPProp(credit=credit), K).grads, 1e-12)
-        assert max(np.abs(a - b).max() for a, b in zip(found, run(name, PPProp(credit=other), K).grads, strict=True)) > 1e-3
+        assert (
+            max(
+                np.abs(a - b).max()
+                for a, b in zip(found, run(name, PPProp(credit=other), K).grads, strict=True)
+            )
+            > 1e-3
+        )
 
 
 def test_masked_losses_add_up():
@@ -373,7 +508,9 @@ def test_masked_losses_add_up():
     parts = []
     for weights in ([1.0, 0.0, 2.0], [0.0, 1.0, 0.0], [1.0, 1.0, 2.0]):
         inputs = ([x[:K] for x in c.xs], c.targets[:K], jnp.asarray(weights))
-        parts.append(compiled("torch_gru", rule)(c.values.weights, *start("torch_gru", rule), *inputs)[0])
+        parts.append(
+            compiled("torch_gru", rule)(c.values.weights, *start("torch_gru", rule), *inputs)[0]
+        )
     assert_live(parts[1])
     assert_close([a + b for a, b in zip(parts[0], parts[1], strict=True)], parts[2])
 
@@ -382,24 +519,36 @@ def test_masked_losses_add_up():
 def test_steps_without_a_loss_keep_the_memory_going(rule):
     c = case("rnn")
     silent = compiled("rnn", rule, loss=None)
-    grads, losses, _, carry = silent(c.values.weights, *start("rnn", rule), [c.xs[0][:K]], None, jnp.ones(K))
+    grads, losses, _, carry = silent(
+        c.values.weights, *start("rnn", rule), [c.xs[0][:K]], None, jnp.ones(K)
+    )
     assert grads is None and losses is None
-    after = compiled("rnn", rule)(c.values.weights, *carry, [c.xs[0][K:]], c.targets[K:], jnp.ones(K))
+    after = compiled("rnn", rule)(
+        c.values.weights, *carry, [c.xs[0][K:]], c.targets[K:], jnp.ones(K)
+    )
     weights = jnp.zeros(K)
-    muted = compiled("rnn", rule)(c.values.weights, *start("rnn", rule), [c.xs[0][:K]], c.targets[:K], weights)
-    expected = compiled("rnn", rule)(c.values.weights, *muted[3], [c.xs[0][K:]], c.targets[K:], jnp.ones(K))
+    muted = compiled("rnn", rule)(
+        c.values.weights, *start("rnn", rule), [c.xs[0][:K]], c.targets[:K], weights
+    )
+    expected = compiled("rnn", rule)(
+        c.values.weights, *muted[3], [c.xs[0][K:]], c.targets[K:], jnp.ones(K)
+    )
     assert_live(expected[0])
     assert_close([after[0], after[3]], [expected[0], expected[3]], 1e-12)
 
 
 def row_loss(output: Any, target: Any) -> Any:
     """A loss whose target weighs the batch elements."""
-    return jnp.sum(target[:, None] * jnp.sin(output + jnp.linspace(0.0, 1.0, output.shape[1])[None]))
+    return jnp.sum(
+        target[:, None] * jnp.sin(output + jnp.linspace(0.0, 1.0, output.shape[1])[None])
+    )
 
 
 @pytest.mark.parametrize("rule", [DRTRL(), SnAp1(), PPProp(), EProp(kappa=0.6), RTRL()], ids=str)
 def test_reset_of_single_batch_elements(rule):
-    """After a reset of element 0, the gradient is that of a fresh element 0 and a continued element 1."""
+    """After a reset of element 0, the gradient is that of a fresh element 0 and a continued element
+    1.
+    """
     name = "rnn"
     c = case(name)
     chunk = compiled(name, rule, loss=row_loss)
@@ -420,18 +569,22 @@ def test_reset_of_single_batch_elements(rule):
     assert_close(together, [a + b for a, b in zip(fresh, continued, strict=True)])
 
 
-@pytest.mark.parametrize("make", [DRTRL, RFLO, PPProp, RTRL, LowRankRTRL], ids=lambda rule: rule.name)
+@pytest.mark.parametrize(
+    "make", [DRTRL, RFLO, PPProp, RTRL, LowRankRTRL], ids=lambda rule: rule.name
+)
 def test_traces_in_half_precision(make):
     rule = make(trace_dtype="bfloat16")
     found, expected = run("torch_gru", rule, 2), run("torch_gru", make(), 2)
     stored = {str(x.dtype) for x in jax.tree.leaves(found.carry.trace)}
-    small = make in (PPProp, LowRankRTRL)  # norms, and what was cut off, are small and stay as they are
+    # norms, and what was cut off, are small and stay as they are
+    small = make in (PPProp, LowRankRTRL)
     assert stored == ({"bfloat16", "float64"} if small else {"bfloat16"})
     errors = [relative(a, b) for a, b in zip(found.grads, expected.grads, strict=True)]
     assert 0 < max(errors) < 2e-2
 
 
-# -- exactness and the certificate -----------------------------------------------------------------------------------
+# -- exactness and the certificate
+# -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [*DIAGONAL, "decay_vector", "decay_scalar"])
@@ -461,12 +614,25 @@ def test_inexact_certificates_measure_inexact():
     assert measured == set() and compared > 20
 
 
-# -- exits, by which e-prop reads a group ------------------------------------------------------------------------------
+# -- exits, by which e-prop reads a group
+# ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["torch_lstm", "stacked", "two_groups_one_weight", "reads_old_state", "packed_concat", "two_readings"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "torch_lstm",
+        "stacked",
+        "two_groups_one_weight",
+        "reads_old_state",
+        "packed_concat",
+        "two_readings",
+    ],
+)
 def test_exits_carry_all_credit_of_the_core(name):
-    """`b_t` of `credit="core"` and the cotangents at contacts are what the exits' learning signals pull back."""
+    """`b_t` of `credit="core"` and the cotangents at contacts are what the exits' learning signals
+    pull back.
+    """
     c = case(name)
     exits = find_exits(c.program)
 
@@ -478,15 +644,21 @@ def test_exits_carry_all_credit_of_the_core(name):
         found = loss_gradient(steps, "core")
         signals = exit_cotangents(steps, exits)
         pulled = [linearise_exits(steps, g, own)(signals[g]) for g, own in enumerate(exits)]
-        taps = [sum(x for x in column if x is not None) for column in zip(*(t for _, t in pulled), strict=True)]
+        taps = [
+            sum(x for x in column if x is not None)
+            for column in zip(*(t for _, t in pulled), strict=True)
+        ]
         return (found.b, found.at_taps), ([b for b, _ in pulled], taps)
 
-    expected, found = both(c.values.weights, c.values.hidden, c.values.other, [x[:K] for x in c.xs], c.targets[:K])
+    expected, found = both(
+        c.values.weights, c.values.hidden, c.values.other, [x[:K] for x in c.xs], c.targets[:K]
+    )
     assert_live(expected[1])
     assert_close(found, expected, 1e-12)
 
 
-# -- options ---------------------------------------------------------------------------------------------------------
+# -- options
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -504,12 +676,16 @@ def test_exits_carry_all_credit_of_the_core(name):
     ],
 )
 def test_wrong_options_are_named_with_what_is_allowed(rule, option, value):
-    with pytest.raises(InputError, match=rf"`{option}` is {value!r}; it (must|is a number of steps and must) be "):
+    with pytest.raises(
+        InputError, match=rf"`{option}` is {value!r}; it (must|is a number of steps and must) be "
+    ):
         rule(**{option: value})
 
 
 def test_an_unknown_rule_is_told_the_known_ones():
-    with pytest.raises(InputError, match="There is no rule 'no_such_rule'.* Known rules: .*d_rtrl.*rtrl"):
+    with pytest.raises(
+        InputError, match="There is no rule 'no_such_rule'.* Known rules: .*d_rtrl.*rtrl"
+    ):
         make_rule("no_such_rule")
 
 

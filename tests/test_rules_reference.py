@@ -1,4 +1,6 @@
-"""Rules against their own equations: cells written out by hand, cells in torch, and braintrace's D-RTRL."""
+"""Rules against their own equations: cells written out by hand, cells in torch, and braintrace's
+D-RTRL.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,19 @@ import torch
 
 import models
 from etrace_bridge.compiler.graph import compile_etrace_graph
-from etrace_bridge.rules import DRTRL, RFLO, Carry, Chunk, EProp, Immediate, PPProp, Rule, SnAp1, SnApN, ThreeFactor
+from etrace_bridge.rules import (
+    DRTRL,
+    RFLO,
+    Carry,
+    Chunk,
+    EProp,
+    Immediate,
+    PPProp,
+    Rule,
+    SnAp1,
+    SnApN,
+    ThreeFactor,
+)
 from etrace_bridge.schedule.chunk import run_chunk
 from etrace_bridge.step.program import StepProgram, make_program
 from models import B, H, I
@@ -44,7 +58,8 @@ def _readout(weights, exits):
     return weights["w_out"] @ exits[0]
 
 
-# -- RNN -------------------------------------------------------------------------------------------------------------
+# -- RNN
+# -------------------------------------------------------------------------------------------------------------
 
 
 def _rnn_step(p, s, x):
@@ -59,13 +74,20 @@ def _rnn_core(y, x, h):
 
 MODELS["rnn"] = Written(
     _rnn_step,
-    Cell(lambda p: {"w": p["w"].T, "u": p["u"].T, "b": p["b"]}, lambda x, h: {"w": x, "u": h[0]}, _rnn_core, _readout, ("b",)),
+    Cell(
+        lambda p: {"w": p["w"].T, "u": p["u"].T, "b": p["b"]},
+        lambda x, h: {"w": x, "u": h[0]},
+        _rnn_core,
+        _readout,
+        ("b",),
+    ),
     {"w": (I, H), "u": (H, H), "b": (H,), "w_out": (OUT, H)},
     ("h",),
 )
 
 
-# -- GRU and LSTM in torch's layout ----------------------------------------------------------------------------------
+# -- GRU and LSTM in torch's layout
+# ----------------------------------------------------------------------------------
 
 
 def _gru_core(y, x, h):
@@ -95,7 +117,9 @@ def _torch_layout(core: Callable, names: tuple[str, ...]) -> tuple[Callable, Cel
     def views(p):
         return {n: v for n, v in p.items() if n != "w_out"}
 
-    return step, Cell(views, lambda x, h: {"w_ih": x, "w_hh": h[0]}, core, _readout, ("b_ih", "b_hh", "b"))
+    return step, Cell(
+        views, lambda x, h: {"w_ih": x, "w_hh": h[0]}, core, _readout, ("b_ih", "b_hh", "b")
+    )
 
 
 MODELS["gru"] = Written(
@@ -110,7 +134,8 @@ MODELS["lstm"] = Written(
 )
 
 
-# -- Adaptive spiking neurons; the readout reads spikes, which are no state ------------------------------------------
+# -- Adaptive spiking neurons; the readout reads spikes, which are no state
+# ------------------------------------------
 
 
 def _alif_core(y, x, h):
@@ -138,14 +163,17 @@ MODELS["alif"] = Written(
 )
 
 
-# -- A recurrent convolution; by hand its kernels are banded matrices ------------------------------------------------
+# -- A recurrent convolution; by hand its kernels are banded matrices
+# ------------------------------------------------
 
 LENGTH = 4
 
 
 def _conv_step(p, s, x):
     def conv(x, w):
-        return jax.lax.conv_general_dilated(x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+        return jax.lax.conv_general_dilated(
+            x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")
+        )
 
     h = jnp.tanh(conv(x, p["w"]) + conv(s["h"], p["u"]))
     return {"h": h}, h.reshape(B, -1) @ p["w_out"].T
@@ -155,7 +183,9 @@ def _banded(kernel: Any) -> Any:
     """(place, out) by (place, in): the matrix of a convolution with a kernel of three places."""
     _, ins, outs = kernel.shape
     places, none = range(LENGTH), jnp.zeros((outs, ins))
-    return jnp.block([[kernel[j - i + 1].T if abs(j - i) <= 1 else none for j in places] for i in places])
+    return jnp.block(
+        [[kernel[j - i + 1].T if abs(j - i) <= 1 else none for j in places] for i in places]
+    )
 
 
 MODELS["conv"] = Written(
@@ -173,7 +203,8 @@ MODELS["conv"] = Written(
 )
 
 
-# -- running ---------------------------------------------------------------------------------------------------------
+# -- running
+# ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -232,7 +263,9 @@ def gradient(name: str, rule: Rule, K: int) -> dict[str, np.ndarray]:
     def chunk(hidden, trace, x, target):
         data = Chunk([x], target, jnp.ones(len(target)), batch_loss)
         with strict(rule):
-            found = run_chunk(rule, b.program, weights, Carry(hidden, [], trace), data, False, False)
+            found = run_chunk(
+                rule, b.program, weights, Carry(hidden, [], trace), data, False, False
+            )
         return found.grads, found.carry.hidden, found.carry.trace
 
     trace, total = rule.init(b.program), [0.0] * len(weights)
@@ -251,17 +284,23 @@ def check(name: str, rule: Rule, K: int, expected: dict[str, np.ndarray]) -> Non
 
 
 @pytest.mark.parametrize("credit", ["core", "step"])
-@pytest.mark.parametrize(("name", "K"), [("rnn", 1), ("gru", 3), ("lstm", 3), ("conv", 2), ("alif", 3)])
+@pytest.mark.parametrize(
+    ("name", "K"), [("rnn", 1), ("gru", 3), ("lstm", 3), ("conv", 2), ("alif", 3)]
+)
 def test_pp_prop(name, K, credit):
     check(name, PPProp(decay=0.8, credit=credit), K, built(name).rules.pp_prop(0.8, credit))
 
 
-@pytest.mark.parametrize(("name", "K"), [("rnn", 1), ("gru", 3), ("lstm", 3), ("conv", 2), ("alif", 3)])
+@pytest.mark.parametrize(
+    ("name", "K"), [("rnn", 1), ("gru", 3), ("lstm", 3), ("conv", 2), ("alif", 3)]
+)
 def test_snap1(name, K):
     expected = built(name).rules.snap1()
     check(name, SnAp1(credit="core"), K, expected)
     plain = built(name).rules.eprop(0.0)
-    assert max(np.abs(plain[n] - expected[n]).max() for n in plain) > 1e-3, "the diagonal makes no difference here"
+    assert max(np.abs(plain[n] - expected[n]).max() for n in plain) > 1e-3, (
+        "the diagonal makes no difference here"
+    )
 
 
 @pytest.mark.parametrize(("name", "K"), [("rnn", 1), ("gru", 3), ("lstm", 3), ("alif", 2)])
@@ -280,7 +319,9 @@ def test_eprop_with_random_feedback(name, kappa, K):
 def test_rflo(name, K):
     rule, program = RFLO(seed=4), built(name).program
     (group,) = program.groups
-    assert [leaf.path[-1] for leaf in group.leaves] == list(MODELS[name].states), "states in the oracle's order"
+    assert [leaf.path[-1] for leaf in group.leaves] == list(MODELS[name].states), (
+        "states in the oracle's order"
+    )
     matrices = rule.matrices(program.groups, {0: program.out_vars[0].aval.shape})
     expected = built(name).rules.rflo(np.concatenate([np.asarray(F) for F in matrices.values()], 1))
     check(name, rule, K, expected)
@@ -310,7 +351,8 @@ def test_eprop_without_a_filter_is_d_rtrl(name):
     check(name, DRTRL(credit="core"), 3, built(name).rules.eprop(0.0))
 
 
-# -- in torch: a history whose recurrent product is detached ----------------------------------------------------------
+# -- in torch: a history whose recurrent product is detached
+# ----------------------------------------------------------
 
 
 def _torch_rnn(p, states, x, seen):
@@ -336,7 +378,8 @@ TORCH = {"rnn": _torch_rnn, "gru": _torch_gru, "lstm": _torch_lstm}
 def torch_online(name: str, credit: str) -> dict[str, np.ndarray]:
     """The gradients of the steps' losses, one by one; what the recurrent product reads is detached.
 
-    With `credit="step"` it is not detached in the last step, the one whose loss is taken; with `"bptt"` it never is.
+    With `credit="step"` it is not detached in the last step, the one whose loss is taken; with
+    `"bptt"` it never is.
     """
     b, cell = built(name), TORCH[name]
     weights = {n: torch.tensor(np.asarray(w), requires_grad=True) for n, w in b.weights.items()}
@@ -360,7 +403,8 @@ def test_d_rtrl_in_torch(name, credit):
     assert max(np.abs(exact[n] - expected[n]).max() for n in exact) > 1e-3, "nothing was detached"
 
 
-# -- braintrace: the same cells, one layer a gate ----------------------------------------------------------------------
+# -- braintrace: the same cells, one layer a gate
+# ----------------------------------------------------------------------
 
 
 def _layer(p: dict, x: Any) -> Any:
@@ -386,10 +430,15 @@ def _plain_cfn(p, s, x):
     return {"h": h}, h
 
 
-@pytest.mark.filterwarnings("ignore:ETP primitive:UserWarning")  # braintrace says which weight it leaves out
+# braintrace says which weight it leaves out
+@pytest.mark.filterwarnings("ignore:ETP primitive:UserWarning")
 @pytest.mark.parametrize(
     ("cell", "step", "left_out"),
-    [("ValinaRNNCell", _plain_rnn, set()), ("GRUCell", _plain_gru, {"Wr"}), ("CFNCell", _plain_cfn, set())],
+    [
+        ("ValinaRNNCell", _plain_rnn, set()),
+        ("GRUCell", _plain_gru, {"Wr"}),
+        ("CFNCell", _plain_cfn, set()),
+    ],
 )
 def test_braintrace_gives_the_same_where_it_gives_anything(cell, step, left_out):
     import braintrace
@@ -398,9 +447,14 @@ def test_braintrace_gives_the_same_where_it_gives_anything(cell, step, left_out)
     targets = jnp.linspace(-1.0, 1.0, T)
     theirs = getattr(braintrace.nn, cell)(I, H, activation="tanh")
     learner = braintrace.compile(theirs, braintrace.D_RTRL, xs[0])
-    expected = learner.etrace_grad(xs, targets, step_fn=lambda x, target: row_loss(learner(x), target))
+    expected = learner.etrace_grad(
+        xs, targets, step_fn=lambda x, target: row_loss(learner(x), target)
+    )
 
-    layers = {path[0]: jax.tree.map(jnp.array, w.value) for path, w in theirs.states(models.ParamState).items()}
+    layers = {
+        path[0]: jax.tree.map(jnp.array, w.value)
+        for path, w in theirs.states(models.ParamState).items()
+    }
     params = {n: models.ParamState(w) for n, w in layers.items()}
     model = models.Plain(params, {"h": models.HiddenState(jnp.zeros(H))}, step)
     program = make_program(compile_etrace_graph(model, xs[0]))
@@ -408,7 +462,11 @@ def test_braintrace_gives_the_same_where_it_gives_anything(cell, step, left_out)
     theta = [leaf for path in paths for leaf in jax.tree.leaves(layers[path[0]])]
     rule = DRTRL(credit="core", upstream="step")
     data = Chunk([xs], targets, jnp.full(T, 1 / T), row_loss)  # theirs is the mean over time
-    found = fast_jit(lambda: run_chunk(rule, program, theta, Carry([jnp.zeros(H)], [], None), data, True, True).grads)()
+    found = fast_jit(
+        lambda: (
+            run_chunk(rule, program, theta, Carry([jnp.zeros(H)], [], None), data, True, True).grads
+        )
+    )()
     leaves = iter(found)
     for path in paths:
         ours = {name: next(leaves) for name in sorted(layers[path[0]])}
@@ -421,16 +479,27 @@ def test_braintrace_gives_the_same_where_it_gives_anything(cell, step, left_out)
                 assert_close(g, other)
 
 
-def _braintrace_rnn(algorithm: Callable, step_fn: Callable, rule: Rule, loss: Callable) -> tuple[dict, dict]:
-    """Gradients of braintrace's RNN cell under its algorithm, and of ours step by step; the mean over time."""
+def _braintrace_rnn(
+    algorithm: Callable, step_fn: Callable, rule: Rule, loss: Callable
+) -> tuple[dict, dict]:
+    """Gradients of braintrace's RNN cell under its algorithm, and of ours step by step; the mean
+    over time.
+    """
     import braintrace
 
-    xs, targets = jnp.asarray(np.random.default_rng(4).standard_normal((T, I))), jnp.linspace(-1.0, 1.0, T)
+    xs, targets = (
+        jnp.asarray(np.random.default_rng(4).standard_normal((T, I))),
+        jnp.linspace(-1.0, 1.0, T),
+    )
     theirs = braintrace.nn.ValinaRNNCell(I, H, activation="tanh")
     learner = braintrace.compile(theirs, algorithm, xs[0])
-    expected = learner.etrace_grad(xs, targets, step_fn=functools.partial(step_fn, learner))["W", "weight"]
+    expected = learner.etrace_grad(xs, targets, step_fn=functools.partial(step_fn, learner))[
+        "W", "weight"
+    ]
     layer = jax.tree.map(jnp.array, theirs.states(models.ParamState)["W", "weight"].value)
-    model = models.Plain({"W": models.ParamState(layer)}, {"h": models.HiddenState(jnp.zeros(H))}, _plain_rnn)
+    model = models.Plain(
+        {"W": models.ParamState(layer)}, {"h": models.HiddenState(jnp.zeros(H))}, _plain_rnn
+    )
     program = make_program(compile_etrace_graph(model, xs[0]))
 
     def body(state: Any, part: Any) -> tuple[Any, Any]:
@@ -438,7 +507,9 @@ def _braintrace_rnn(algorithm: Callable, step_fn: Callable, rule: Rule, loss: Ca
         made = run_chunk(rule, program, jax.tree.leaves(layer), Carry(*state), data, False, False)
         return (made.carry.hidden, made.carry.other, made.carry.trace), made.grads
 
-    found = fast_jit(lambda: jax.lax.scan(body, ([jnp.zeros(H)], [], rule.init(program)), (xs, targets))[1])()
+    found = fast_jit(
+        lambda: jax.lax.scan(body, ([jnp.zeros(H)], [], rule.init(program)), (xs, targets))[1]
+    )()
     return expected, dict(zip(sorted(layer), (g.sum(0) for g in found), strict=True))
 
 
@@ -447,15 +518,21 @@ def test_braintrace_has_the_same_three_factors():
     import braintrace
 
     expected, found = _braintrace_rnn(
-        braintrace.ThreeFactor, lambda learner, x, m: jnp.sum(learner.update(x, modulator=m)), ThreeFactor(), lambda output, m: m
+        braintrace.ThreeFactor,
+        lambda learner, x, m: jnp.sum(learner.update(x, modulator=m)),
+        ThreeFactor(),
+        lambda output, m: m,
     )
     assert_live(list(found.values()))
     assert_close(found, expected)
 
 
-@pytest.mark.filterwarnings("ignore:The SnAp-n position analysis could not derive a pattern")  # it widens to all units, as ours does
+# it widens to all units, as ours does
+@pytest.mark.filterwarnings("ignore:The SnAp-n position analysis could not derive a pattern")
 def test_braintrace_has_the_same_snap_2():
-    """Of dense recurrent weights it is RTRL; theirs masks within a group, which is all there is here."""
+    """Of dense recurrent weights it is RTRL; theirs masks within a group, which is all there is
+    here.
+    """
     import braintrace
 
     expected, found = _braintrace_rnn(  # its n is 2 by default

@@ -1,4 +1,6 @@
-"""The slope of the loss along a direction, carried forward, is torch BPTT's gradient times that direction."""
+"""The slope of the loss along a direction, carried forward, is torch BPTT's gradient times that
+direction.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def test_push_is_forward_mode_where_only_reverse_mode_is_defined():
     v, along = jnp.array([-1.0, 0.5, 3.0]), jnp.array([1.0, -2.0, 0.5])
     value, tangent, aux = push(lambda v: (spike(jnp.sin(v)), "kept"), [v], [along])
     np.testing.assert_array_equal(value, [0.0, 1.0, 1.0])
-    np.testing.assert_allclose(tangent, along * np.cos(v) / (1 + np.abs(np.sin(v))) ** 2, rtol=1e-14)
+    np.testing.assert_allclose(
+        tangent, along * np.cos(v) / (1 + np.abs(np.sin(v))) ** 2, rtol=1e-14
+    )
     assert aux == "kept"
 
 
@@ -42,7 +46,9 @@ def test_slope_is_the_gradient_of_bptt_times_the_direction(name):
     rng = np.random.default_rng(0)
     along = {n: rng.standard_normal(g.shape) for n, g in online.ref.grads.items()}
     wanted = [float((along[n] * g.numpy()).sum()) for n, g in online.ref.grads.items()]
-    size = np.sqrt(sum((along[n] ** 2).sum() * (g.numpy() ** 2).sum() for n, g in online.ref.grads.items()))
+    size = np.sqrt(
+        sum((along[n] ** 2).sum() * (g.numpy() ** 2).sum() for n, g in online.ref.grads.items())
+    )
     assert size > 1e-3 and abs(sum(wanted)) > 1e-3 * size  # something to compare
     tolerance = FLOAT32_INSIDE if name.startswith("snntorch") else 1e-12
     assert abs(online.slopes(along).sum() - sum(wanted)) <= tolerance * size
@@ -60,11 +66,20 @@ def test_the_tangent_goes_on_from_chunk_to_chunk():
     def run(loss, states, tangent, xs, targets, weights):
         return run_slope(program, theta, along, states, tangent, ([xs], targets, weights), loss)
 
-    whole = run(step_loss, (hidden, other), zero_tangent(program), online.xs.numpy(), targets, weights)
+    whole = run(
+        step_loss, (hidden, other), zero_tangent(program), online.xs.numpy(), targets, weights
+    )
     states, tangent, slopes = (hidden, other), zero_tangent(program), []
     for at in range(0, len(online.xs), 2):
         some = slice(at, at + 2)
-        part = run(step_loss, states, tangent, online.xs[some].numpy(), [t[some] for t in targets], weights[some])
+        part = run(
+            step_loss,
+            states,
+            tangent,
+            online.xs[some].numpy(),
+            [t[some] for t in targets],
+            weights[some],
+        )
         states, tangent = (part.hidden, part.other), part.tangent
         slopes.append(part.slopes)
     np.testing.assert_allclose(jnp.concatenate(slopes), whole.slopes, rtol=1e-12)

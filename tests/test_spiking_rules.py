@@ -1,4 +1,6 @@
-"""Rules for spiking stacks against their papers' definitions, written in torch with autograd on single steps and loops over time."""
+"""Rules for spiking stacks against their papers' definitions, written in torch with autograd on
+single steps and loops over time.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ LEAK = 0.8
 
 
 class Layers(nn.Module):
-    """Two layers of leaky integrate-and-fire units without recurrent weights, and a readout of the upper one's spikes.
+    """Two layers of leaky integrate-and-fire units without recurrent weights, and a readout of the
+    upper one's spikes.
 
     Args:
         reset: a spike takes this much off the membrane, which no derivative sees.
@@ -30,14 +33,21 @@ class Layers(nn.Module):
 
     def __init__(self, reset: float = 0.3) -> None:
         super().__init__()
-        self.fc1, self.fc2, self.out, self.reset = nn.Linear(IN, H1), nn.Linear(H1, H2), nn.Linear(H2, OUT), reset
+        self.fc1, self.fc2, self.out, self.reset = (
+            nn.Linear(IN, H1),
+            nn.Linear(H1, H2),
+            nn.Linear(H2, OUT),
+            reset,
+        )
 
     def layer(self, current: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """The new membrane and the spike."""
         u = LEAK * u + current - self.reset * (u > 0.3)
         return u, Spike.apply(u - 0.3)
 
-    def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(
+        self, x: Tensor, state: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         u1, s1 = self.layer(self.fc1(x), state[0])
         u2, s2 = self.layer(self.fc2(s1), state[1])
         return self.out(s2), (u1, u2)
@@ -65,7 +75,11 @@ def make() -> tuple[Layers, Tensor, Tensor]:
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(0.6 * torch.randn(p.shape, generator=generator))
-    return model, torch.randn(T, B, IN, generator=generator), torch.randn(T, B, OUT, generator=generator)
+    return (
+        model,
+        torch.randn(T, B, IN, generator=generator),
+        torch.randn(T, B, OUT, generator=generator),
+    )
 
 
 @cache
@@ -79,10 +93,14 @@ def found(rule: Rule, chunk: int) -> dict[str, Tensor]:
     """The rule's gradient of the summed losses."""
     compiled, (_, xs, targets) = built(), make()
     grads = fast_jit(lambda: sequence_gradient(compiled, rule, xs, targets, chunk))()
-    return {name: torch.tensor(np.asarray(g)) for name, g in zip(compiled.weight_names, grads, strict=True)}
+    return {
+        name: torch.tensor(np.asarray(g))
+        for name, g in zip(compiled.weight_names, grads, strict=True)
+    }
 
 
-# ---- the definitions: `at_step(model, spikes and membranes of the step, target)` gives what a step adds to the gradients
+# ---- the definitions: `at_step(model, spikes and membranes of the step, target)` gives what a step
+# adds to the gradients
 
 
 class Step:
@@ -102,7 +120,9 @@ class Step:
 
 
 def run(model: Layers, xs: Tensor, targets: Tensor, make_rule: Callable) -> dict[str, Tensor]:
-    """Gradients by a rule that is given the steps one after the other; the readout's own gradient is plain."""
+    """Gradients by a rule that is given the steps one after the other; the readout's own gradient
+    is plain.
+    """
     rule, state = make_rule(model), start(B)
     grads = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     rates = []
@@ -110,7 +130,9 @@ def run(model: Layers, xs: Tensor, targets: Tensor, make_rule: Callable) -> dict
         step = Step(model, x, state)
         readout = list(model.out.parameters())
         for (name, _), g in zip(
-            model.out.named_parameters(prefix="out"), torch.autograd.grad(loss(step.output, target), readout, retain_graph=True), strict=True
+            model.out.named_parameters(prefix="out"),
+            torch.autograd.grad(loss(step.output, target), readout, retain_graph=True),
+            strict=True,
         ):
             grads[name] += g
         for k, (weight, bias) in enumerate(rule(step, target), 1):
@@ -154,14 +176,18 @@ def eligibilities() -> Callable:
 
 
 def otpe(model: Layers) -> Callable:
-    """`dl/ds · R`, R the lower layer's eligibility filtered by the upper one's leak; nothing comes after the upper layer."""
+    """`dl/ds · R`, R the lower layer's eligibility filtered by the upper one's leak; nothing comes
+    after the upper layer.
+    """
     e_of, R = eligibilities(), torch.zeros(())
 
     def at_step(step: Step, target: Tensor):
         nonlocal R
         e = e_of(step)
         R = LEAK * R + e[0]
-        for signal, trace in zip(torch.autograd.grad(loss(step.output, target), step.s), (R, e[1]), strict=True):
+        for signal, trace in zip(
+            torch.autograd.grad(loss(step.output, target), step.s), (R, e[1]), strict=True
+        ):
             whole = torch.einsum("bu,bui->ui", signal, trace)
             yield whole[:, :-1], whole[:, -1]
 
@@ -239,7 +265,14 @@ def test_elements_that_are_reset_start_anew():
     """After a reset of one element its gradient is that of a new sequence."""
     (model, xs, targets), rule = make(), OTTT(leak=LEAK)
     first, alone = (
-        eb.OnlineLearner(eb.wrap(model, state=start), rule, lambda y, t: loss(y[:1], t[:1]), chunk=1, reduction="sum") for _ in range(2)
+        eb.OnlineLearner(
+            eb.wrap(model, state=start),
+            rule,
+            lambda y, t: loss(y[:1], t[:1]),
+            chunk=1,
+            reduction="sum",
+        )
+        for _ in range(2)
     )
     first.gradients(xs[:2], targets[:2], carry=True)
     first.reset(torch.tensor([True, False, False]))

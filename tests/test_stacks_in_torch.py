@@ -1,4 +1,6 @@
-"""Two layers under the rules' definitions, written in torch: what a step's loss asks of the lower layer, and what is dropped."""
+"""Two layers under the rules' definitions, written in torch: what a step's loss asks of the lower
+layer, and what is dropped.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,12 @@ State = tuple[Tensor, Tensor]
 
 
 class Stack(nn.Module):
-    """Two recurrent layers and a readout; what the upper layer reads is a `signal` of the lower one, or its new state.
+    """Two recurrent layers and a readout; what the upper layer reads is a `signal` of the lower
+    one, or its new state.
 
     Args:
-        signals: the lower layer sends a signal that is no state, as the spike of most spiking neurons is.
+        signals: the lower layer sends a signal that is no state, as the spike of most spiking
+            neurons is.
     """
 
     def __init__(self, signals: bool) -> None:
@@ -63,7 +67,11 @@ def make(signals: bool) -> tuple[Stack, Tensor, Tensor]:
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(0.6 * torch.randn(p.shape, generator=generator))
-    return model, torch.randn(T, B, IN, generator=generator), torch.randn(T, B, OUT, generator=generator)
+    return (
+        model,
+        torch.randn(T, B, IN, generator=generator),
+        torch.randn(T, B, OUT, generator=generator),
+    )
 
 
 def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -79,7 +87,9 @@ def double():
 
 
 def last_step(model: Stack, x: Tensor, state: State, credit: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, signal and upper state of the step whose loss is taken: layers are joined, recurrent products only for `"step"`."""
+    """Output, signal and upper state of the step whose loss is taken: layers are joined, recurrent
+    products only for `"step"`.
+    """
     v, w = state
     _, z = model.lower(x, v, v if credit == "step" else v.detach())
     w = model.upper(z, w, w if credit == "step" else w.detach())
@@ -94,7 +104,9 @@ def d_rtrl(model: Stack, xs: Tensor, targets: Tensor, credit: str) -> None:
 
 
 def eprop(model: Stack, xs: Tensor, targets: Tensor) -> None:
-    """Fills `.grad` by e-prop's: `sum over t, s <= t of kappa^(t-s) L_t · e_s`, and the readout's own gradient."""
+    """Fills `.grad` by e-prop's: `sum over t, s <= t of kappa^(t-s) L_t · e_s`, and the readout's
+    own gradient.
+    """
     for t in range(T):
         output, z, w = last_step(model, xs[t], model.history(xs, t), "core")
         signals = torch.autograd.grad(loss(output, targets[t]), (z, w))
@@ -103,11 +115,16 @@ def eprop(model: Stack, xs: Tensor, targets: Tensor) -> None:
             v, u = model.history(xs, s)
             _, z_s = model.lower(xs[s], v, v.detach())
             w_s = model.upper(z_s.detach(), u, u.detach())
-            (KAPPA ** (t - s) * sum((a * b).sum() for a, b in zip(signals, (z_s, w_s), strict=True))).backward()
+            (
+                KAPPA ** (t - s)
+                * sum((a * b).sum() for a, b in zip(signals, (z_s, w_s), strict=True))
+            ).backward()
 
 
 def pp_prop(model: Stack, xs: Tensor, targets: Tensor) -> None:
-    """Fills `.grad` by pp-prop's equations, with two filters a product; a bias is a column whose feature is 1."""
+    """Fills `.grad` by pp-prop's equations, with two filters a product; a bias is a column whose
+    feature is 1.
+    """
     v, w = torch.zeros(B, H1), torch.zeros(B, H2)
     layers = (model.fc1, model.rec1), (model.fc2, model.rec2)
     f, n = [torch.zeros(()), torch.zeros(())], 0.0
@@ -149,7 +166,11 @@ def test_two_layers_by_definition(name, signals):
     rule, define = CASES[name]
     model, xs, targets = make(signals)
     learner = eb.OnlineLearner(
-        eb.wrap(model, state=lambda n: (torch.zeros(n, H1), torch.zeros(n, H2))), rule, loss, chunk=3, reduction="sum"
+        eb.wrap(model, state=lambda n: (torch.zeros(n, H1), torch.zeros(n, H2))),
+        rule,
+        loss,
+        chunk=3,
+        reduction="sum",
     )
     found = learner.gradients(xs, targets).grads
     define(model, xs, targets)
@@ -158,9 +179,13 @@ def test_two_layers_by_definition(name, signals):
         assert (found[parameter] - p.grad).abs().max() <= 1e-9 * p.grad.abs().max(), parameter
 
 
-@pytest.mark.parametrize("rule", [DRTRL("core", upstream="step"), EProp(), EProp(kappa=KAPPA), PPProp()], ids=str)
+@pytest.mark.parametrize(
+    "rule", [DRTRL("core", upstream="step"), EProp(), EProp(kappa=KAPPA), PPProp()], ids=str
+)
 def test_a_lower_layer_that_sends_signals_is_asked_for_its_past(rule):
-    """The loss reads it through the upper layer alone: without that path nothing of its past would count, only each step by itself."""
+    """The loss reads it through the upper layer alone: without that path nothing of its past would
+    count, only each step by itself.
+    """
     model, xs, targets = make(True)
     net = eb.wrap(model, state=lambda n: (torch.zeros(n, H1), torch.zeros(n, H2)))
     whole = eb.OnlineLearner(net, rule, loss, chunk=3, reduction="sum").gradients(xs, targets).grads
@@ -173,20 +198,26 @@ def test_a_lower_layer_that_sends_signals_is_asked_for_its_past(rule):
 
 
 class Delayed(Stack):
-    """The upper layer reads what the lower one sent a step before, so that no step's loss depends on it."""
+    """The upper layer reads what the lower one sent a step before, so that no step's loss depends
+    on it.
+    """
 
-    def forward(self, x: Tensor, state: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    def forward(
+        self, x: Tensor, state: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         v, z = self.lower(x, state[0], state[0])
         w = torch.tanh(0.7 * state[1] + state[2] + self.rec2(state[1]))
         return self.out(w), (v, w, self.fc2(z))
 
 
 def test_random_feedback_reaches_a_layer_that_answers_later():
-    """`sum over t, s <= t of kappa^(t-s) (dl_t/doutput_t F) · e_s`, with the lower layer's own random matrix F."""
+    """`sum over t, s <= t of kappa^(t-s) (dl_t/doutput_t F) · e_s`, with the lower layer's own
+    random matrix F.
+    """
     _, xs, targets = make(True)
     torch.manual_seed(0)
     model, rule = Delayed(True), EProp(kappa=KAPPA, feedback="random")
-    start = lambda n: (torch.zeros(n, H1), torch.zeros(n, H2), torch.zeros(n, H2))  # noqa: E731
+    start = lambda n: (torch.zeros(n, H1), torch.zeros(n, H2), torch.zeros(n, H2))
     learner = eb.OnlineLearner(eb.wrap(model, state=start), rule, loss, chunk=3, reduction="sum")
     result = learner.gradients(xs, targets)
     matrices = rule.feedback_matrices(learner.runtime.store.compiled.program).values()
@@ -201,7 +232,9 @@ def test_random_feedback_reaches_a_layer_that_answers_later():
         expected = model.get_parameter(name).grad
         assert expected is not None and expected.abs().max() > 1e-2
         assert (result.grads[name] - expected).abs().max() <= 1e-9 * expected.abs().max(), name
-    silent = eb.OnlineLearner(eb.wrap(model, state=start), EProp(kappa=KAPPA), loss, chunk=3, reduction="sum").gradients(xs, targets)
+    silent = eb.OnlineLearner(
+        eb.wrap(model, state=start), EProp(kappa=KAPPA), loss, chunk=3, reduction="sum"
+    ).gradients(xs, targets)
     assert silent.grads["fc1.weight"].abs().max() == 0
 
 
@@ -216,16 +249,24 @@ class LeakyReadout(Stack):
 
 @pytest.mark.parametrize("kappa", [0.0, KAPPA])
 def test_a_readout_knows_its_own_error(kappa):
-    """Random feedback replaces the way back through a readout's weights; the readout's own error needs no way back."""
+    """Random feedback replaces the way back through a readout's weights; the readout's own error
+    needs no way back.
+    """
     _, xs, _ = make(True)
     targets = torch.randn(T, B, H2, generator=torch.Generator().manual_seed(7))
     torch.manual_seed(0)
     net = eb.wrap(LeakyReadout(True), state=lambda n: (torch.zeros(n, H1), torch.zeros(n, H2)))
     random, own = (
-        eb.OnlineLearner(net, EProp(kappa=kappa, feedback=feedback), loss, chunk=3, reduction="sum").gradients(xs, targets).grads
+        eb.OnlineLearner(net, EProp(kappa=kappa, feedback=feedback), loss, chunk=3, reduction="sum")
+        .gradients(xs, targets)
+        .grads
         for feedback in ("random", "symmetric")
     )
     for name in ("fc2.weight", "fc2.bias"):
         assert own[name].abs().max() > 0.1
         assert (random[name] - own[name]).abs().max() <= 1e-12 * own[name].abs().max()
-    assert (random["fc1.weight"] - own["fc1.weight"]).abs().max() > 0.1 * own["fc1.weight"].abs().max() > 0
+    assert (
+        (random["fc1.weight"] - own["fc1.weight"]).abs().max()
+        > 0.1 * own["fc1.weight"].abs().max()
+        > 0
+    )

@@ -21,7 +21,8 @@ from etrace_bridge.cli.data import make_sequences, read_arrays
 from etrace_bridge.cli.model import load_model
 from etrace_bridge.learning import checkpoint_files
 
-pytestmark = [pytest.mark.x32, pytest.mark.usefixtures("quick_compile")]  # as on a user's command line
+# as on a user's command line
+pytestmark = [pytest.mark.x32, pytest.mark.usefixtures("quick_compile")]
 
 MODELS = """
 from torch import nn
@@ -59,7 +60,8 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "models.py").write_text(MODELS)
     random = np.random.default_rng(0)
     xs = random.normal(size=(6, 10, 3))
-    targets = np.stack([xs[..., 0].cumsum(0), xs[..., 1]], -1) / 3  # a running sum: something to learn through time
+    # a running sum: something to learn through time
+    targets = np.stack([xs[..., 0].cumsum(0), xs[..., 1]], -1) / 3
     np.savez(tmp_path / "data.npz", xs=xs, targets=targets)
     np.save(tmp_path / "xs.npy", xs)
     np.save(tmp_path / "labels.npy", (xs[..., 0].sum(0) > 0).astype(int))  # one a sequence
@@ -74,12 +76,27 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
 
 
 def test_training_learns_and_writes_what_it_learned(capsys, folder):
-    arguments = ("--data", "data.npz", "--epochs", "8", "--batch", "5", "--lr", "0.02", "--validation", "0.2", "--chunk", "2")
+    arguments = (
+        "--data",
+        "data.npz",
+        "--epochs",
+        "8",
+        "--batch",
+        "5",
+        "--lr",
+        "0.02",
+        "--validation",
+        "0.2",
+        "--chunk",
+        "2",
+    )
     files = ("--output", "run/model", "--state-dict", "run/weights.pt")
     status, out, err = run(capsys, "train", "models.py:make_model", *arguments, *files, "--json")
     assert status == 0, err
     result = json.loads(out)
-    assert result["sequences"] == 8 and result["validation_sequences"] == 2 and result["updates"] == 16
+    assert (
+        result["sequences"] == 8 and result["validation_sequences"] == 2 and result["updates"] == 16
+    )
     assert result["epochs"][-1]["loss"] < 0.8 * result["epochs"][0]["loss"]
     assert result["epochs"][-1]["validation_loss"] < result["epochs"][0]["validation_loss"]
 
@@ -90,12 +107,18 @@ def test_training_learns_and_writes_what_it_learned(capsys, folder):
     assert all((weights[name] != start[name]).any() for name in start)
     with torch.no_grad():
         held = np.load("data.npz")
-        loss = nn.functional.mse_loss(model(torch.tensor(held["xs"]).float()), torch.tensor(held["targets"]).float())
+        loss = nn.functional.mse_loss(
+            model(torch.tensor(held["xs"]).float()), torch.tensor(held["targets"]).float()
+        )
     assert loss < result["epochs"][0]["loss"]
 
-    learner = eb.OnlineLearner.load(result["checkpoint"], model, loss=nn.functional.mse_loss, optimizer=optax.adam(0.02))
+    learner = eb.OnlineLearner.load(
+        result["checkpoint"], model, loss=nn.functional.mse_loss, optimizer=optax.adam(0.02)
+    )
     assert learner.updates == 16
-    torch.testing.assert_close(learner.net.state_dict()["gru.weight_hh_l0"], weights["gru.weight_hh_l0"])
+    torch.testing.assert_close(
+        learner.net.state_dict()["gru.weight_hh_l0"], weights["gru.weight_hh_l0"]
+    )
 
 
 def test_settings_from_a_file_flags_win_and_resume(capsys, folder):
@@ -107,11 +130,16 @@ def test_settings_from_a_file_flags_win_and_resume(capsys, folder):
     )
     status, out, err = run(capsys, "train", "--config", "configs/run.toml", "--epochs", "2")
     assert status == 0, err
-    assert "pp_prop on 7 sequences of 6 steps, 3 more for validation" in out and "validation accuracy" in out
+    assert (
+        "pp_prop on 7 sequences of 6 steps, 3 more for validation" in out
+        and "validation accuracy" in out
+    )
     assert "FidelityMeter: " in out and "of 2 readings downhill" in out and "fidelity" in err
     assert "first.safetensors" in out and (folder / "first.safetensors").is_file()
     rows = [line for line in err.splitlines() if line.startswith("epoch ")]
-    assert [row.split()[1] for row in rows] == ["1/2", "2/2"] and all("validation_accuracy" in row for row in rows)
+    assert [row.split()[1] for row in rows] == ["1/2", "2/2"] and all(
+        "validation_accuracy" in row for row in rows
+    )
 
     more = ("--epochs", "1", "--resume", "first.safetensors", "--output", "second", "--json")
     status, out, err = run(capsys, "train", "--config", "configs/run.toml", *more)
@@ -123,7 +151,16 @@ def test_a_table_of_numbers_is_cut_into_sequences(folder):
     rows = ["a,b,c,wanted"] + [f"{n},{n + 1},{n + 2},{10 * n}" for n in range(11)]
     (folder / "table.csv").write_text("\n".join(rows) + "\n")
     xs, targets, stream = read_arrays("table.csv", None, [])
-    sequences = make_sequences(xs, targets, stream=stream, window=5, batch_first=False, loss_at="last", loss="mse", model=nn.GRU(3, 1))
+    sequences = make_sequences(
+        xs,
+        targets,
+        stream=stream,
+        window=5,
+        batch_first=False,
+        loss_at="last",
+        loss="mse",
+        model=nn.GRU(3, 1),
+    )
     assert sequences.xs.shape == (5, 2, 3) and sequences.targets.shape == (5, 2, 1)
     assert sequences.xs[:, 1, 0].tolist() == [5, 6, 7, 8, 9] and sequences.targets[4, 0, 0] == 40
     assert sequences.mask is not None and sequences.mask.tolist() == [0, 0, 0, 0, 1]
@@ -133,15 +170,24 @@ def test_a_table_of_numbers_is_cut_into_sequences(folder):
 
 def test_batches_are_laid_out_as_the_model_takes_them(folder):
     xs, targets, _ = read_arrays("data.npz", None, [])
-    options = {"stream": False, "window": None, "loss_at": "all", "loss": "mse", "model": nn.GRU(3, 2)}
+    options = {
+        "stream": False,
+        "window": None,
+        "loss_at": "all",
+        "loss": "mse",
+        "model": nn.GRU(3, 2),
+    }
     by_time = make_sequences(xs, targets, batch_first=False, **options)
-    by_batch = make_sequences(xs.swapaxes(0, 1), targets.swapaxes(0, 1), batch_first=True, **options)
+    by_batch = make_sequences(
+        xs.swapaxes(0, 1), targets.swapaxes(0, 1), batch_first=True, **options
+    )
     assert torch.equal(by_time.xs, by_batch.xs) and torch.equal(by_time.targets, by_batch.targets)
     batch = by_time.pick(torch.tensor([4, 1]), batch_first=True)
     assert batch[0].shape == (2, 6, 3) and torch.equal(batch[0][0], by_time.xs[:, 4])
 
 
-# -- long runs ------------------------------------------------------------------------------------------------------
+# -- long runs
+# ------------------------------------------------------------------------------------------------------
 
 LONG = (
     "models.py:make_model",
@@ -181,7 +227,9 @@ def signal_after(monkeypatch):
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_run_prints_the_line_that_goes_on_with_it(capsys, folder, signal_after, monkeypatch, number, status):
+def test_an_interrupted_run_prints_the_line_that_goes_on_with_it(
+    capsys, folder, signal_after, monkeypatch, number, status
+):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     assert run(capsys, "train", *LONG, "--output", "whole")[0] == 0
     signal_after(number, 4)  # of 9 updates
@@ -190,21 +238,31 @@ def test_an_interrupted_run_prints_the_line_that_goes_on_with_it(capsys, folder,
     monkeypatch.chdir(folder)
     assert found == status and out == "" and "Traceback" not in err
     line = next(line.strip() for line in err.splitlines() if "--resume" in line)
-    assert line.startswith("python -m etrace_bridge train models.py:make_model") and line.endswith("--resume run/model.safetensors")
+    assert line.startswith("python -m etrace_bridge train models.py:make_model") and line.endswith(
+        "--resume run/model.safetensors"
+    )
     found, out, err = run(capsys, *shlex.split(line)[3:], "--json")
     assert found == 0, err
     result = json.loads(out)
     assert result["updates"] == 9 and [r["epoch"] for r in result["epochs"]] == [1, 2, 3]
     one, two = (checkpoint_files.read_checkpoint(name) for name in ("whole", "run/model"))
     for part in (0, 1):
-        assert list(one[part]) == list(two[part]) and all(torch.equal(one[part][n], two[part][n]) for n in one[part])
-    assert one[2]["history"]["batch_losses"] == two[2]["history"]["batch_losses"] and len(set(one[2]["history"]["batch_losses"])) == 9
+        assert list(one[part]) == list(two[part]) and all(
+            torch.equal(one[part][n], two[part][n]) for n in one[part]
+        )
+    assert (
+        one[2]["history"]["batch_losses"] == two[2]["history"]["batch_losses"]
+        and len(set(one[2]["history"]["batch_losses"])) == 9
+    )
 
 
 def test_an_output_that_cannot_be_written_is_found_before_training(capsys, folder, monkeypatch):
     (folder / "file").write_text("")
     monkeypatch.setattr(eb.OnlineLearner, "update", lambda *_: pytest.fail("it trains"))
-    for files in (("--output", "file/model"), ("--output", "model", "--state-dict", "file/weights.pt")):
+    for files in (
+        ("--output", "file/model"),
+        ("--output", "model", "--state-dict", "file/weights.pt"),
+    ):
         status, _, err = run(capsys, "train", *LONG, *files)
         assert status == 2 and "cannot be written" in err and "Not a directory" in err
     assert not list(folder.glob("*.safetensors"))
@@ -224,10 +282,15 @@ def test_what_was_learned_survives_a_full_disk(capsys, folder, monkeypatch):
     status, out, err = run(capsys, "train", *LONG, "--output", "model")
     assert status == 1 and "No space left" in err and "What was learned is in" in err
     monkeypatch.undo()
-    path = next(line for line in out.splitlines() if line.startswith("Checkpoint: ")).removeprefix("Checkpoint: ")
+    path = next(line for line in out.splitlines() if line.startswith("Checkpoint: ")).removeprefix(
+        "Checkpoint: "
+    )
     assert path.startswith(str(folder / "elsewhere"))
     learner = eb.OnlineLearner.load(
-        path, load_model(f"{folder}/models.py:make_model"), loss=nn.functional.mse_loss, optimizer=optax.adam(0.02)
+        path,
+        load_model(f"{folder}/models.py:make_model"),
+        loss=nn.functional.mse_loss,
+        optimizer=optax.adam(0.02),
     )
     assert learner.updates == 9
 
@@ -238,20 +301,52 @@ def test_evaluate_and_predict_are_what_torch_gives(capsys, folder, maker):
     held = {name: swap(array) for name, array in np.load("data.npz").items()}
     np.savez("laid.npz", **held)
     common = (f"models.py:{maker}", "--data", "laid.npz", "--batch", "4")
-    assert run(capsys, "train", *common, "--epochs", "1", "--output", "model", "--metric", "models.py:worst")[0] == 0
+    assert (
+        run(
+            capsys,
+            "train",
+            *common,
+            "--epochs",
+            "1",
+            "--output",
+            "model",
+            "--metric",
+            "models.py:worst",
+        )[0]
+        == 0
+    )
     model = load_model(f"models.py:{maker}")
     model.load_state_dict(safetensors.torch.load_file("model.safetensors"))
     with torch.no_grad():
-        expected, targets = model(torch.tensor(held["xs"]).float()), torch.tensor(held["targets"]).float()
-    status, out, err = run(capsys, "predict", *common, "--checkpoint", "model", "--output", "out.npy")
+        expected, targets = (
+            model(torch.tensor(held["xs"]).float()),
+            torch.tensor(held["targets"]).float(),
+        )
+    status, out, err = run(
+        capsys, "predict", *common, "--checkpoint", "model", "--output", "out.npy"
+    )
     assert status == 0, err
     assert out == f"out.npy: {tuple(expected.shape)}\n"
     np.testing.assert_allclose(np.load("out.npy"), expected.numpy(), rtol=1e-5, atol=1e-6)
-    status, out, err = run(capsys, "evaluate", *common, "--checkpoint", "model", "--metric", "models.py:worst", "--json")
+    status, out, err = run(
+        capsys,
+        "evaluate",
+        *common,
+        "--checkpoint",
+        "model",
+        "--metric",
+        "models.py:worst",
+        "--json",
+    )
     assert status == 0, err
     found = json.loads(out)
-    assert found["sequences"] == 10 and found["loss"] == pytest.approx(float(nn.functional.mse_loss(expected, targets)), rel=1e-5)
-    parts = [(swap(expected)[:, n : n + 4] - swap(targets)[:, n : n + 4]).abs().max() * min(4, 10 - n) for n in (0, 4, 8)]
+    assert found["sequences"] == 10 and found["loss"] == pytest.approx(
+        float(nn.functional.mse_loss(expected, targets)), rel=1e-5
+    )
+    parts = [
+        (swap(expected)[:, n : n + 4] - swap(targets)[:, n : n + 4]).abs().max() * min(4, 10 - n)
+        for n in (0, 4, 8)
+    ]
     assert found["worst"] == pytest.approx(float(sum(parts)) / 10, rel=1e-5)
     for command in ("evaluate", "predict"):
         assert run(capsys, command, f"models.py:{maker}", "--checkpoint", "model")[0] == 2
@@ -268,14 +363,35 @@ def test_evaluate_and_predict_are_what_torch_gives(capsys, folder, maker):
         (("models.py:make_model", "--data", "nothing.npz"), "There is no file `nothing.npz`"),
         (("models.py:make_model", "--data", "models.py"), "data are read from .npy, .npz and .csv"),
         (("models.py:make_model", "--data", "xs.npy"), "Name the targets' file as well"),
-        (("models.py:make_model", "--data", "xs.npy", "--targets", "xs.npy", "--window", "2"), "`window` cuts one long sequence"),
-        (("models.py:make_batch_first", "--data", "xs.npy", "--targets", "labels.npy"), "Is the layout of the inputs right?"),
-        (("models.py:make_model", "--data", "data.npz", "--rule", "drtrl"), "There is no rule 'drtrl'"),
-        (("models.py:make_model", "--data", "data.npz", "--loss", "hinge"), "There is no loss `hinge`"),
-        (("models.py:make_model", "--data", "data.npz", "--optimizer", "lion"), "There is no optimizer `lion`"),
+        (
+            ("models.py:make_model", "--data", "xs.npy", "--targets", "xs.npy", "--window", "2"),
+            "`window` cuts one long sequence",
+        ),
+        (
+            ("models.py:make_batch_first", "--data", "xs.npy", "--targets", "labels.npy"),
+            "Is the layout of the inputs right?",
+        ),
+        (
+            ("models.py:make_model", "--data", "data.npz", "--rule", "drtrl"),
+            "There is no rule 'drtrl'",
+        ),
+        (
+            ("models.py:make_model", "--data", "data.npz", "--loss", "hinge"),
+            "There is no loss `hinge`",
+        ),
+        (
+            ("models.py:make_model", "--data", "data.npz", "--optimizer", "lion"),
+            "There is no optimizer `lion`",
+        ),
         (("models.py:make_model", "--data", "data.npz", "--epochs", "0"), "--epochs is 0"),
-        (("models.py:make_model", "--data", "data.npz", "--validation", "0.01"), "leaves 10 to learn from and 0 to validate"),
-        (("models.py:make_model", "--data", "data.npz", "--resume", "none"), "There is no checkpoint"),
+        (
+            ("models.py:make_model", "--data", "data.npz", "--validation", "0.01"),
+            "leaves 10 to learn from and 0 to validate",
+        ),
+        (
+            ("models.py:make_model", "--data", "data.npz", "--resume", "none"),
+            "There is no checkpoint",
+        ),
         (("--config", "bad.toml"), "has settings that are not known: epoch"),
         (("--config", "worse.toml"), "`epochs` in `worse.toml` is 'ten'"),
         (("--config", "models.py"), "is not a TOML file"),
@@ -289,34 +405,85 @@ def test_bad_use_is_explained(capsys, folder, arguments, message):
 
 
 def test_training_that_becomes_infinite_is_not_ok(capsys, folder):
-    arguments = ("--data", "data.npz", "--loss", "models.py:my_loss", "--optimizer", "sgd", "--lr", "1e20", "--epochs", "3")
+    arguments = (
+        "--data",
+        "data.npz",
+        "--loss",
+        "models.py:my_loss",
+        "--optimizer",
+        "sgd",
+        "--lr",
+        "1e20",
+        "--epochs",
+        "3",
+    )
     status, _, err = run(capsys, "train", "models.py:make_model", *arguments)
     assert status == 1 and "Traceback" not in err and ("NaN" in err or "infinite" in err)
 
 
 def test_bench_of_the_built_in_gru(capsys):
-    arguments = ("--input", "2,3", "--hidden", "4", "--steps", "6", "--repeats", "2", "--rule", "d_rtrl", "--chunk", "3", "--json")
+    arguments = (
+        "--input",
+        "2,3",
+        "--hidden",
+        "4",
+        "--steps",
+        "6",
+        "--repeats",
+        "2",
+        "--rule",
+        "d_rtrl",
+        "--chunk",
+        "3",
+        "--json",
+    )
     status, out, err = run(capsys, "bench", *arguments)
     assert status == 0, err
     result = json.loads(out)
     torch_row, rule_row = result["rows"]
     assert (torch_row["name"], rule_row["name"], rule_row["chunk"]) == ("torch BPTT", "d_rtrl", 3)
-    assert torch_row["time_ratio"] == 1 and rule_row["time_ratio"] == pytest.approx(rule_row["seconds"] / torch_row["seconds"])
+    assert torch_row["time_ratio"] == 1 and rule_row["time_ratio"] == pytest.approx(
+        rule_row["seconds"] / torch_row["seconds"]
+    )
     weights = sum(p.numel() * 4 for p in nn.GRU(3, 4).parameters()) + (4 * 10 + 10) * 4
-    trace = 2 * 4 * sum(p.numel() for p in nn.GRU(3, 4).parameters())  # a float for each weight and batch element
+    # a float for each weight and batch element
+    trace = 2 * 4 * sum(p.numel() for p in nn.GRU(3, 4).parameters())
     assert torch_row["memory"] > 2 * weights and rule_row["memory"] > 2 * weights + trace
 
 
 def test_torch_memory_grows_with_the_sequence(capsys):
     def memory(steps: int) -> int:
-        arguments = ("--input", "2,3", "--hidden", "4", "--steps", str(steps), "--repeats", "1", "--rule", "bptt", "--json")
+        arguments = (
+            "--input",
+            "2,3",
+            "--hidden",
+            "4",
+            "--steps",
+            str(steps),
+            "--repeats",
+            "1",
+            "--rule",
+            "bptt",
+            "--json",
+        )
         return json.loads(run(capsys, "bench", *arguments)[1])["rows"][0]["memory"]
 
     assert memory(50) > 2 * memory(10)
 
 
 def test_bench_of_a_model_of_ones_own(capsys, folder):
-    arguments = ("--input", "2,3", "--steps", "6", "--repeats", "1", "--rule", "pp_prop", "--loss", "cross_entropy")
+    arguments = (
+        "--input",
+        "2,3",
+        "--steps",
+        "6",
+        "--repeats",
+        "1",
+        "--rule",
+        "pp_prop",
+        "--loss",
+        "cross_entropy",
+    )
     status, out, err = run(capsys, "bench", "models.py:make_batch_first", *arguments)
     assert status == 0, err
     assert "gradients of 6 steps of 2 x 3" in out and "pp_prop" in out and "torch BPTT" in out

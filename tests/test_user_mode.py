@@ -1,6 +1,8 @@
-"""As users call it: every public call, on arrays of every dtype, layout and source, in both JAX modes, against a plain torch loop.
+"""As users call it: every public call, on arrays of every dtype, layout and source, in both JAX
+modes, against a plain torch loop.
 
-The models are tiny and one learner sees many kinds of arrays; which call gets which kind is drawn with a fixed seed.
+The models are tiny and one learner sees many kinds of arrays; which call gets which kind is drawn
+with a fixed seed.
 """
 
 from __future__ import annotations
@@ -58,9 +60,11 @@ class Task:
 
     def data(self, seed: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         made = torch.Generator().manual_seed(seed)
-        real = lambda *shape: torch.randn(*shape, generator=made, dtype=torch.float64).to(dtype)  # noqa: E731
-        whole = lambda below: torch.randint(0, below, (T, B), generator=made)  # noqa: E731
-        return whole(7) if self.ids else real(T, B, IN), whole(CLASSES) if self.labels else real(T, B, CLASSES)
+        real = lambda *shape: torch.randn(*shape, generator=made, dtype=torch.float64).to(dtype)
+        whole = lambda below: torch.randint(0, below, (T, B), generator=made)
+        return whole(7) if self.ids else real(T, B, IN), whole(CLASSES) if self.labels else real(
+            T, B, CLASSES
+        )
 
 
 TASKS = {
@@ -156,7 +160,10 @@ class Loop:
 def weights(learner: eb.OnlineLearner) -> dict[str, Tensor]:
     """A learner's weights, read without lending them out."""
     runtime = learner.runtime
-    return {n: torch.tensor(np.asarray(v)) for n, v in zip(runtime.store.compiled.weight_names, runtime.store.state.theta, strict=True)}
+    return {
+        n: torch.tensor(np.asarray(v))
+        for n, v in zip(runtime.store.compiled.weight_names, runtime.store.state.theta, strict=True)
+    }
 
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -174,10 +181,18 @@ def close(found: Tensor, wanted: Tensor, what: str = "") -> None:
     assert (found - wanted).abs().max() <= limit * max(1.0, float(wanted.abs().max())), what
 
 
-# Every task in JAX's default mode, and one of each kind of input in float64 mode; all of them in `make test-full`.
+# Every task in JAX's default mode, and one of each kind of input in float64 mode; all of them in
+# `make test-full`.
 MODES = [
-    *(pytest.param(name, torch.float32, marks=pytest.mark.x32, id=f"{name}, default mode") for name in TASKS),
-    *(pytest.param(name, torch.float64, id=f"{name}, float64 mode") for name in TASKS if FULL or name != "classification"),
+    *(
+        pytest.param(name, torch.float32, marks=pytest.mark.x32, id=f"{name}, default mode")
+        for name in TASKS
+    ),
+    *(
+        pytest.param(name, torch.float64, id=f"{name}, float64 mode")
+        for name in TASKS
+        if FULL or name != "classification"
+    ),
 ]
 
 
@@ -190,7 +205,9 @@ def start(task: Task, dtype: torch.dtype, **options: Any) -> tuple[eb.OnlineLear
 
 
 def run_steps(task: Task, dtype: torch.dtype, forms: list[tuple[Callable, Callable]]) -> None:
-    """Take one step with each pair of forms, and demand torch's loss and output each time, and its update at the end."""
+    """Take one step with each pair of forms, and demand torch's loss and output each time, and its
+    update at the end.
+    """
     learner, loop = start(task, dtype, accumulate=T)
     xs, ys = task.data(1, dtype)
     outputs, losses = loop.model(xs).detach(), loop.losses(xs, ys).detach()
@@ -209,16 +226,23 @@ def run_steps(task: Task, dtype: torch.dtype, forms: list[tuple[Callable, Callab
 def test_steps_on_arrays_of_changing_kinds(name: str, dtype: torch.dtype) -> None:
     task, draw = TASKS[name], random.Random(1)
     inputs, targets = kinds(task)
-    if task.ids and dtype == torch.float64:  # a stream keeps its dtype; in default mode all whole numbers are int32
+    # A stream keeps its dtype; in default mode all whole numbers are int32
+    if task.ids and dtype == torch.float64:
         inputs = {kind: form for kind, form in inputs.items() if "int32" not in kind}
-    forms = [(draw.choice(list(inputs.values())), draw.choice(list(targets.values()))) for _ in range(T)]
+    forms = [
+        (draw.choice(list(inputs.values())), draw.choice(list(targets.values()))) for _ in range(T)
+    ]
     run_steps(task, dtype, forms)
 
 
 def read_step_after_step(task: Task, dtype: torch.dtype, pairs: list[tuple[str, str]]) -> list[str]:
-    """Four steps for each pair of kinds, of which the later ones are read the quick way; give the pairs that torch contradicts."""
+    """Four steps for each pair of kinds, of which the later ones are read the quick way; give the
+    pairs that torch contradicts.
+    """
     model = task.make().to(dtype)
-    learner = eb.OnlineLearner(model, "d_rtrl", task.loss, torch.optim.SGD(model.parameters(), lr=0.0))
+    learner = eb.OnlineLearner(
+        model, "d_rtrl", task.loss, torch.optim.SGD(model.parameters(), lr=0.0)
+    )
     inputs, targets = kinds(task)
     wrong = []
     for n, (x_kind, y_kind) in enumerate(pairs):
@@ -228,9 +252,14 @@ def read_step_after_step(task: Task, dtype: torch.dtype, pairs: list[tuple[str, 
         for t in range(4):
             info = learner.step(inputs[x_kind](xs[t]), targets[y_kind](ys[t]))
             expected = task.loss(outputs[t], ys[t]).item()
-            fine = torch.allclose(info.output, outputs[t], rtol=1e-5, atol=1e-6) and abs(info.loss - expected) < 1e-5
+            fine = (
+                torch.allclose(info.output, outputs[t], rtol=1e-5, atol=1e-6)
+                and abs(info.loss - expected) < 1e-5
+            )
             if not fine:
-                wrong.append(f"input {x_kind}, target {y_kind}, step {t}: loss {info.loss}, torch {expected}")
+                wrong.append(
+                    f"input {x_kind}, target {y_kind}, step {t}: loss {info.loss}, torch {expected}"
+                )
     return wrong
 
 
@@ -300,7 +329,9 @@ def test_sequence_calls(name: str, dtype: torch.dtype, tmp_path) -> None:
     for _ in range(2):
         given_x, given_y, xs, ys = drawn()
         close(learner.predict(given_x), loop.model(xs))
-        assert learner.evaluate([(given_x, given_y)]) == pytest.approx(float(loop.losses(xs, ys).detach().mean()), rel=1e-5)
+        assert learner.evaluate([(given_x, given_y)]) == pytest.approx(
+            float(loop.losses(xs, ys).detach().mean()), rel=1e-5
+        )
     batches = [drawn() for _ in range(3)]
     learner.fit([(x, y) for x, y, _, _ in batches], epochs=2)
     for _ in range(2):
@@ -309,7 +340,9 @@ def test_sequence_calls(name: str, dtype: torch.dtype, tmp_path) -> None:
     same(weights(learner), dict(loop.model.named_parameters()))
     fresh = task.make().to(dtype)
     path = learner.save(tmp_path / "learner")
-    again = eb.OnlineLearner.load(path, fresh, loss=task.loss, optimizer=torch.optim.SGD(fresh.parameters(), lr=LR))
+    again = eb.OnlineLearner.load(
+        path, fresh, loss=task.loss, optimizer=torch.optim.SGD(fresh.parameters(), lr=LR)
+    )
     given_x, given_y, xs, ys = drawn()
     again.update(given_x, given_y)
     loop.update(xs, ys)
@@ -326,10 +359,20 @@ def test_check_gradients_in_default_mode(name: str) -> None:
     for n, (x_kind, y_kind) in enumerate([("numpy Fortran", "jax"), ("jax", "numpy strided")]):
         (inputs, targets), (xs, ys) = kinds(task), task.data(n, torch.float32)
         model = task.make()
-        report = eb.check_gradients(model, inputs[x_kind](xs), targets[y_kind](ys), task.loss, rule="rtrl", dtype=None if n else "float64")
+        report = eb.check_gradients(
+            model,
+            inputs[x_kind](xs),
+            targets[y_kind](ys),
+            task.loss,
+            rule="rtrl",
+            dtype=None if n else "float64",
+        )
         assert report.ok, report
         wanted = Loop(model, task.loss).gradients(xs, ys)
-        assert all(np.allclose(p.online_gradient, wanted[p.name].numpy(), rtol=1e-4, atol=1e-6) for p in report)
+        assert all(
+            np.allclose(p.online_gradient, wanted[p.name].numpy(), rtol=1e-4, atol=1e-6)
+            for p in report
+        )
 
 
 # ---- the command line, and what the README says
@@ -350,17 +393,35 @@ class Net(nn.Module):
 
 
 @pytest.mark.x32
-@pytest.mark.parametrize("labels", [np.int64, np.int32, None], ids=["int64 labels", "int32 labels", "float64 targets"])
+@pytest.mark.parametrize(
+    "labels", [np.int64, np.int32, None], ids=["int64 labels", "int32 labels", "float64 targets"]
+)
 def test_train_command_is_torchs_loop(labels: Any, tmp_path, monkeypatch, capsys) -> None:
-    """One batch an epoch, so that the order does not matter; exact RTRL, so that torch's loop gives the same weights."""
+    """One batch an epoch, so that the order does not matter; exact RTRL, so that torch's loop gives
+    the same weights.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models.py").write_text(COMMAND_MODEL)
     task = TASKS["classification" if labels else "regression"]
     xs, ys = task.data(0, torch.float32)
     targets = ys.numpy().astype(labels) if labels else ys.double().numpy()
     np.savez("data.npz", xs=xs.double().numpy(), targets=targets)
-    flags = ["--loss", "cross_entropy" if labels else "mse", "--rule", "rtrl", "--optimizer", "sgd", "--lr", str(LR), "--epochs", "4"]
-    assert cli.main(["train", "models.py:Net", "--data", "data.npz", "--state-dict", "w.pt", *flags]) == 0, capsys.readouterr().err
+    flags = [
+        "--loss",
+        "cross_entropy" if labels else "mse",
+        "--rule",
+        "rtrl",
+        "--optimizer",
+        "sgd",
+        "--lr",
+        str(LR),
+        "--epochs",
+        "4",
+    ]
+    assert (
+        cli.main(["train", "models.py:Net", "--data", "data.npz", "--state-dict", "w.pt", *flags])
+        == 0
+    ), capsys.readouterr().err
     torch.manual_seed(0)
     scope: dict[str, Any] = {}
     exec(COMMAND_MODEL, scope)
@@ -375,15 +436,21 @@ def test_train_command_is_torchs_loop(labels: Any, tmp_path, monkeypatch, capsys
 
 @pytest.mark.x32
 def test_readme_loop_has_torchs_losses(capsys) -> None:
-    """The README's first block, run as printed; with the learning rate at 0, its losses must be those of the torch model."""
+    """The README's first block, run as printed; with the learning rate at 0, its losses must be
+    those of the torch model.
+    """
     from test_docs import blocks
 
-    source = next(text for kind, _, text in blocks("README.md") if kind == "python" and "learner.step" in text)
+    source = next(
+        text for kind, _, text in blocks("README.md") if kind == "python" and "learner.step" in text
+    )
     scope: dict[str, Any] = {}
     exec(compile(source, "README.md", "exec", dont_inherit=True), scope)
     model, xs, targets, loss = (scope[name] for name in ("model", "xs", "targets", "loss"))
     assert "cosine" in capsys.readouterr().out
-    learner = eb.OnlineLearner(model, rule="d_rtrl", loss=loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
+    learner = eb.OnlineLearner(
+        model, rule="d_rtrl", loss=loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.0)
+    )
     found = [learner.step(x, target).loss for x, target in zip(xs, targets, strict=True)]
     expected = [loss(o, t).item() for o, t in zip(model(xs), targets, strict=True)]
     np.testing.assert_allclose(found, expected, rtol=1e-5)

@@ -1,4 +1,6 @@
-"""Zoo modules under the rules, every second one: exact RTRL is torch BPTT, no certificate is contradicted, and chunks do not matter."""
+"""Zoo modules under the rules, every second one: exact RTRL is torch BPTT, no certificate is
+contradicted, and chunks do not matter.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,13 @@ from zoo.online import OnlineCase
 LARGEST = 150_000  # elements of the influence matrix: the size up to which RTRL is shown to be BPTT
 TOLERANCE = 1e-9
 
-# Inside these float64 modules snnTorch itself goes through float32 (a float32 spike times a 0-d float64 threshold is float32 in
-# torch), so that the gradient depends on the order of a float32 sum.
+# Inside these float64 modules snnTorch itself goes through float32 (a float32 spike times a 0-d
+# float64 threshold is float32 in torch), so that the gradient depends on the order of a float32
+# sum.
 FLOAT32_INSIDE = ("leaky_learn", "synaptic_learn", "rleaky_one_to_one", "leaky_immediate_reset")
 
-# In these, and in one more, what a trace is made of is float32 too, so that its sum depends on where chunks end.
+# In these, and in one more, what a trace is made of is float32 too, so that its sum depends on
+# where chunks end.
 FLOAT32_TRACES = (*FLOAT32_INSIDE, "leaky_graded")
 
 
@@ -29,21 +33,31 @@ def trained(case: Case) -> bool:
     """Whether a module has parameters and runs in float64."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the libraries' own, when they build a module
-        return case.available and not case.float32_only and any(p.requires_grad for p in case.build().parameters())
+        return (
+            case.available
+            and not case.float32_only
+            and any(p.requires_grad for p in case.build().parameters())
+        )
 
 
 TRAINED = [case.name for case in CASES if trained(case)]
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Inhibition is an unstable feature:UserWarning"),
-    pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:LSTM with projections is not supported with oneDNN:UserWarning"
+    ),
 ]
 
 
-def tolerance(online: OnlineCase, float32: tuple[str, ...] = FLOAT32_INSIDE, otherwise: float = TOLERANCE) -> float:
+def tolerance(
+    online: OnlineCase, float32: tuple[str, ...] = FLOAT32_INSIDE, otherwise: float = TOLERANCE
+) -> float:
     if online.case.name.removeprefix("snntorch-") not in float32:
         return otherwise
-    assert any(v.aval.dtype == np.float32 for eqn in online.compiled.program.eqns for v in eqn.outvars)
+    assert any(
+        v.aval.dtype == np.float32 for eqn in online.compiled.program.eqns for v in eqn.outvars
+    )
     return 2e-6
 
 
@@ -70,37 +84,62 @@ def test_rtrl_is_bptt_and_certificates_hold(name):
         if certificates[parameter].exact:
             assert error <= allowed, f"certified exact, {parameter}: {error:.1e}"
         else:
-            assert error > TOLERANCE, f"{parameter}: {error:.1e}; certified: {certificates[parameter].reason}"
+            assert error > TOLERANCE, (
+                f"{parameter}: {error:.1e}; certified: {certificates[parameter].reason}"
+            )
 
 
-IN_TURN = (PPProp(), EProp(kappa=0.5, upstream="step"), DRTRL("core", upstream="step"), SnAp1(upstream="step"))
+IN_TURN = (
+    PPProp(),
+    EProp(kappa=0.5, upstream="step"),
+    DRTRL("core", upstream="step"),
+    SnAp1(upstream="step"),
+)
 
 
 def rule_for(name: str) -> Rule:
     return IN_TURN[TRAINED.index(name) // 4 % len(IN_TURN)]
 
 
-CHUNKED = in_turn([name for name in TRAINED if FULL or name not in EXACT or special(name)], 2, special)
+CHUNKED = in_turn(
+    [name for name in TRAINED if FULL or name not in EXACT or special(name)], 2, special
+)
 
 
 @pytest.mark.parametrize("name", CHUNKED)
 def test_chunks_do_not_matter(name):
-    """Step by step and in chunks of four; one module in four, each with one of the rules, since compiling takes its time."""
+    """Step by step and in chunks of four; one module in four, each with one of the rules, since
+    compiling takes its time.
+    """
     online, rule = OnlineCase(find(name)), rule_for(name)
     allowed = tolerance(online, FLOAT32_TRACES, 1e-10)
-    if isinstance(rule, EProp) and any(e.var.aval.dtype == np.float32 for own in find_exits(online.compiled.program) for e in own.exits):
+    if isinstance(rule, EProp) and any(
+        e.var.aval.dtype == np.float32
+        for own in find_exits(online.compiled.program)
+        for e in own.exits
+    ):
         allowed = 2e-6  # signals are filtered at the exits, which are snnTorch's float32 spikes
     one, four = online.gradients(rule, 1), online.gradients(rule, 4)
     largest = max(np.abs(g).max() for g in one.values())
     assert largest > 0
     for parameter, g in one.items():
         difference = np.abs(four[parameter] - g).max()
-        assert difference <= allowed * max(np.abs(g).max(), 1e-3 * largest), f"{rule}, {parameter}: {difference:.1e}"
-    for parameter, error in online.errors(four).items() if isinstance(rule, DRTRL) and not isinstance(rule, EProp) else ():
-        assert error <= tolerance(online) or not online.certificates()[parameter].exact, f"{rule}, certified exact, {parameter}"
+        assert difference <= allowed * max(np.abs(g).max(), 1e-3 * largest), (
+            f"{rule}, {parameter}: {difference:.1e}"
+        )
+    for parameter, error in (
+        online.errors(four).items()
+        if isinstance(rule, DRTRL) and not isinstance(rule, EProp)
+        else ()
+    ):
+        assert error <= tolerance(online) or not online.certificates()[parameter].exact, (
+            f"{rule}, certified exact, {parameter}"
+        )
 
 
 def test_there_are_many():
     assert len(TRAINED) > 140
-    assert len(EXACT) > 70 and {name.split("-")[0] for name in EXACT} == {name.split("-")[0] for name in TRAINED}
+    assert len(EXACT) > 70 and {name.split("-")[0] for name in EXACT} == {
+        name.split("-")[0] for name in TRAINED
+    }
     assert min(Counter(rule_for(name).name for name in CHUNKED).values()) > 5

@@ -14,7 +14,17 @@ from zoo import (
 )
 from zoo.case import STEPS, Case, Reference, Trajectory, check_live, reference, tensors
 
-__all__ = ["CASES", "STEPS", "Case", "Reference", "Trajectory", "check_live", "find", "reference", "tensors"]
+__all__ = [
+    "CASES",
+    "STEPS",
+    "Case",
+    "Reference",
+    "Trajectory",
+    "check_live",
+    "find",
+    "reference",
+    "tensors",
+]
 
 CASES: tuple[Case, ...] = (
     *torch_layers.CASES,

@@ -1,1 +1,3 @@
-"""Published experiments, run again with every rule: `python -m benchmarks.reproduce`, see docs/reproduce.md."""
+"""Published experiments, run again with every rule: `python -m benchmarks.reproduce`, see
+docs/reproduce.md.
+"""

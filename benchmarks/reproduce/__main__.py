@@ -1,7 +1,8 @@
-"""Run published experiments again: `python -m benchmarks.reproduce [--task A B ...] [--seeds 3] [--methods d_rtrl ...]`.
+"""Run published experiments again: `python -m benchmarks.reproduce [--task A B ...] [--seeds 3]
+[--methods d_rtrl ...]`.
 
-Each finished run is written to `results/TASK.json` beside this file, so that a run that was stopped goes on where it was. The page
-docs/reproduce.md and its pictures are made from these files.
+Each finished run is written to `results/TASK.json` beside this file, so that a run that was stopped
+goes on where it was. The page docs/reproduce.md and its pictures are made from these files.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ def main() -> None:
     parser.add_argument("--task", nargs="+", choices=sorted(TASKS), default=sorted(TASKS))
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default 3)")
     parser.add_argument("--methods", nargs="+", metavar="NAME", help="only these methods")
-    parser.add_argument("--settings", nargs="+", metavar="NAME", help="only these settings of the task")
+    parser.add_argument(
+        "--settings", nargs="+", metavar="NAME", help="only these settings of the task"
+    )
     parser.add_argument("--page-only", action="store_true", help="make the page from what is there")
     options = parser.parse_args()
     if not options.page_only:

@@ -97,8 +97,8 @@ TASK = Task(
         "tbptt 25": (0.0311, 0.0080, 0.0054),
     },
     setup=(
-        "tanh RNN with 64 units, batch of 8 series, Adam 1e-3, an update at every step, 15,000 steps, "
-        "state and trace reset every 200 steps. TBPTT(25) makes one update per 25 steps."
+        "tanh RNN with 64 units, batch of 8 series, Adam 1e-3, an update at every step, 15,000 "
+        "steps, state and trace reset every 200 steps. TBPTT(25) makes one update per 25 steps."
     ),
     run=run,
 )

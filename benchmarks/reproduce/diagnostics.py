@@ -1,4 +1,6 @@
-"""Task B: four small diagnostics of memory, learned online (SK-RTRL), and two of them with gated units."""
+"""Task B: four small diagnostics of memory, learned online (SK-RTRL), and two of them with gated
+units.
+"""
 
 from __future__ import annotations
 
@@ -128,10 +130,11 @@ TASK = Task(
     source="SK-RTRL",
     published={"rtrl": (0.141, 0.234, 0.118, 0.935, None, None)},
     setup=(
-        "tanh RNN with 64 units, batch of 8, Adam 1e-3, an update at every step with a loss, 20,000 steps; "
-        "copy: 8 symbols, 5 of them, delay 40, chance 0.125; adding: 100 steps, the loss at the end, "
-        "always answering 1 has an error of 0.167. The published set-up does not say how rotation and "
-        "aⁿbⁿ are drawn; ours are in the code. The GRU columns have ten times the steps and Adam 3e-3."
+        "tanh RNN with 64 units, batch of 8, Adam 1e-3, an update at every step with a loss, "
+        "20,000 steps; copy: 8 symbols, 5 of them, delay 40, chance 0.125; adding: 100 steps, the "
+        "loss at the end, always answering 1 has an error of 0.167. The published set-up does not "
+        "say how rotation and aⁿbⁿ are drawn; ours are in the code. The GRU columns have ten "
+        "times the steps and Adam 3e-3."
     ),
     run=run,
 )

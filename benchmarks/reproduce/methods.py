@@ -1,4 +1,6 @@
-"""The methods that tasks are run with: every rule of the package, and backpropagation as baseline and ceiling."""
+"""The methods that tasks are run with: every rule of the package, and backpropagation as baseline
+and ceiling.
+"""
 
 from __future__ import annotations
 

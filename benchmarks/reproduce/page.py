@@ -76,7 +76,10 @@ def _statements(task: Task, results: Results) -> list[str]:
         most = next((n for n in ("rtrl", "bptt") if results.scores(setting, n)), None)
         if least and most:
             without, exact = (_number(results.scores(setting, n)) for n in (least, most))
-            lines.append(f"- {setting}: {without} without credit through time (`{least}`), {exact} with an exact gradient (`{most}`).")
+            lines.append(
+                f"- {setting}: {without} without credit through time (`{least}`), {exact} with an "
+                f"exact gradient (`{most}`)."
+            )
     return lines
 
 
@@ -84,7 +87,11 @@ def normalised(task: Task, results: Results, method: str) -> float | None:
     """The mean over settings of a score between the worst (0) and the best (1) method."""
     shares = []
     for setting in task.settings:
-        means = {n: _mean(results.scores(setting, n)) for n in results.methods() if results.scores(setting, n)}
+        means = {
+            n: _mean(results.scores(setting, n))
+            for n in results.methods()
+            if results.scores(setting, n)
+        }
         if method not in means or len(means) < 2:
             continue
         low, high = min(means.values()), max(means.values())

@@ -22,8 +22,8 @@ STIMULI, DISTRACTORS = 6, 5
 def make_stream(steps: int, seed: int) -> np.ndarray:
     """(steps, 12): 6 bits of the conditioned stimulus, the unconditioned stimulus, 5 distractors.
 
-    A stimulus sets 3 of 6 bits; 10 of the 20 patterns announce the unconditioned stimulus, 24 to 36 steps later. The next
-    stimulus follows 80 to 120 steps after that.
+    A stimulus sets 3 of 6 bits; 10 of the 20 patterns announce the unconditioned stimulus, 24 to 36
+    steps later. The next stimulus follows 80 to 120 steps after that.
     """
     generator = np.random.default_rng(seed)
     patterns = [p for p in np.ndindex(*(2,) * STIMULI) if sum(p) == 3]
@@ -97,8 +97,9 @@ TASK = Task(
     source="columnar networks; the published curves have no numbers",
     published={},
     setup=(
-        "12 inputs (6 stimulus bits, 3 of them on, 10 of 20 patterns valid; the unconditioned stimulus; 5 distractors with "
-        "probability 1/(10 i)); intervals 24 to 36 and 80 to 120; γ = 0.9, TD(λ = 0.99), 1 million steps, 20 units, Adam 1e-3."
+        "12 inputs (6 stimulus bits, 3 of them on, 10 of 20 patterns valid; the unconditioned "
+        "stimulus; 5 distractors with probability 1/(10 i)); intervals 24 to 36 and 80 to 120; γ "
+        "= 0.9, TD(λ = 0.99), 1 million steps, 20 units, Adam 1e-3."
     ),
     run=run,
     without={"tbptt 25": "a gradient of one step at a time", "bptt": "a stream has no end"},

@@ -28,7 +28,9 @@ class Results:
 
     def has(self, setting: str, method: str, seed: int) -> bool:
         """Whether this run was made."""
-        return any((r["setting"], r["method"], r["seed"]) == (setting, method, seed) for r in self.runs)
+        return any(
+            (r["setting"], r["method"], r["seed"]) == (setting, method, seed) for r in self.runs
+        )
 
     def add(self, setting: str, method: str, seed: int, outcome: Outcome, seconds: float) -> None:
         """Add a run and write the file, whole or not at all."""
@@ -45,7 +47,9 @@ class Results:
             }
         )
         self.path.parent.mkdir(exist_ok=True)
-        text = "[\n" + ",\n".join(json.dumps(run, ensure_ascii=False) for run in self.runs) + "\n]\n"
+        text = (
+            "[\n" + ",\n".join(json.dumps(run, ensure_ascii=False) for run in self.runs) + "\n]\n"
+        )
         part = self.path.with_suffix(".part")
         part.write_text(text)
         os.replace(part, self.path)

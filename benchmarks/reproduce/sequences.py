@@ -26,7 +26,8 @@ def make_learner(model: nn.Module, method: Method, rate: float, loss=F.cross_ent
     )
 
 
-# -- F: copying with linear recurrent units ----------------------------------------------------------------------
+# -- F: copying with linear recurrent units
+# ----------------------------------------------------------------------
 
 
 class LRULayer(nn.Module):
@@ -38,9 +39,13 @@ class LRULayer(nn.Module):
         self.nu_log = nn.Parameter((-size.log()).log())
         self.theta_log = nn.Parameter((torch.rand(states) * math.pi / 10 + 1e-3).log())
         scale = 1 / math.sqrt(2 * width)
-        self.B = nn.Parameter(torch.complex(torch.randn(states, width), torch.randn(states, width)) * scale)
+        self.B = nn.Parameter(
+            torch.complex(torch.randn(states, width), torch.randn(states, width)) * scale
+        )
         scale = 1 / math.sqrt(states)
-        self.C = nn.Parameter(torch.complex(torch.randn(width, states), torch.randn(width, states)) * scale)
+        self.C = nn.Parameter(
+            torch.complex(torch.randn(width, states), torch.randn(width, states)) * scale
+        )
         self.D = nn.Parameter(torch.randn(width))
         self.norm, self.gate = nn.LayerNorm(width), nn.Linear(width, 2 * width)
 
@@ -115,24 +120,32 @@ COPY_WITH_LRU = Task(
     source="Zucchet et al., online learning of long-range dependencies; curves without numbers",
     published={},
     setup=(
-        "7 bits, patterns of 20, pause of 7, T = 48, batch of 50, Adam 1e-3; LRUs 128 wide with 64 complex states, GRU of 134. "
-        "4,000 batches (the original: 20,000 samples, 25 epochs, 10,000 batches). One update per sequence."
+        "7 bits, patterns of 20, pause of 7, T = 48, batch of 50, Adam 1e-3; LRUs 128 wide with "
+        "64 complex states, GRU of 134. 4,000 batches (the original: 20,000 samples, 25 epochs, "
+        "10,000 batches). One update per sequence."
     ),
     run=copy_with_lru,
     without={"tbptt 1": "is `immediate` with one update per sequence"},
 )
 
 
-# -- H: copying with a curriculum --------------------------------------------------------------------------------
+# -- H: copying with a curriculum
+# --------------------------------------------------------------------------------
 
 
 def one_level(level: int, batch: int, generator: torch.Generator):
-    """Random bits of length U[max(1, level - 5), level], repeated after a cue; one length per batch."""
+    """Random bits of length U[max(1, level - 5), level], repeated after a cue; one length per
+    batch.
+    """
     low = max(1, level - 5)
     length = int(torch.randint(low, level + 1, (), generator=generator))
     bits = torch.randint(2, (length, batch), generator=generator)
     steps = 2 * level + 1  # padded to one shape, so that a level compiles once
-    xs, ys, mask = torch.zeros(steps, batch, 3), torch.zeros(steps, batch, dtype=torch.long), torch.zeros(steps)
+    xs, ys, mask = (
+        torch.zeros(steps, batch, 3),
+        torch.zeros(steps, batch, dtype=torch.long),
+        torch.zeros(steps),
+    )
     xs[:length, :, :2] = F.one_hot(bits, 2).float()
     xs[length, :, 2] = 1
     ys[length + 1 : 2 * length + 1] = bits
@@ -165,15 +178,17 @@ CURRICULUM = Task(
     source="Menick et al. (SnAp); curves without numbers",
     published={},
     setup=(
-        "binary strings of length U[max(1, L - 5), L] to be repeated, batch of 16, Adam 1e-3; L grows when the running bits per "
-        "symbol fall below 0.15; 10,000 batches, one update per sequence."
+        "binary strings of length U[max(1, L - 5), L] to be repeated, batch of 16, Adam 1e-3; L "
+        "grows when the running bits per symbol fall below 0.15; 10,000 batches, one update per "
+        "sequence."
     ),
     run=climb,
     without={"tbptt 1": "is `immediate` with one update per sequence"},
 )
 
 
-# -- I: sequential digits ----------------------------------------------------------------------------------------
+# -- I: sequential digits
+# ----------------------------------------------------------------------------------------
 
 
 def digit_batches(seed: int) -> tuple[Iterator, tuple[Tensor, Tensor]]:

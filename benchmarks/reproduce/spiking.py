@@ -45,7 +45,9 @@ class AdaptiveNet(nn.Module):
         refractory: steps without a spike after one.
     """
 
-    def __init__(self, inputs: int, plain: int, adaptive: int, outputs: int, tau_a: float, refractory: int) -> None:
+    def __init__(
+        self, inputs: int, plain: int, adaptive: int, outputs: int, tau_a: float, refractory: int
+    ) -> None:
         super().__init__()
         n = plain + adaptive
         self.w_in = nn.Parameter(torch.randn(n, inputs) / math.sqrt(inputs))
@@ -80,7 +82,9 @@ RATE_TARGET, RATE_WEIGHT = 0.01, 1.0  # spikes per step (10 Hz), and the weight 
 
 
 def loss_with_rate(output: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]) -> Tensor:
-    """Cross entropy where `target[1]` is 1, and everywhere a pull of each neuron's rate towards 10 Hz."""
+    """Cross entropy where `target[1]` is 1, and everywhere a pull of each neuron's rate towards 10
+    Hz.
+    """
     logits, spikes = output
     label, counts = target
     each = F.cross_entropy(logits, label, reduction="none")
@@ -115,7 +119,9 @@ def accumulate(setting: str, method: Method, seed: int, size: Size) -> Outcome:
     """Train on fresh batches; the score is the share of wrong decisions in the last tenth."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
-    model = AdaptiveNet(40, size.pick(50, 12), size.pick(50, 12), 2, size.pick(2000, 40), size.pick(5, 2))
+    model = AdaptiveNet(
+        40, size.pick(50, 12), size.pick(50, 12), 2, size.pick(2000, 40), size.pick(5, 2)
+    )
     learner = make_learner(model, method, 5e-3, loss_with_rate)
     wrong = []
     for _ in range(size.pick(300, 2)):
@@ -136,16 +142,19 @@ EVIDENCE = Task(
     source="Bellec et al., e-prop",
     published={"eprop": (0.07,), "bptt": (0.07,)},
     setup=(
-        "40 inputs, 50 LIF and 50 ALIF neurons, 7 cues of 100 ms at 40 Hz, a delay, 150 ms of question; τ_v 20, τ_a 2000, "
-        "threshold 0.6, refractory 5, dampening 0.3, rates pulled to 10 Hz, Adam 5e-3, batch of 64, 300 iterations; the loss in the last "
-        "150 steps. Published: an error below 0.07 after 200 to 500 iterations."
+        "40 inputs, 50 LIF and 50 ALIF neurons, 7 cues of 100 ms at 40 Hz, a delay, 150 ms of "
+        "question; τ_v 20, τ_a 2000, threshold 0.6, refractory 5, dampening 0.3, rates pulled to "
+        "10 Hz, Adam 5e-3, batch of 64, 300 iterations; the loss in the last 150 steps. "
+        "Published: an error below 0.07 after 200 to 500 iterations."
     ),
     run=accumulate,
     without={"tbptt 1": "is `immediate` with one update per sequence"},
 )
 
 
-def match_batch(delay: int, size: Size, generator: torch.Generator) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+def match_batch(
+    delay: int, size: Size, generator: torch.Generator
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """One of 8 directions, a delay, the same or another direction: is it the same?"""
     batch, sample, ask = size.pick(64, 8), size.pick(500, 8), size.pick(200, 6)
     inputs = 100
@@ -194,8 +203,9 @@ MATCH = Task(
     source="the D-RTRL and pp-prop project; its set-up reaches 95%",
     published={"d_rtrl": (0.95, None), "pp_prop": (0.95, None)},
     setup=(
-        "8 directions, 100 Poisson inputs at up to 100 Hz over 1 Hz, 500 ms of sample, a delay of 300 or 1000 ms (the original: "
-        "longer), 500 ms of test, 200 ms for the answer; 64 LIF and 64 ALIF neurons, Adam 3e-3, batch of 64, 300 iterations."
+        "8 directions, 100 Poisson inputs at up to 100 Hz over 1 Hz, 500 ms of sample, a delay of "
+        "300 or 1000 ms (the original: longer), 500 ms of test, 200 ms for the answer; 64 LIF and "
+        "64 ALIF neurons, Adam 3e-3, batch of 64, 300 iterations."
     ),
     run=match,
     without={"tbptt 1": "is `immediate` with one update per sequence"},

@@ -113,10 +113,11 @@ TASK = Task(
         "snap1": (0.551, None, None, None, None, None),
     },
     setup=(
-        "corridors of 10, 20 and 40 cells; rewards +4 at the right side, -0.4 at the wrong one, -0.1 per step; "
-        "batch of 16, 64 units, Adam 3e-4, γ = 0.99, entropy 0.01, TD(0); 60,000, 100,000 and 150,000 steps. "
-        "An episode ends after 6 N steps at the latest. Published for N = 10 and N = 40: recurrent trace units 0.994, 0.555; "
-        "LRU 0.912, –; exact 0.908, 0.503; truncated BPTT 0.712, 0.111; SnAp-1 0.551, –."
+        "corridors of 10, 20 and 40 cells; rewards +4 at the right side, -0.4 at the wrong one, "
+        "-0.1 per step; batch of 16, 64 units, Adam 3e-4, γ = 0.99, entropy 0.01, TD(0); 60,000, "
+        "100,000 and 150,000 steps. An episode ends after 6 N steps at the latest. Published for "
+        "N = 10 and N = 40: recurrent trace units 0.994, 0.555; LRU 0.912, –; exact 0.908, 0.503; "
+        "truncated BPTT 0.712, 0.111; SnAp-1 0.551, –."
     ),
     run=run,
     without={"tbptt 25": "a loss of one step at a time", "bptt": "a stream has no end"},

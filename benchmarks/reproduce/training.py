@@ -82,7 +82,7 @@ def _episode_program(
     def program(params: Any, opt: Any, xs: Any, ys: Any, weights: Any) -> tuple:
         window = len(xs) if method.whole else min(method.window, len(xs))
         count = len(xs) // window
-        fold = lambda a: a[: count * window].reshape(count, window, *a.shape[1:])  # noqa: E731
+        fold = lambda a: a[: count * window].reshape(count, window, *a.shape[1:])
 
         def objective(params: Any, carry: Any, part: Any) -> tuple[Any, Any]:
             outputs, carry = pure.chunk(params, carry, part[0])
@@ -94,7 +94,8 @@ def _episode_program(
             params, opt, carry = state
             grads, (losses, outputs, carry) = jax.grad(objective, has_aux=True)(params, carry, part)
             moved, opt_new = optimizer.update(grads, opt, params)
-            learns = jnp.sum(part[2]) > 0  # without a loss there is no update, of Adam's averages either
+            # without a loss there is no update, of Adam's averages either
+            learns = jnp.sum(part[2]) > 0
             params, opt = jax.tree.map(
                 lambda new, old: jnp.where(learns, new, old),
                 (optax.apply_updates(params, moved), opt_new),
@@ -106,7 +107,7 @@ def _episode_program(
         (params, opt, _), (losses, outputs) = jax.lax.scan(
             update, (params, opt, pure.init(params)), parts
         )
-        unfold = lambda a: a.reshape(count * window, *a.shape[2:])  # noqa: E731
+        unfold = lambda a: a.reshape(count * window, *a.shape[2:])
         return params, opt, unfold(losses), unfold(outputs)
 
     return program

@@ -1,4 +1,5 @@
-"""Draws the pictures of the concepts page: plain SVG on a light card, so that they read well on light and dark pages.
+"""Draws the pictures of the concepts page: plain SVG on a light card, so that they read well on
+light and dark pages.
 
 python docs/pictures/make_pictures.py
 """
@@ -16,18 +17,41 @@ class Picture:
         self.size, self.title, self.parts = (width, height), title, []
 
     def box(
-        self, x: float, y: float, w: float, h: float, text: str = "", fill: str = "#ffffff", edge: str = INK, dashed: bool = False
+        self,
+        x: float,
+        y: float,
+        w: float,
+        h: float,
+        text: str = "",
+        fill: str = "#ffffff",
+        edge: str = INK,
+        dashed: bool = False,
     ) -> None:
         dash = ' stroke-dasharray="4 3"' if dashed else ""
-        self.parts.append(f'<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="5" fill="{fill}" stroke="{edge}" stroke-width="1.4"{dash}/>')
+        self.parts.append(
+            f'<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="5" fill="{fill}" stroke="{edge}" stroke-width="1.4"{dash}/>'
+        )
         if text:
             self.text(x + w / 2, y + h / 2 + 5, text, "middle", edge if edge != INK else INK)
 
-    def text(self, x: float, y: float, text: str, anchor: str = "start", colour: str = INK, size: int = 14, bold: bool = False) -> None:
+    def text(
+        self,
+        x: float,
+        y: float,
+        text: str,
+        anchor: str = "start",
+        colour: str = INK,
+        size: int = 14,
+        bold: bool = False,
+    ) -> None:
         weight = ' font-weight="600"' if bold else ""
-        self.parts.append(f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{colour}" font-size="{size}"{weight}>{text}</text>')
+        self.parts.append(
+            f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{colour}" font-size="{size}"{weight}>{text}</text>'
+        )
 
-    def arrow(self, x1: float, y1: float, x2: float, y2: float, colour: str = INK, dashed: bool = False) -> None:
+    def arrow(
+        self, x1: float, y1: float, x2: float, y2: float, colour: str = INK, dashed: bool = False
+    ) -> None:
         dash = ' stroke-dasharray="5 4"' if dashed else ""
         name = {INK: "ink", GREY: "grey", GREEN: "green", RED: "red", BLUE: "blue"}[colour]
         self.parts.append(
@@ -44,7 +68,17 @@ class Picture:
         )
         head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {w} {h}" width="{w}" height="{h}" role="img" font-family="system-ui, sans-serif">'
         card = f'<rect width="{w}" height="{h}" rx="10" fill="#f7f8fa"/>'
-        body = "\n".join([head, f"<title>{self.title}</title>", f"<defs>{heads}</defs>", card, *self.parts, "</svg>", ""])
+        body = "\n".join(
+            [
+                head,
+                f"<title>{self.title}</title>",
+                f"<defs>{heads}</defs>",
+                card,
+                *self.parts,
+                "</svg>",
+                "",
+            ]
+        )
         (HERE / name).write_text(body, encoding="utf-8")
 
 
@@ -59,15 +93,35 @@ def draw_memory() -> None:
             p.arrow(x + 90, 62, x + 140, 62)
             p.arrow(x + 140, 80, x + 90, 80, RED)
     p.text(30, 118, "black: forward, first to last", colour=GREY, size=13)
-    p.text(300, 118, "red: credit walks back, last to first; red boxes: kept in memory", colour=RED, size=13)
+    p.text(
+        300,
+        118,
+        "red: credit walks back, last to first; red boxes: kept in memory",
+        colour=RED,
+        size=13,
+    )
     p.text(20, 172, "Online: what the past contributed travels along, in the trace", bold=True)
     for n in range(5):
         x, last = 30 + 140 * n, n == 4
         p.box(
-            x, 192, 90, 40, f"step {n + 1}" if not last else "step T", "#e8f5ec" if last else "#ffffff", GREEN if last else GREY, not last
+            x,
+            192,
+            90,
+            40,
+            f"step {n + 1}" if not last else "step T",
+            "#e8f5ec" if last else "#ffffff",
+            GREEN if last else GREY,
+            not last,
         )
         p.box(
-            x, 250, 90, 34, f"trace {n + 1}" if not last else "trace T", "#e8f5ec" if last else "#ffffff", GREEN if last else GREY, not last
+            x,
+            250,
+            90,
+            34,
+            f"trace {n + 1}" if not last else "trace T",
+            "#e8f5ec" if last else "#ffffff",
+            GREEN if last else GREY,
+            not last,
         )
         if not last:
             p.arrow(x + 90, 212, x + 140, 212)
@@ -99,7 +153,8 @@ def draw_dropped() -> None:
     p.text(
         30,
         342,
-        "With nothing red in the model, D-RTRL is exact. The report lists every red arrow, by torch name and line.",
+        "With nothing red in the model, D-RTRL is exact. The report lists every red arrow, by "
+        "torch name and line.",
         size=13,
         colour=GREY,
     )
@@ -125,11 +180,18 @@ def draw_stack() -> None:
     p.text(
         30,
         270,
-        "Red: from layer 1 at t-1 up into layer 2 at t-1, and then along layer 2's time to the loss at t. D-RTRL drops it,",
+        "Red: from layer 1 at t-1 up into layer 2 at t-1, and then along layer 2's time to the "
+        "loss at t. D-RTRL drops it,",
         colour=RED,
         size=13,
     )
-    p.text(30, 288, "RTRL keeps it, and inside a chunk credit='chunk' keeps it too.", colour=RED, size=13)
+    p.text(
+        30,
+        288,
+        "RTRL keeps it, and inside a chunk credit='chunk' keeps it too.",
+        colour=RED,
+        size=13,
+    )
     p.save("stack.svg")
 
 

@@ -6,4 +6,10 @@ from etrace_bridge.check.gradients import assert_gradients_close, check_gradient
 from etrace_bridge.check.recommend import recommend
 from etrace_bridge.check.report import GradientReport
 
-__all__ = ["GradientReport", "RuleComparison", "assert_gradients_close", "check_gradients", "recommend"]
+__all__ = [
+    "GradientReport",
+    "RuleComparison",
+    "assert_gradients_close",
+    "check_gradients",
+    "recommend",
+]

@@ -38,7 +38,10 @@ class RuleComparison:
         for report in self.reports:
             if report.rule == rule:
                 return report
-        raise InputError(f"There is no rule `{rule}` in this comparison. It has: {', '.join(r.rule for r in self.reports)}.")
+        raise InputError(
+            f"There is no rule `{rule}` in this comparison. It has: "
+            f"{', '.join(r.rule for r in self.reports)}."
+        )
 
     def __iter__(self) -> Iterator[GradientReport]:
         return iter(self.reports)
@@ -62,7 +65,8 @@ class RuleComparison:
         return self.reports[0].torch_seconds
 
     def recommend(self, budget: int | float | str) -> GradientReport:
-        """The most faithful rule, as measured, whose program fits into a memory budget; of equals, the smaller one.
+        """The most faithful rule, as measured, whose program fits into a memory budget; of equals,
+        the smaller one.
 
         Args:
             budget: bytes, or text such as `"500MB"`.
@@ -70,9 +74,12 @@ class RuleComparison:
         limit = parse_bytes(budget)
         fitting = [r for r in self.reports if r.ok and r.memory is not None and r.memory <= limit]
         if not fitting:
-            sizes = ", ".join(f"{r.rule} {size(r.memory)}{'' if r.ok else ' (not ok)'}" for r in self.reports)
+            sizes = ", ".join(
+                f"{r.rule} {size(r.memory)}{'' if r.ok else ' (not ok)'}" for r in self.reports
+            )
             raise InputError(
-                f"No rule of this comparison is ok and fits into {size(limit)}: {sizes}. Raise the budget, or use a smaller batch."
+                f"No rule of this comparison is ok and fits into {size(limit)}: {sizes}. Raise the "
+                "budget, or use a smaller batch."
             )
         return min(fitting, key=lambda r: (round(_distance(r), 6), r.memory))
 

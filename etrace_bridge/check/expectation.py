@@ -14,6 +14,8 @@ AS_EXPECTED = {
 MISMATCH, ZERO, START = "MISMATCH", "nothing to compare", "NO GRADIENT"
 
 START_ONLY = Promise(
-    NONE, "used only to make the initial state, which the bridge holds constant: torch BPTT trains it, no rule here does"
+    NONE,
+    "used only to make the initial state, which the bridge holds constant: torch BPTT trains it, "
+    "no rule here does",
 )
 NOT_USED = Promise(NONE, "the step does not use it")

@@ -1,4 +1,6 @@
-"""`check_gradients`: every online gradient next to torch BPTT, parameter by parameter, on the user's own model."""
+"""`check_gradients`: every online gradient next to torch BPTT, parameter by parameter, on the
+user's own model.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ from etrace_bridge.learning.results import GradientResult
 from etrace_bridge.rules import BPTT, Rule, make_rule
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 1e-1, "float16": 1e-2}
-_PRECISION_ERROR = re.compile(r"dtype|scalar type|type \(|Double|Float")  # in torch's messages when precisions are mixed
+# in torch's messages when precisions are mixed
+_PRECISION_ERROR = re.compile(r"dtype|scalar type|type \(|Double|Float")
 _REPEATS = 3  # timed runs of a compiled program, of which the fastest counts
 
 
@@ -58,7 +61,9 @@ class Check:
         return len(self.data.weights)
 
     def learner(self, rule: Rule, chunk: int) -> OnlineLearner:
-        return OnlineLearner(self.net, rule=rule, loss=self.loss, chunk=chunk, reduction=self.reduction, guard=False)
+        return OnlineLearner(
+            self.net, rule=rule, loss=self.loss, chunk=chunk, reduction=self.reduction, guard=False
+        )
 
     def gradients(self, learner: OnlineLearner) -> GradientResult:
         xs = self.data.xs if len(self.data.xs) > 1 else self.data.xs[0]
@@ -66,10 +71,17 @@ class Check:
 
 
 @overload
-def check_gradients(model: nn.Module, xs: Any, targets: Any, loss: Callable, rule: str | Rule = ..., **options: Any) -> GradientReport: ...
+def check_gradients(
+    model: nn.Module, xs: Any, targets: Any, loss: Callable, rule: str | Rule = ..., **options: Any
+) -> GradientReport: ...
 @overload
 def check_gradients(
-    model: nn.Module, xs: Any, targets: Any, loss: Callable, rule: Sequence[str | Rule], **options: Any
+    model: nn.Module,
+    xs: Any,
+    targets: Any,
+    loss: Callable,
+    rule: Sequence[str | Rule],
+    **options: Any,
 ) -> RuleComparison: ...
 
 
@@ -90,30 +102,37 @@ def check_gradients(
     sequence: bool | None = None,
     batch_first: bool | None = None,
 ) -> GradientReport | RuleComparison:
-    """Compares a rule's gradients of a sequence with torch's own, by autograd on the torch model itself.
+    """Compares a rule's gradients of a sequence with torch's own, by autograd on the torch model
+    itself.
 
-    A parameter that is certified exact must agree with torch; one that is certified approximate is reported with its cosine and
-    what is dropped. A comparison that shows nothing (a silent network, a loss that does not depend on the model, gradients that
-    are all zero, a trace that is never used) is not ok, and says so.
+    A parameter that is certified exact must agree with torch; one that is certified approximate is
+    reported with its cosine and what is dropped. A comparison that shows nothing (a silent network,
+    a loss that does not depend on the model, gradients that are all zero, a trace that is never
+    used) is not ok, and says so.
 
-    The first steps also run one by one, through `learner.step`, in the model's own precision and the caller's JAX mode; they must
-    give the losses, outputs and gradients that `learner.gradients` gives for them.
+    The first steps also run one by one, through `learner.step`, in the model's own precision and
+    the caller's JAX mode; they must give the losses, outputs and gradients that `learner.gradients`
+    gives for them.
 
     Args:
-        model: the torch model; it is left as it was. Or a brainstate module, whose gradients are compared with `jax.grad` through time
-            of its own step, in its own precision.
+        model: the torch model; it is left as it was. Or a brainstate module, whose gradients are
+            compared with `jax.grad` through time of its own step, in its own precision.
         xs: inputs `(T, B, …)`, or `(B, T, …)` for a batch-first model; a tuple for several inputs.
         targets: targets, time where the inputs have it.
         loss: torch or JAX callable `(output_t, target_t) -> scalar`.
-        rule: a rule's name or object; several of them give a `RuleComparison`, with time and memory.
-        chunk: steps in a chunk. `"auto"` divides the sequence into three, so that the trace is written and read.
-        dtype: precision in which both sides run: `"float64"`, `"float32"`, or None for the model's own. A model that cannot run in
-            float64 (snnTorch makes float32 spikes, whatever the weights are) runs in its own precision, and a note says so;
-            `report.dtype` is the precision that was used.
+        rule: a rule's name or object; several of them give a `RuleComparison`, with time and
+            memory.
+        chunk: steps in a chunk. `"auto"` divides the sequence into three, so that the trace is
+            written and read.
+        dtype: precision in which both sides run: `"float64"`, `"float32"`, or None for the model's
+            own. A model that cannot run in float64 (snnTorch makes float32 spikes, whatever the
+            weights are) runs in its own precision, and a note says so; `report.dtype` is the
+            precision that was used.
         reduction: `"mean"` or `"sum"` over the steps' losses.
         mask: (T,) weights of the steps' losses.
         tolerance: relative error that counts as equal; by default 1e-9 in float64, 1e-5 in float32.
-        allow_zero: names of parameters whose gradient is rightly zero in torch, or that only make the initial state and shall stay.
+        allow_zero: names of parameters whose gradient is rightly zero in torch, or that only make
+            the initial state and shall stay.
         state: as for `wrap`.
         sequence: as for `wrap`.
         batch_first: as for `wrap`.
@@ -121,13 +140,25 @@ def check_gradients(
     if isinstance(model, brainstate.nn.Module) and not isinstance(model, BridgedModule):
         from etrace_bridge.check.module_check import check_module  # it builds on this file
 
-        return check_module(model, xs, targets, loss, rule, chunk, reduction, mask, tolerance, allow_zero)
+        return check_module(
+            model, xs, targets, loss, rule, chunk, reduction, mask, tolerance, allow_zero
+        )
     if not isinstance(model, nn.Module):
-        hint = " Pass `net.model`, after `learner.sync_to_torch()` if it was trained." if isinstance(model, BridgedModule) else ""
-        raise InputError(f"`check_gradients` takes a torch or brainstate module, not a `{type(model).__name__}`.{hint}")
+        hint = (
+            " Pass `net.model`, after `learner.sync_to_torch()` if it was trained."
+            if isinstance(model, BridgedModule)
+            else ""
+        )
+        raise InputError(
+            "`check_gradients` takes a torch or brainstate module, not a "
+            f"`{type(model).__name__}`.{hint}"
+        )
     model = unwrapped(model)
     if not callable(loss):
-        raise InputError(f"`loss` is a {type(loss).__name__}; it must be a callable `(output, target) -> scalar`.")
+        raise InputError(
+            f"`loss` is a {type(loss).__name__}; it must be a callable `(output, target) -> "
+            "scalar`."
+        )
     if reduction not in ("mean", "sum"):
         raise InputError(f"`reduction` is {reduction!r}; it must be 'mean' or 'sum'.")
     several = isinstance(rule, (list, tuple))
@@ -135,7 +166,20 @@ def check_gradients(
     if not rules:
         raise InputError("`rule` is an empty list; name at least one rule.")
     job = _Job(
-        model, xs, targets, loss, rules, several, chunk, reduction, mask, tolerance, frozenset(allow_zero), state, sequence, batch_first
+        model,
+        xs,
+        targets,
+        loss,
+        rules,
+        several,
+        chunk,
+        reduction,
+        mask,
+        tolerance,
+        frozenset(allow_zero),
+        state,
+        sequence,
+        batch_first,
     )
     wanted = torch_dtype("float64" if dtype == "auto" else dtype) or float_dtype(model)
     if wanted != torch.float64 or float_dtype(model) == torch.float64:
@@ -148,9 +192,17 @@ def check_gradients(
 
 
 def assert_gradients_close(
-    model: nn.Module, xs: Any, targets: Any, loss: Callable, rule: str | Rule = "rtrl", *, min_cosine: float | None = None, **options: Any
+    model: nn.Module,
+    xs: Any,
+    targets: Any,
+    loss: Callable,
+    rule: str | Rule = "rtrl",
+    *,
+    min_cosine: float | None = None,
+    **options: Any,
 ) -> GradientReport:
-    """Raises an `AssertionError` that reads like `torch.testing.assert_close` unless `check_gradients` is ok; for tests.
+    """Raises an `AssertionError` that reads like `torch.testing.assert_close` unless
+    `check_gradients` is ok; for tests.
 
     Args:
         model: the torch model.
@@ -168,12 +220,17 @@ def assert_gradients_close(
     texts = report.mismatches()
     if min_cosine is not None:
         texts += [
-            f"The gradient of `{p.name}` has cosine {p.cosine:.6f} to torch's; at least {min_cosine} was asked for."
+            f"The gradient of `{p.name}` has cosine {p.cosine:.6f} to torch's; at least "
+            f"{min_cosine} was asked for."
             for p in report
-            if p.expectation.kind != "none" and p.name not in options.get("allow_zero", ()) and not p.cosine >= min_cosine
+            if p.expectation.kind != "none"
+            and p.name not in options.get("allow_zero", ())
+            and not p.cosine >= min_cosine
         ]
     if texts:
-        raise AssertionError("\n\n".join([f"Gradients of `{report.rule}` are not close to torch BPTT.", *texts]))
+        raise AssertionError(
+            "\n\n".join([f"Gradients of `{report.rule}` are not close to torch BPTT.", *texts])
+        )
     return report
 
 
@@ -205,7 +262,9 @@ class _Job:
         """The arguments of `wrap` and `run_torch`."""
         return {"state": self.state, "sequence": self.sequence, "batch_first": self.batch_first}
 
-    def run(self, precision: torch.dtype, notes: tuple[str, ...] = ()) -> GradientReport | RuleComparison:
+    def run(
+        self, precision: torch.dtype, notes: tuple[str, ...] = ()
+    ) -> GradientReport | RuleComparison:
         """Both sides in one precision."""
         with in_precision(self.model, precision), contextlib.ExitStack() as stack:
             try:
@@ -216,14 +275,22 @@ class _Job:
                 if _PRECISION_ERROR.search(str(error)) is None:
                     raise
                 raise _OtherPrecision(
-                    f"`{type(self.model).__name__}` cannot run in {check_dtype(precision)}: {error}. A tensor of another precision is made "
-                    "inside the model or its loss. Pass `dtype=None` to compare in the model's own precision."
+                    f"`{type(self.model).__name__}` cannot run in {check_dtype(precision)}: "
+                    f"{error}. A tensor of another precision is made inside the model or its loss. "
+                    "Pass `dtype=None` to compare in the model's own precision."
                 ) from error
             if self.several:  # the first run pays for warming up
-                again = [torch_reference(self.model, names, check.data, self.loss, self.options) for _ in range(_REPEATS - 1)]
+                again = [
+                    torch_reference(self.model, names, check.data, self.loss, self.options)
+                    for _ in range(_REPEATS - 1)
+                ]
                 reference = replace(reference, seconds=min(r.seconds for r in (reference, *again)))
             size = chunk_size(self.chunk, check.length)
-            truncated = None if size >= check.length else numpy_grads(check.gradients(check.learner(BPTT(), size)))
+            truncated = (
+                None
+                if size >= check.length
+                else numpy_grads(check.gradients(check.learner(BPTT(), size)))
+            )
             reports = []
             for rule in self.rules:
                 own = check.length if rule.truncates and self.chunk == "auto" else size
@@ -231,50 +298,85 @@ class _Job:
         reports = self.with_single_steps(reports)
         return RuleComparison(tuple(reports)) if self.several else reports[0]
 
-    def prepare(self, precision: torch.dtype, notes: tuple[str, ...], stack: contextlib.ExitStack) -> Check:
+    def prepare(
+        self, precision: torch.dtype, notes: tuple[str, ...], stack: contextlib.ExitStack
+    ) -> Check:
         """Data and model in one precision; `stack` keeps a random model in evaluation mode."""
         inputs = self.inputs(precision)
         if any(x.dim() < 2 for x in inputs):
-            raise InputError("`xs` needs a time axis and a batch axis: (T, B, …), or (B, T, …) for a batch-first model.")
+            raise InputError(
+                "`xs` needs a time axis and a batch axis: (T, B, …), or (B, T, …) for a "
+                "batch-first model."
+            )
         net, random = self.bridge_fixed(inputs, stack)
         if random:
             notes = (*notes, "the model is random, so both sides were compared in evaluation mode")
         unknown = sorted(self.allow_zero - set(net.parameter_names))
         if unknown:
-            raise InputError(f"`allow_zero` names parameters that the model does not train: {', '.join(unknown)}.")
+            raise InputError(
+                "`allow_zero` names parameters that the model does not train: "
+                f"{', '.join(unknown)}."
+            )
         length = inputs[0].shape[1 if net.batch_first else 0]
         targets = map_tensors(_tensors(self.targets), lambda t: _as_tensor(t, precision))
-        data = CheckData(inputs, targets, step_weights(self.mask, self.reduction, length), net.batch_first)
+        data = CheckData(
+            inputs, targets, step_weights(self.mask, self.reduction, length), net.batch_first
+        )
         name = check_dtype(precision)
         allowed = TOLERANCE.get(name, 1e-5) if self.tolerance is None else self.tolerance
-        return Check(self.model, net, data, self.loss, self.reduction, self.mask, name, allowed, self.allow_zero, notes)
+        return Check(
+            self.model,
+            net,
+            data,
+            self.loss,
+            self.reduction,
+            self.mask,
+            name,
+            allowed,
+            self.allow_zero,
+            notes,
+        )
 
     def with_single_steps(self, reports: list[GradientReport]) -> list[GradientReport]:
         """The reports with what `learner.step` gives, as it would run in training."""
         with training_precision(self.model), contextlib.ExitStack() as stack:
             precision = float_dtype(self.model)
             net, _ = self.bridge_fixed(self.inputs(precision), stack)
-            own = lambda t: t.to(precision) if isinstance(t, torch.Tensor) and t.is_floating_point() else t  # noqa: E731
+            own = lambda t: (
+                t.to(precision) if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+            )
             xs = tuple(map(own, self.xs)) if isinstance(self.xs, (tuple, list)) else own(self.xs)
             targets = map_tensors(self.targets, own)
             found = [check_steps(net, rule, self.loss, xs, targets) for rule in self.rules]
         return [
-            replace(report, single_steps=steps, problems=report.problems if steps.ok else (*report.problems, steps.problem()))
+            replace(
+                report,
+                single_steps=steps,
+                problems=report.problems if steps.ok else (*report.problems, steps.problem()),
+            )
             for report, steps in zip(reports, found, strict=True)
         ]
 
     def inputs(self, precision: torch.dtype) -> tuple[torch.Tensor, ...]:
         """The inputs as tensors of one precision."""
-        return tuple(_as_tensor(x, precision) for x in (self.xs if isinstance(self.xs, (tuple, list)) else (self.xs,)))
+        return tuple(
+            _as_tensor(x, precision)
+            for x in (self.xs if isinstance(self.xs, (tuple, list)) else (self.xs,))
+        )
 
-    def bridge_fixed(self, inputs: tuple[torch.Tensor, ...], stack: contextlib.ExitStack) -> tuple[BridgedModule, bool]:
+    def bridge_fixed(
+        self, inputs: tuple[torch.Tensor, ...], stack: contextlib.ExitStack
+    ) -> tuple[BridgedModule, bool]:
         """The bridged model, in evaluation mode if it is random otherwise, and whether it is."""
         net, random = self.bridge(inputs)
         if random:
             stack.enter_context(evaluation_mode(net))
             net, still_random = self.bridge(inputs)
             if still_random:
-                raise NotSupportedError("The model draws random numbers in evaluation mode too, so torch and JAX cannot be compared on it.")
+                raise NotSupportedError(
+                    "The model draws random numbers in evaluation mode too, so torch and JAX "
+                    "cannot be compared on it."
+                )
         return net, random
 
     def bridge(self, inputs: tuple[torch.Tensor, ...]) -> tuple[BridgedModule, bool]:
@@ -295,9 +397,15 @@ def check_dtype(precision: torch.dtype) -> str:
 
 def step_weights(mask: Any, reduction: str, length: int) -> np.ndarray:
     """(T,) factors of the steps' losses."""
-    weights = np.ones(length) if mask is None else np.asarray(_as_tensor(mask, torch.float64), dtype=np.float64)
+    weights = (
+        np.ones(length)
+        if mask is None
+        else np.asarray(_as_tensor(mask, torch.float64), dtype=np.float64)
+    )
     if weights.shape != (length,):
-        raise InputError(f"`mask` has shape {weights.shape}; it must be ({length},), one weight a step.")
+        raise InputError(
+            f"`mask` has shape {weights.shape}; it must be ({length},), one weight a step."
+        )
     if reduction == "mean":
         if not weights.sum() > 0:
             raise InputError("`mask` has no step with a positive weight, so there is no mean loss.")
@@ -306,22 +414,32 @@ def step_weights(mask: Any, reduction: str, length: int) -> np.ndarray:
 
 
 def _as_tensor(x: Any, precision: torch.dtype) -> torch.Tensor:
-    tensor = x.detach().cpu() if isinstance(x, torch.Tensor) else torch.tensor(np.array(x, order="C"))
+    tensor = (
+        x.detach().cpu() if isinstance(x, torch.Tensor) else torch.tensor(np.array(x, order="C"))
+    )
     if tensor.is_complex():
         return tensor.to(precision.to_complex())
     return tensor.to(precision) if tensor.is_floating_point() else tensor.clone()
 
 
 def _tensors(tree: Any) -> Any:
-    """NumPy and JAX arrays in a tree of targets as tensors; whole numbers are torch's int64, as for the learner."""
+    """NumPy and JAX arrays in a tree of targets as tensors; whole numbers are torch's int64, as for
+    the learner.
+    """
 
     def tensor(x: Any) -> torch.Tensor:
         if isinstance(x, torch.Tensor):
             return x
         made = torch.tensor(np.array(x, order="C"))  # torch itself refuses negative strides
-        return made if made.is_floating_point() or made.is_complex() or made.dtype == torch.bool else made.long()
+        return (
+            made
+            if made.is_floating_point() or made.is_complex() or made.dtype == torch.bool
+            else made.long()
+        )
 
-    return jax.tree.map(tensor, tree, is_leaf=lambda x: isinstance(x, (torch.Tensor, np.ndarray, jax.Array)))
+    return jax.tree.map(
+        tensor, tree, is_leaf=lambda x: isinstance(x, (torch.Tensor, np.ndarray, jax.Array))
+    )
 
 
 def chunk_size(chunk: int | str, length: int) -> int:
@@ -339,28 +457,49 @@ def numpy_grads(result: GradientResult) -> dict[str, np.ndarray]:
 
 
 def check_rule(
-    check: Check, rule: Rule, chunk: int, reference: Reference, truncated: dict[str, np.ndarray] | None, measured: bool
+    check: Check,
+    rule: Rule,
+    chunk: int,
+    reference: Reference,
+    truncated: dict[str, np.ndarray] | None,
+    measured: bool,
 ) -> GradientReport:
     learner = check.learner(rule, chunk)
     result = check.gradients(learner)
     online = numpy_grads(result)
     certificates = {show_path(path): c for path, c in learner.graph.certificate().items()}
-    promises = {show_path(path): p for path, p in rule.promises(learner.graph, check.length, chunk).items()}
-    scale = max((float(np.linalg.norm(g.reshape(-1))) for g in reference.grads.values()), default=0.0)
+    promises = {
+        show_path(path): p for path, p in rule.promises(learner.graph, check.length, chunk).items()
+    }
+    scale = max(
+        (float(np.linalg.norm(g.reshape(-1))) for g in reference.grads.values()), default=0.0
+    )
     floor = 16 * float(torch.finfo(getattr(torch, check.dtype)).eps) * scale
     parameters = {}
     for name, wanted in reference.grads.items():
         found = online.get(name, np.zeros_like(wanted))
-        past = None if truncated is None else _share(wanted - truncated.get(name, np.zeros_like(wanted)), wanted)
+        past = (
+            None
+            if truncated is None
+            else _share(wanted - truncated.get(name, np.zeros_like(wanted)), wanted)
+        )
         start_only = name in getattr(check.net, "start_parameters", ())
         promise = START_ONLY if start_only else promises.get(name, NOT_USED)
-        parameters[name] = compare(name, found, wanted, promise, check.tolerance, floor, past, name in check.allow_zero)
-    problems = [*_forward_problems(check, result, reference), *_empty_problems(check, reference, scale)]
+        parameters[name] = compare(
+            name, found, wanted, promise, check.tolerance, floor, past, name in check.allow_zero
+        )
+    problems = [
+        *_forward_problems(check, result, reference),
+        *_empty_problems(check, reference, scale),
+    ]
     if not problems and not rule.truncates:
         problems += _trace_problems(check, chunk, certificates, parameters)
     seconds = memory = None
     if measured:
-        seconds = min(_timed(lambda: jax.block_until_ready(check.gradients(learner).raw_grads)) for _ in range(_REPEATS))
+        seconds = min(
+            _timed(lambda: jax.block_until_ready(check.gradients(learner).raw_grads))
+            for _ in range(_REPEATS)
+        )
         memory = _memory(check, learner, rule, chunk)
     return GradientReport(
         rule=rule.name or type(rule).__name__, parameters=parameters, problems=tuple(problems), notes=check.notes, steps=check.length,
@@ -382,7 +521,7 @@ def _timed(call: Callable[[], Any]) -> float:
 
 def _memory(check: Check, learner: OnlineLearner, rule: Rule, chunk: int) -> int:
     runtime = learner.runtime
-    time_major = lambda t: t.transpose(0, 1) if check.data.batch_first and t.dim() > 1 else t  # noqa: E731
+    time_major = lambda t: t.transpose(0, 1) if check.data.batch_first and t.dim() > 1 else t
     args = [to_jax(time_major(x)) for x in check.data.xs]
     targets = map_tensors(check.data.targets, lambda t: to_jax(time_major(t)))
     compiled = runtime.store.compiled
@@ -395,18 +534,28 @@ def _forward_problems(check: Check, result: GradientResult, reference: Reference
     arrays = [np.asarray(x) for x in jax.tree.leaves(result.raw_outputs)]
     for step, wanted in enumerate(reference.outputs):
         if len(wanted) != len(arrays):
-            return [f"The model gives {len(wanted)} output tensors in torch and {len(arrays)} when bridged."]
+            return [
+                f"The model gives {len(wanted)} output tensors in torch and {len(arrays)} when "
+                "bridged."
+            ]
         for n, (array, expected) in enumerate(zip(arrays, wanted, strict=True)):
             found = array[step]
             if found.shape != expected.shape:
-                return [f"Output {n} has shape {found.shape} when bridged and {expected.shape} in torch."]
+                return [
+                    f"Output {n} has shape {found.shape} when bridged and {expected.shape} in "
+                    "torch."
+                ]
             size = max(1.0, float(np.abs(expected).max(initial=0)))
             difference = np.abs(found.astype(complex) - expected)
             if not bool(np.all(difference <= 10 * check.tolerance * size)):
-                where = tuple(int(i) for i in np.unravel_index(int(np.argmax(difference)), difference.shape))
+                where = tuple(
+                    int(i) for i in np.unravel_index(int(np.argmax(difference)), difference.shape)
+                )
                 return [
-                    f"The outputs differ at step {step}, so the gradients are those of different functions: output {n} at index {where} is "
-                    f"{found[where].item()!r} when bridged and {expected[where].item()!r} in torch (up to {10 * check.tolerance * size:g} allowed)."
+                    f"The outputs differ at step {step}, so the gradients are those of different "
+                    f"functions: output {n} at index {where} is {found[where].item()!r} when "
+                    f"bridged and {expected[where].item()!r} in torch (up to "
+                    f"{10 * check.tolerance * size:g} allowed)."
                 ]
     if not math.isfinite(reference.loss):
         return [f"The loss is {reference.loss} in torch."]
@@ -416,16 +565,25 @@ def _forward_problems(check: Check, result: GradientResult, reference: Reference
 def _empty_problems(check: Check, reference: Reference, scale: float) -> list[str]:
     """Why the comparison shows nothing, if it does not."""
     if not reference.reaches_output:
-        return ["The loss does not depend on the model: its derivative by every output is zero or missing, so every gradient is zero."]
+        return [
+            "The loss does not depend on the model: its derivative by every output is zero or "
+            "missing, so every gradient is zero."
+        ]
     if not reference.reaches_parameter or scale == 0:
-        return ["All gradients are zero in torch, so there is nothing to compare. (Frozen parameters? A detached state? Saturated units?)"]
+        return [
+            "All gradients are zero in torch, so there is nothing to compare. (Frozen parameters? "
+            "A detached state? Saturated units?)"
+        ]
     if not reference.hears_input:
         zero = all(not bool(x.any()) for x in check.data.xs)
         if zero:
-            return ["The input is zero at every step, so most of the model is not exercised. Compare on real data."]
+            return [
+                "The input is zero at every step, so most of the model is not exercised. Compare "
+                "on real data."
+            ]
         return [
-            "The network is silent: its outputs are the same as for an input of zeros. Scale up the input or the weights until its units "
-            "respond, or compare on real data."
+            "The network is silent: its outputs are the same as for an input of zeros. Scale up "
+            "the input or the weights until its units respond, or compare on real data."
         ]
     return []
 
@@ -434,14 +592,23 @@ def _trace_problems(check: Check, chunk: int, certificates: dict, parameters: di
     """Why the rule's memory of the past is not tested, if it is not."""
     if chunk >= check.length:
         steps = "one step" if check.length == 1 else f"{check.length} steps"
-        return [f"The trace is never used: the sequence of {steps} is one chunk. Give a longer sequence or a smaller `chunk`."]
+        return [
+            f"The trace is never used: the sequence of {steps} is one chunk. Give a longer "
+            "sequence or a smaller `chunk`."
+        ]
     if not np.any(check.data.weights[chunk:]):
         return [f"The trace is never used: only the first chunk of {chunk} steps has a loss."]
     carried = [name for name, c in certificates.items() if c.kind in ("traced", "upstream")]
     if not carried:
-        return ["The trace is never used: no parameter reaches the loss through a hidden state, so this model has no recurrence to learn."]
-    if all((parameters[name].past or 0.0) <= check.tolerance for name in carried if name in parameters):
         return [
-            "The trace is never used: no gradient comes from before the chunk of the loss. The states may be detached or reset at every step."
+            "The trace is never used: no parameter reaches the loss through a hidden state, so "
+            "this model has no recurrence to learn."
+        ]
+    if all(
+        (parameters[name].past or 0.0) <= check.tolerance for name in carried if name in parameters
+    ):
+        return [
+            "The trace is never used: no gradient comes from before the chunk of the loss. The "
+            "states may be detached or reset at every step."
         ]
     return []

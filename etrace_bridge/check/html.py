@@ -65,7 +65,16 @@ def _section(report: GradientReport, named: bool) -> str:
     parts = [f"<h2>{escape(report.rule)}</h2>"] if named else []
     parts.append(f'<p class="facts">{escape(" · ".join(facts))}</p>')
     parts += [f'<div class="problem">{escape(text)}</div>' for text in report.problems]
-    header = ("parameter", "cosine", "relative error", "norm ratio", "signs", "largest difference", "past", "verdict")
+    header = (
+        "parameter",
+        "cosine",
+        "relative error",
+        "norm ratio",
+        "signs",
+        "largest difference",
+        "past",
+        "verdict",
+    )
     parts.append(_table(header, [_row(p) for p in report]))
     parts += [f"<pre>{escape(text)}</pre>" for text in report.mismatches()[len(report.problems) :]]
     if len(report):
@@ -76,14 +85,22 @@ def _section(report: GradientReport, named: bool) -> str:
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f"<th>{cell}</th>" for cell in header)
-    body = "\n".join("<tr>" + "".join(f'<td class="n">{cell}</td>' for cell in row) + "</tr>" for row in rows)
+    body = "\n".join(
+        "<tr>" + "".join(f'<td class="n">{cell}</td>' for cell in row) + "</tr>" for row in rows
+    )
     return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>"
 
 
 def _row(p: ParameterReport) -> list[str]:
     kind = "bad" if not p.ok else "ok" if p.verdict == "exact" else "mid"
-    where = f"{small(p.max_difference)} at {p.max_index}" if p.max_index else small(p.max_difference)
-    reason = f'<div class="reason">{escape(p.expectation.reason)}</div>' if p.expectation.kind != "exact" or not p.ok else ""
+    where = (
+        f"{small(p.max_difference)} at {p.max_index}" if p.max_index else small(p.max_difference)
+    )
+    reason = (
+        f'<div class="reason">{escape(p.expectation.reason)}</div>'
+        if p.expectation.kind != "exact" or not p.ok
+        else ""
+    )
     return [
         f"<code>{escape(p.name)}</code><div class='reason'>{escape(str(p.shape))}</div>",
         _bar(p.cosine, kind) + number(p.cosine, 5),
@@ -99,7 +116,9 @@ def _row(p: ParameterReport) -> list[str]:
 def _bar(share: float, kind: str) -> str:
     colour = {"ok": "#1b7837", "bad": "#b2182b", "mid": "#2166ac"}[kind]
     width = 0.0 if math.isnan(share) else 100 * min(max(share, 0.0), 1.0)
-    return f'<span class="bar"><span style="width: {width:.1f}%; background: {colour}"></span></span>'
+    return (
+        f'<span class="bar"><span style="width: {width:.1f}%; background: {colour}"></span></span>'
+    )
 
 
 def _scatter(report: GradientReport, width: int = 360) -> str:
@@ -112,9 +131,10 @@ def _scatter(report: GradientReport, width: int = 360) -> str:
     span = (high - low) or 1.0
     if not math.isfinite(span):
         return ""
-    place = lambda v: 30 + (float(v) - low) / span * (width - 50)  # noqa: E731
+    place = lambda v: 30 + (float(v) - low) / span * (width - 50)
     points = "".join(
-        f'<circle cx="{place(x):.1f}" cy="{width - place(y):.1f}" r="2"/>' for x, y in zip(theirs[::every], ours[::every], strict=True)
+        f'<circle cx="{place(x):.1f}" cy="{width - place(y):.1f}" r="2"/>'
+        for x, y in zip(theirs[::every], ours[::every], strict=True)
     )
     colour = "#2166ac" if worst.ok else "#b2182b"
     return (

@@ -1,4 +1,6 @@
-"""`check_gradients` for a brainstate module: a rule's gradients next to `jax.grad` through time of the module's own step."""
+"""`check_gradients` for a brainstate module: a rule's gradients next to `jax.grad` through time of
+the module's own step.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ import torch
 
 from etrace_bridge._errors import InputError
 from etrace_bridge.check.comparison import RuleComparison
-from etrace_bridge.check.gradients import TOLERANCE, Check, check_rule, chunk_size, numpy_grads, step_weights
+from etrace_bridge.check.gradients import (
+    TOLERANCE,
+    Check,
+    check_rule,
+    chunk_size,
+    numpy_grads,
+    step_weights,
+)
 from etrace_bridge.check.module_reference import kept_states, module_reference
 from etrace_bridge.check.reference import CheckData
 from etrace_bridge.check.report import GradientReport
@@ -21,7 +30,9 @@ from etrace_bridge.frontend import to_torch
 from etrace_bridge.learning.inputs import as_array
 from etrace_bridge.rules import BPTT, Rule, make_rule
 
-NOTE = "a brainstate module: compared with jax.grad through time of its own step, in its own precision"
+NOTE = (
+    "a brainstate module: compared with jax.grad through time of its own step, in its own precision"
+)
 
 
 def check_module(
@@ -30,16 +41,26 @@ def check_module(
 ) -> GradientReport | RuleComparison:  # fmt: skip
     """Compares; arguments as for `check_gradients`. The module's States are left as they were."""
     rules = [make_rule(r) for r in rule] if isinstance(rule, (list, tuple)) else [make_rule(rule)]  # pyright: ignore[reportArgumentType]
-    leaves = [x for s in net.states(brainstate.ParamState).values() for x in jax.tree.leaves(s.value)]
+    leaves = [
+        x for s in net.states(brainstate.ParamState).values() for x in jax.tree.leaves(s.value)
+    ]
     if not leaves:
-        raise InputError(f"`{type(net).__name__}` has no `brainstate.ParamState`, so there is no gradient to check.")
+        raise InputError(
+            f"`{type(net).__name__}` has no `brainstate.ParamState`, so there is no gradient to "
+            "check."
+        )
     dtype = str(leaves[0].dtype)
-    inputs = [jnp.asarray(as_array(x, leaves[0].dtype)) for x in (xs if isinstance(xs, (tuple, list)) else (xs,))]
+    inputs = [
+        jnp.asarray(as_array(x, leaves[0].dtype))
+        for x in (xs if isinstance(xs, (tuple, list)) else (xs,))
+    ]
     weights = step_weights(mask, reduction, inputs[0].shape[0])
     shown = tuple(to_torch(x) for x in inputs)
     data = CheckData(shown, targets, weights, False)
     allowed = TOLERANCE.get(dtype, 1e-5) if tolerance is None else tolerance
-    check = Check(_NoModel, net, data, loss, reduction, mask, dtype, allowed, frozenset(allow_zero), (NOTE,))  # pyright: ignore[reportArgumentType]
+    check = Check(
+        _NoModel, net, data, loss, reduction, mask, dtype, allowed, frozenset(allow_zero), (NOTE,)
+    )  # pyright: ignore[reportArgumentType]
     with kept_states(net):
         size = chunk_size(chunk, check.length)
         first = check.learner(BPTT(), size)
@@ -48,11 +69,17 @@ def check_module(
         arrays = reader.sequence(inputs, targets, None, False)
         jax_loss = first.runtime.losses.find(compiled, arrays.target)
         wanted = jax.tree.map(jnp.asarray, arrays.targets)
-        reference = module_reference(net, inputs, wanted, jax_loss, np.asarray(weights, leaves[0].dtype))
+        reference = module_reference(
+            net, inputs, wanted, jax_loss, np.asarray(weights, leaves[0].dtype)
+        )
         reports = []
         for one in rules:
             own = check.length if one.truncates and chunk == "auto" else size
-            reports.append(check_rule(check, one, own, reference, truncated if size < check.length else None, False))
+            reports.append(
+                check_rule(
+                    check, one, own, reference, truncated if size < check.length else None, False
+                )
+            )
     return RuleComparison(tuple(reports)) if isinstance(rule, (list, tuple)) else reports[0]
 
 

@@ -1,4 +1,5 @@
-"""The reference of a gradient check for a brainstate module: `jax.grad` through time of its own step.
+"""The reference of a gradient check for a brainstate module: `jax.grad` through time of its own
+step.
 
 The step is brainstate's functional form of the module's call, before any pass of the compiler.
 """
@@ -37,7 +38,9 @@ def flat_gradient(tree: Any) -> np.ndarray:
     return np.concatenate([np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(tree)])
 
 
-def module_reference(net: brainstate.nn.Module, xs: Sequence[Any], targets: Any, loss: Callable, weights: np.ndarray) -> Reference:
+def module_reference(
+    net: brainstate.nn.Module, xs: Sequence[Any], targets: Any, loss: Callable, weights: np.ndarray
+) -> Reference:
     """Runs BPTT.
 
     Args:
@@ -56,19 +59,27 @@ def module_reference(net: brainstate.nn.Module, xs: Sequence[Any], targets: Any,
     def total(theta: list[Any], shifts: Any, xs: Sequence[Any]):
         given = iter(theta)
         outputs = run([next(given) if w else v for v, w in zip(values, is_weight, strict=True)], xs)
-        shifted = jax.tree.map(lambda o, s: o + s if s is not None else o, outputs, shifts, is_leaf=lambda x: x is None)
+        shifted = jax.tree.map(
+            lambda o, s: o + s if s is not None else o, outputs, shifts, is_leaf=lambda x: x is None
+        )
         losses = jax.vmap(loss)(shifted, targets)
         return jnp.sum(jnp.where(weights != 0, losses, 0) * weights), outputs
 
     shapes = jax.eval_shape(run, values, xs)
-    shifts = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype) if jnp.issubdtype(s.dtype, jnp.inexact) else None, shapes)
+    shifts = jax.tree.map(
+        lambda s: jnp.zeros(s.shape, s.dtype) if jnp.issubdtype(s.dtype, jnp.inexact) else None,
+        shapes,
+    )
     gradient = jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))
     begin = time.perf_counter()
     (value, outputs), (grads, by_output) = jax.block_until_ready(gradient(theta, shifts, list(xs)))
     seconds = time.perf_counter() - begin
     names = [paths[id(s)] for s, w in zip(run.states, is_weight, strict=True) if w]
     silent = jit(run)(values, [jnp.zeros_like(x) for x in xs])
-    differs = any(not np.array_equal(a, b) for a, b in zip(jax.tree.leaves(outputs), jax.tree.leaves(silent), strict=True))
+    differs = any(
+        not np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(outputs), jax.tree.leaves(silent), strict=True)
+    )
     count = len(jax.tree.leaves(outputs)[0])
     return Reference(
         grads={name: flat_gradient(g) for name, g in zip(names, grads, strict=True)},

@@ -1,4 +1,6 @@
-"""Running a torch model and its bridged form in another floating precision, and leaving both worlds as they were."""
+"""Running a torch model and its bridged form in another floating precision, and leaving both worlds
+as they were.
+"""
 
 from __future__ import annotations
 
@@ -23,28 +25,40 @@ def torch_dtype(dtype: Any) -> torch.dtype | None:
         return None
     name = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
     if name not in _NAMES:
-        raise InputError(f"`dtype` is {dtype!r}; it must be 'float64', 'float32', or None for the model's own.")
+        raise InputError(
+            f"`dtype` is {dtype!r}; it must be 'float64', 'float32', or None for the model's own."
+        )
     return _NAMES[name]
 
 
 def float_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of a model's first floating parameter or buffer; of a complex one, that of its parts."""
+    """The dtype of a model's first floating parameter or buffer; of a complex one, that of its
+    parts.
+    """
     tensors = (*model.parameters(), *model.buffers())
-    return next((t.dtype.to_real() for t in tensors if t.is_floating_point() or t.is_complex()), torch.get_default_dtype())
+    return next(
+        (t.dtype.to_real() for t in tensors if t.is_floating_point() or t.is_complex()),
+        torch.get_default_dtype(),
+    )
 
 
 @contextlib.contextmanager
 def in_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Within this, the model's floating tensors, torch's default and JAX have this precision.
 
-    The tensors keep their identity, so closures, tied weights and the user's references see the same precision, and a
-    model that cannot be copied can be cast. Afterwards every tensor has its old memory again, bit for bit.
+    The tensors keep their identity, so closures, tied weights and the user's references see the
+    same precision, and a model that cannot be copied can be cast. Afterwards every tensor has its
+    old memory again, bit for bit.
 
     Args:
         model: the torch model.
         dtype: `torch.float32` or `torch.float64`.
     """
-    kinds = {True: torch.complex128, False: dtype} if dtype == torch.float64 else {True: torch.complex64, False: dtype}
+    kinds = (
+        {True: torch.complex128, False: dtype}
+        if dtype == torch.float64
+        else {True: torch.complex64, False: dtype}
+    )
     default, saved = torch.get_default_dtype(), []
     with _jax_precision(dtype):
         try:

@@ -23,7 +23,13 @@ from etrace_bridge.check.report import write_json
 from etrace_bridge.check.text import number, size
 from etrace_bridge.frontend import BridgedModule, to_jax, wrap
 from etrace_bridge.learning.compiled_step import CompiledStep
-from etrace_bridge.learning.footprint import GradientProgram, compile_gradients, parse_bytes, rule_bytes, tree_bytes
+from etrace_bridge.learning.footprint import (
+    GradientProgram,
+    compile_gradients,
+    parse_bytes,
+    rule_bytes,
+    tree_bytes,
+)
 from etrace_bridge.learning.inputs import as_array, as_inputs
 from etrace_bridge.rules import BPTT, Rule, make_rule, rule_names, rule_text
 from etrace_bridge.schedule.chunk_plan import choose_chunk, kept_bytes
@@ -39,7 +45,8 @@ class Candidate:
 
     Attributes:
         rule: its name, with options that are not the default, as `rule=` accepts it.
-        memory: bytes of its compiled program, inputs aside; for a rule that was not compiled, of its trace alone.
+        memory: bytes of its compiled program, inputs aside; for a rule that was not compiled, of
+            its trace alone.
         chunk: steps in a chunk.
         fits: whether that is within the budget.
         cosine: cosine of its gradient to BPTT's on a random sequence; None if it was not run.
@@ -84,7 +91,9 @@ class Recommendation:
 
     def _headline(self) -> str:
         if self.rule is None:
-            return f"No rule fits into {size(self.budget)}. Raise the budget, or use a smaller batch."
+            return (
+                f"No rule fits into {size(self.budget)}. Raise the budget, or use a smaller batch."
+            )
         return (
             f'Use rule="{self.rule}", chunk={self.chunk}: {size(self.memory)} of {size(self.budget)} for a sequence of {self.steps} '
             "steps, inputs aside."
@@ -127,15 +136,18 @@ def recommend(
 ) -> Recommendation:
     """Picks the most faithful online rule for a model whose memory stays within a budget.
 
-    Each rule's program for a sequence, its trace included, is compiled, not guessed at: the bytes are the compiled program's own. Rules that fit are run once on random
-    inputs, and the one whose gradient is closest in direction to BPTT's wins; of equals, the one that needs less memory. A rule with
-    a free size, such as the rank of `low_rank`, is tried from the largest down until it fits, if it is given by its bare name.
+    Each rule's program for a sequence, its trace included, is compiled, not guessed at: the bytes
+    are the compiled program's own. Rules that fit are run once on random inputs, and the one whose
+    gradient is closest in direction to BPTT's wins; of equals, the one that needs less memory. A
+    rule with a free size, such as the rank of `low_rank`, is tried from the largest down until it
+    fits, if it is given by its bare name.
 
     Args:
         model: the torch model or a brainstate module; it is left as it was.
         x: one time step of input, `(batch, …)`, or a tuple of inputs.
         budget: bytes, or text such as `"500MB"`.
-        rules: the rules to look at; by default every registered rule but `bptt`, which does not learn online.
+        rules: the rules to look at; by default every registered rule but `bptt`, which does not
+            learn online.
         steps: length of the sequences to learn from.
         state: as for `wrap`.
         sequence: as for `wrap`.
@@ -143,7 +155,9 @@ def recommend(
     """
     is_plain = isinstance(model, brainstate.nn.Module) and not isinstance(model, BridgedModule)
     if not is_plain and not isinstance(model, nn.Module):
-        raise InputError(f"`recommend` takes a torch or brainstate module, not a `{type(model).__name__}`.")
+        raise InputError(
+            f"`recommend` takes a torch or brainstate module, not a `{type(model).__name__}`."
+        )
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 2:
         raise InputError(f"`steps` is {steps!r}; it must be a number of time steps, at least 2.")
     limit = parse_bytes(budget)
@@ -151,13 +165,24 @@ def recommend(
     chosen = [list(make_rule(r).variants()) if r in rule_names() else [make_rule(r)] for r in names]
     if is_plain:
         with kept_states(model):
-            candidates = _candidates(_Trial(model, [jnp.asarray(as_array(a)) for a in as_inputs(x)], steps), chosen, limit)
+            candidates = _candidates(
+                _Trial(model, [jnp.asarray(as_array(a)) for a in as_inputs(x)], steps),
+                chosen,
+                limit,
+            )
         return _recommendation(candidates, limit, steps)
     precision = float_dtype(model)
     with in_precision(model, precision) if precision == torch.float64 else contextlib.nullcontext():
-        inputs = tuple(to_jax(_in_model_dtype(a, precision)) for a in (x if isinstance(x, (tuple, list)) else (x,)))
+        inputs = tuple(
+            to_jax(_in_model_dtype(a, precision))
+            for a in (x if isinstance(x, (tuple, list)) else (x,))
+        )
         net = wrap(
-            model, state, example_input=tuple(torch.tensor(np.asarray(a)) for a in inputs), sequence=sequence, batch_first=batch_first
+            model,
+            state,
+            example_input=tuple(torch.tensor(np.asarray(a)) for a in inputs),
+            sequence=sequence,
+            batch_first=batch_first,
         )
         candidates = _candidates(_Trial(net, inputs, steps), chosen, limit)
     return _recommendation(candidates, limit, steps)
@@ -169,7 +194,14 @@ def _candidates(trial: _Trial, chosen: Sequence[list[Rule]], limit: int) -> list
 
 
 def _recommendation(candidates: Sequence[Candidate], limit: int, steps: int) -> Recommendation:
-    order = sorted(candidates, key=lambda c: (not c.fits, -round(c.cosine, 6) if c.cosine is not None else math.inf, c.memory))
+    order = sorted(
+        candidates,
+        key=lambda c: (
+            not c.fits,
+            -round(c.cosine, 6) if c.cosine is not None else math.inf,
+            c.memory,
+        ),
+    )
     best = order[0] if order and order[0].fits else None
     return Recommendation(
         best and best.rule, best and best.chunk, best and best.memory, limit, steps, tuple(order)
@@ -201,7 +233,9 @@ class _Trial:
 
     def run(self, program: GradientProgram) -> np.ndarray:
         """All gradients as one vector."""
-        grads = program.call(self.compiled.read()[0], self.compiled.initial, self.args, self.targets)[0]
+        grads = program.call(
+            self.compiled.read()[0], self.compiled.initial, self.args, self.targets
+        )[0]
         return np.concatenate([np.asarray(g, np.float64).reshape(-1) for g in grads])
 
     def reference(self) -> np.ndarray | None:
@@ -225,7 +259,9 @@ def _vary(x: np.ndarray, steps: int, rng: np.random.Generator) -> np.ndarray:
     return (x + 0.5 * spread * noise).astype(x.dtype)
 
 
-def _largest_fitting(trial: _Trial, variants: Sequence[Rule], limit: int, reference: np.ndarray | None) -> Candidate:
+def _largest_fitting(
+    trial: _Trial, variants: Sequence[Rule], limit: int, reference: np.ndarray | None
+) -> Candidate:
     """The first variant of a rule that fits, or the last one."""
     for variant in variants:
         candidate = _look_at(trial, variant, limit, reference)
@@ -238,7 +274,8 @@ def _look_at(trial: _Trial, rule: Rule, limit: int, reference: np.ndarray | None
     name, steps, compiled = rule_text(rule), trial.steps, trial.compiled
     alone = rule_bytes(compiled, rule) + tree_bytes(compiled.read()[0])
     chunk = steps
-    if not rule.truncates:  # at least two chunks: a stream needs the trace, which a single chunk does without
+    # At least two chunks: a stream needs the trace, which a single chunk does without
+    if not rule.truncates:
         chunk = min(choose_chunk(compiled.program, rule, steps, "auto", None), math.ceil(steps / 2))
     if alone > limit:
         return Candidate(name, alone, chunk, False, None, False)
@@ -247,7 +284,10 @@ def _look_at(trial: _Trial, rule: Rule, limit: int, reference: np.ndarray | None
         if program.memory <= limit or chunk == 1:
             break
         spare = program.memory - limit
-        chunk = max(1, min(chunk // 2, chunk - math.ceil(spare / max(kept_bytes(compiled.program, True), 1))))
+        chunk = max(
+            1,
+            min(chunk // 2, chunk - math.ceil(spare / max(kept_bytes(compiled.program, True), 1))),
+        )
         program = trial.compile(rule, chunk)
     fits = program.memory <= limit
     cosine = _cosine(trial.run(program), reference) if fits and reference is not None else None

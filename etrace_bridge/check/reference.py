@@ -37,7 +37,9 @@ class CheckData:
 
     def target(self, step: int) -> Any:
         """The target of one step."""
-        return map_tensors(self.targets, lambda t: t.select(1 if self.batch_first and t.dim() > 1 else 0, step))
+        return map_tensors(
+            self.targets, lambda t: t.select(1 if self.batch_first and t.dim() > 1 else 0, step)
+        )
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,13 @@ def map_tensors(tree: Any, fun: Callable[[torch.Tensor], Any]) -> Any:
     return tree
 
 
-def torch_reference(model: nn.Module, names: Sequence[str], data: CheckData, loss: Callable, options: Mapping[str, Any]) -> Reference:
+def torch_reference(
+    model: nn.Module,
+    names: Sequence[str],
+    data: CheckData,
+    loss: Callable,
+    options: Mapping[str, Any],
+) -> Reference:
     """Runs torch BPTT.
 
     Args:
@@ -99,9 +107,13 @@ def torch_reference(model: nn.Module, names: Sequence[str], data: CheckData, los
     by_output = ()
     if total.requires_grad and tensors:
         by_output = torch.autograd.grad(total, tensors, allow_unused=True)
-    reaches_output = any(g is not None and g.numel() > 0 and bool(g.abs().max() > 0) for g in by_output)
+    reaches_output = any(
+        g is not None and g.numel() > 0 and bool(g.abs().max() > 0) for g in by_output
+    )
     grads = {
-        name: np.zeros(tuple(p.shape), np.dtype(str(p.dtype).removeprefix("torch."))) if g is None else g.detach().numpy(force=True)
+        name: np.zeros(tuple(p.shape), np.dtype(str(p.dtype).removeprefix("torch.")))
+        if g is None
+        else g.detach().numpy(force=True)
         for name, p, g in zip(names, parameters, found, strict=True)
     }
     outputs = [[t.detach().numpy(force=True) for _, t in flatten_state(o)[0]] for o in run.outputs]
@@ -120,7 +132,9 @@ def _run(model: nn.Module, data: CheckData, options: Mapping[str, Any]) -> Torch
 def _losses(run: TorchRun, data: CheckData, loss: Callable) -> tuple[float, torch.Tensor]:
     """The loss of the sequence as a number, and a tensor with its gradient."""
     if len(run.outputs) != len(data.weights):
-        raise InputError(f"The model made {len(run.outputs)} outputs from {len(data.weights)} steps.")
+        raise InputError(
+            f"The model made {len(run.outputs)} outputs from {len(data.weights)} steps."
+        )
     is_torch = _is_torch_loss(loss, run.outputs[0], data.target(0))
     value, total = 0.0, torch.zeros((), dtype=torch.float64)
     for step, (output, weight) in enumerate(zip(run.outputs, data.weights.tolist(), strict=True)):
@@ -135,7 +149,9 @@ def _losses(run: TorchRun, data: CheckData, loss: Callable) -> tuple[float, torc
 def _torch_loss(loss: Callable, output: Any, target: Any) -> tuple[float, torch.Tensor]:
     value = loss(output, target)
     if value.dim() != 0:
-        raise InputError(f"The loss must return a scalar for one step; it returned shape {tuple(value.shape)}.")
+        raise InputError(
+            f"The loss must return a scalar for one step; it returned shape {tuple(value.shape)}."
+        )
     return float(value.detach()), value
 
 
@@ -160,7 +176,9 @@ def _jax_loss(loss: Callable, output: Any, target: Any) -> tuple[float, torch.Te
 
 
 def _is_torch_loss(loss: Callable, output: Any, target: Any) -> bool:
-    """Whether a loss works on torch tensors; one of torch's own must, so its error is the user's answer."""
+    """Whether a loss works on torch tensors; one of torch's own must, so its error is the user's
+    answer.
+    """
     if isinstance(loss, nn.Module) or (getattr(loss, "__module__", None) or "").startswith("torch"):
         return True
     try:
@@ -169,7 +187,9 @@ def _is_torch_loss(loss: Callable, output: Any, target: Any) -> bool:
         return False
 
 
-def _hears_input(model: nn.Module, data: CheckData, options: Mapping[str, Any], outputs: list[list[np.ndarray]]) -> bool:
+def _hears_input(
+    model: nn.Module, data: CheckData, options: Mapping[str, Any], outputs: list[list[np.ndarray]]
+) -> bool:
     """Whether the outputs are any different from those for an input of zeros."""
     zeros = tuple(torch.zeros_like(x) for x in data.xs)
     if all(torch.equal(x, z) for x, z in zip(data.xs, zeros, strict=True)):

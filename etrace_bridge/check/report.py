@@ -1,4 +1,6 @@
-"""What a gradient check found: one row a parameter, a verdict, and everything that makes the comparison empty."""
+"""What a gradient check found: one row a parameter, a verdict, and everything that makes the
+comparison empty.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ from typing import Any
 import numpy as np
 
 from etrace_bridge._errors import InputError
-from etrace_bridge.check.expectation import AS_EXPECTED, EXACT, MISMATCH, NONE, START, START_ONLY, ZERO, Promise
+from etrace_bridge.check.expectation import (
+    AS_EXPECTED,
+    EXACT,
+    MISMATCH,
+    NONE,
+    START,
+    START_ONLY,
+    ZERO,
+    Promise,
+)
 from etrace_bridge.check.html import render_page
 from etrace_bridge.check.plot import draw_report
 from etrace_bridge.check.stepwise import StepCheck
@@ -35,7 +46,8 @@ class ParameterReport:
         found: the online gradient there.
         expected: torch's gradient there.
         norm: norm of torch's gradient.
-        past: share of torch's gradient that comes from before the chunk of the loss; None if it was not measured.
+        past: share of torch's gradient that comes from before the chunk of the loss; None if it was
+            not measured.
         expectation: what the rule promised, and why.
         verdict: what came of it.
         tolerance: relative error that counts as equal.
@@ -78,11 +90,14 @@ class ParameterReport:
         wrong = int(np.count_nonzero(~(difference <= allowed)))
         at = f"index {self.max_index}" if self.max_index else "the only element"
         lines = [
-            f"The gradient of `{self.name}` is not close to torch's, though it is expected to be {self.expectation.kind}: {self.expectation.reason}.",
+            f"The gradient of `{self.name}` is not close to torch's, though it is expected to be "
+            f"{self.expectation.kind}: {self.expectation.reason}.",
             "",
             f"Mismatched elements: {wrong} / {size} ({100 * wrong / size:.1f}%)",
-            f"Relative error of the whole gradient: {self.relative_error:.6g} (up to {self.tolerance:g} allowed)",
-            f"Greatest absolute difference: {self.max_difference:.6g} at {at} (up to {allowed:.3g} allowed)",
+            f"Relative error of the whole gradient: {self.relative_error:.6g} (up to "
+            f"{self.tolerance:g} allowed)",
+            f"Greatest absolute difference: {self.max_difference:.6g} at {at} (up to {allowed:.3g} "
+            "allowed)",
             f"  {rule}: {self.found!r}",
             f"  torch BPTT: {self.expected!r}",
         ]
@@ -90,7 +105,17 @@ class ParameterReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings."""
-        numbers = ("cosine", "relative_error", "norm_ratio", "sign_agreement", "max_difference", "found", "expected", "norm", "past")
+        numbers = (
+            "cosine",
+            "relative_error",
+            "norm_ratio",
+            "sign_agreement",
+            "max_difference",
+            "found",
+            "expected",
+            "norm",
+            "past",
+        )
         return {
             "name": self.name,
             "shape": list(self.shape),
@@ -126,9 +151,15 @@ def compare(
         zero_is_fine: the user expects torch's gradient to be zero, or none to be computed.
     """
     difference = np.abs(online - reference)
-    norm, own, error = (float(np.linalg.norm(x.reshape(-1))) for x in (reference, online, difference))
-    place = int(np.argmax(np.where(np.isnan(difference), np.inf, difference))) if difference.size else 0
-    index = tuple(int(i) for i in np.unravel_index(place, difference.shape)) if difference.size else ()
+    norm, own, error = (
+        float(np.linalg.norm(x.reshape(-1))) for x in (reference, online, difference)
+    )
+    place = (
+        int(np.argmax(np.where(np.isnan(difference), np.inf, difference))) if difference.size else 0
+    )
+    index = (
+        tuple(int(i) for i in np.unravel_index(place, difference.shape)) if difference.size else ()
+    )
     parts = [np.stack((x.real, x.imag)) if np.iscomplexobj(x) else x for x in (online, reference)]
     signed = parts[1] != 0
     relative = error / norm if norm > 0 else (0.0 if error == 0 else math.inf)
@@ -139,7 +170,11 @@ def compare(
         matches = relative <= tolerance
     if expectation is START_ONLY:
         verdict = AS_EXPECTED[NONE] if zero_is_fine else START
-    elif expectation.kind in (EXACT, NONE) and not matches or not (np.isfinite(own) and np.isfinite(norm)):
+    elif (
+        expectation.kind in (EXACT, NONE)
+        and not matches
+        or not (np.isfinite(own) and np.isfinite(norm))
+    ):
         verdict = MISMATCH
     elif empty and expectation.kind != NONE and not zero_is_fine:
         verdict = ZERO if matches else MISMATCH
@@ -147,10 +182,14 @@ def compare(
         verdict = AS_EXPECTED[EXACT if matches and expectation.kind != NONE else expectation.kind]
     return ParameterReport(
         name=name,
-        cosine=float(np.vdot(online.reshape(-1), reference.reshape(-1)).real / (own * norm)) if own and norm else math.nan,
+        cosine=float(np.vdot(online.reshape(-1), reference.reshape(-1)).real / (own * norm))
+        if own and norm
+        else math.nan,
         relative_error=relative,
         norm_ratio=own / norm if norm else math.nan,
-        sign_agreement=float(np.mean(np.sign(parts[0][signed]) == np.sign(parts[1][signed]))) if signed.any() else math.nan,
+        sign_agreement=float(np.mean(np.sign(parts[0][signed]) == np.sign(parts[1][signed])))
+        if signed.any()
+        else math.nan,
         max_difference=float(difference.max(initial=0.0)),
         max_index=index,
         found=online[index].item() if online.size else math.nan,
@@ -203,7 +242,9 @@ class GradientReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every parameter is as promised, single steps give the same, and the comparison shows something."""
+        """Whether every parameter is as promised, single steps give the same, and the comparison
+        shows something.
+        """
         return not self.problems and all(p.ok for p in self.parameters.values())
 
     def __bool__(self) -> bool:
@@ -211,7 +252,10 @@ class GradientReport:
 
     def __getitem__(self, name: str) -> ParameterReport:
         if name not in self.parameters:
-            raise InputError(f"There is no parameter `{name}` in this report. It has: {', '.join(self.parameters)}.")
+            raise InputError(
+                f"There is no parameter `{name}` in this report. It has: "
+                f"{', '.join(self.parameters)}."
+            )
         return self.parameters[name]
 
     def __iter__(self) -> Iterator[ParameterReport]:
@@ -221,10 +265,18 @@ class GradientReport:
         return len(self.parameters)
 
     def worst(self) -> ParameterReport:
-        """The parameter that is furthest from torch: one that is not ok if there is one, then by relative error."""
+        """The parameter that is furthest from torch: one that is not ok if there is one, then by
+        relative error.
+        """
         if not self.parameters:
             raise InputError("The report has no parameters.")
-        return max(self, key=lambda p: (not p.ok, p.relative_error if math.isfinite(p.relative_error) else math.inf))
+        return max(
+            self,
+            key=lambda p: (
+                not p.ok,
+                p.relative_error if math.isfinite(p.relative_error) else math.inf,
+            ),
+        )
 
     @property
     def cosine(self) -> float:
@@ -238,7 +290,9 @@ class GradientReport:
     def relative_error(self) -> float:
         """Norm of the difference of all gradients over the norm of torch's."""
         norm = math.sqrt(sum(p.norm**2 for p in self))
-        error = math.sqrt(sum(float(np.sum(np.abs(p.online_gradient - p.torch_gradient) ** 2)) for p in self))
+        error = math.sqrt(
+            sum(float(np.sum(np.abs(p.online_gradient - p.torch_gradient) ** 2)) for p in self)
+        )
         return error / norm if norm else math.nan
 
     @property
@@ -264,12 +318,13 @@ class GradientReport:
                 texts.append(p.mismatch(self.rule))
             elif p.verdict == START:
                 texts.append(
-                    f"`{p.name}` gets no gradient: {p.expectation.reason}. If that is meant, freeze it (`requires_grad_(False)`) or pass "
-                    f"`allow_zero=[{p.name!r}]`."
+                    f"`{p.name}` gets no gradient: {p.expectation.reason}. If that is meant, "
+                    f"freeze it (`requires_grad_(False)`) or pass `allow_zero=[{p.name!r}]`."
                 )
             elif not p.ok:
                 texts.append(
-                    f"The gradient of `{p.name}` is zero in torch, so nothing was compared. If that is right, pass `allow_zero=[{p.name!r}]`."
+                    f"The gradient of `{p.name}` is zero in torch, so nothing was compared. If "
+                    f"that is right, pass `allow_zero=[{p.name!r}]`."
                 )
         return texts
 
@@ -284,7 +339,18 @@ class GradientReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers and strings; NaN is None."""
-        keys = ("rule", "steps", "chunk", "dtype", "tolerance", "loss", "torch_loss", "seconds", "torch_seconds", "memory")
+        keys = (
+            "rule",
+            "steps",
+            "chunk",
+            "dtype",
+            "tolerance",
+            "loss",
+            "torch_loss",
+            "seconds",
+            "torch_seconds",
+            "memory",
+        )
         return {
             "ok": self.ok,
             **{key: _plain(getattr(self, key)) for key in keys},

@@ -1,4 +1,6 @@
-"""`learner.step` beside `learner.gradients`, on the user's own arrays, in the precision and JAX mode that training will use."""
+"""`learner.step` beside `learner.gradients`, on the user's own arrays, in the precision and JAX
+mode that training will use.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from etrace_bridge.learning.inputs import as_inputs, as_targets
 from etrace_bridge.learning.learner import OnlineLearner
 from etrace_bridge.rules import Rule
 
-MOST_STEPS = 4  # the second step is the first that takes the quick way in; the rest shows states and traces that go on
+# The second step is the first that takes the quick way in; the rest shows states and traces that go
+# on
+MOST_STEPS = 4
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-1, torch.float16: 1e-2}
 
 
@@ -31,7 +35,8 @@ class StepCheck:
     Attributes:
         steps: steps that were run.
         dtype: the precision they ran in.
-        error: the largest difference of a loss, an output or a summed gradient, relative to the largest element.
+        error: the largest difference of a loss, an output or a summed gradient, relative to the
+            largest element.
         where: what differs most, and at which step.
         tolerance: the error that counts as equal.
     """
@@ -48,14 +53,19 @@ class StepCheck:
         return self.error <= self.tolerance
 
     def __str__(self) -> str:
-        verdict = "the same losses, outputs and gradients as `gradients`" if self.ok else "NOT what `gradients` gives"
+        verdict = (
+            "the same losses, outputs and gradients as `gradients`"
+            if self.ok
+            else "NOT what `gradients` gives"
+        )
         return f"`learner.step`, {self.steps} steps one by one in {self.dtype}: {verdict}"
 
     def problem(self) -> str:
         """What is wrong, for a check that is not ok."""
         return (
-            f"`learner.step` does not give what `learner.gradients` gives on the same steps: {self.where} is off by {self.error:.2g} "
-            f"of its size (up to {self.tolerance:g} allowed). Please report it; `learner.update` runs sequences the other way."
+            "`learner.step` does not give what `learner.gradients` gives on the same steps: "
+            f"{self.where} is off by {self.error:.2g} of its size (up to {self.tolerance:g} "
+            "allowed). Please report it; `learner.update` runs sequences the other way."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -74,7 +84,9 @@ def _sum_gradients() -> optax.GradientTransformation:
     def update(grads: Any, state: _Sum, params: Any = None) -> tuple[Any, _Sum]:
         return jax.tree.map(jnp.zeros_like, grads), _Sum(jax.tree.map(jnp.add, state.total, grads))
 
-    return optax.GradientTransformation(lambda params: _Sum(jax.tree.map(jnp.zeros_like, params)), update)
+    return optax.GradientTransformation(
+        lambda params: _Sum(jax.tree.map(jnp.zeros_like, params)), update
+    )
 
 
 @contextlib.contextmanager
@@ -95,26 +107,47 @@ def check_steps(net: BridgedModule, rule: Rule, loss: Callable, xs: Any, targets
         xs: inputs as the user gave them.
         targets: targets as the user gave them.
     """
-    learner = OnlineLearner(net, rule, loss, _sum_gradients(), chunk=1, reduction="sum", guard=False)
+    learner = OnlineLearner(
+        net, rule, loss, _sum_gradients(), chunk=1, reduction="sum", guard=False
+    )
     inputs, targets = as_inputs(xs), as_targets(targets)
     count = min(MOST_STEPS, np.shape(inputs[0])[1 if net.batch_first else 0])
-    at = lambda tree, step: _map_arrays(tree, lambda a: _along_time(a, net.batch_first, step))  # noqa: E731
+    at = lambda tree, step: _map_arrays(tree, lambda a: _along_time(a, net.batch_first, step))
     taken = [learner.step(at(inputs, t), at(targets, t)) for t in range(count)]
     summed = _named_sum(learner)
     whole = learner.gradients(at(inputs, slice(0, count)), at(targets, slice(0, count)))
     outputs = jax.tree.leaves(whole.raw_outputs)
-    pairs = [(f"the loss of step {t + 1}", info.raw_loss, whole.raw_losses[t]) for t, info in enumerate(taken)]
+    pairs = [
+        (f"the loss of step {t + 1}", info.raw_loss, whole.raw_losses[t])
+        for t, info in enumerate(taken)
+    ]
     for t, info in enumerate(taken):
-        pairs += [(f"the output of step {t + 1}", o, w[t]) for o, w in zip(jax.tree.leaves(info.raw_output), outputs, strict=True)]
-    pairs += [(f"the gradient of `{name}`", summed[name], g) for name, g in whole.raw_grads.items() if name in summed]
-    error, where = max(((_distance(found, wanted), what) for what, found, wanted in pairs), key=lambda pair: pair[0])
+        pairs += [
+            (f"the output of step {t + 1}", o, w[t])
+            for o, w in zip(jax.tree.leaves(info.raw_output), outputs, strict=True)
+        ]
+    pairs += [
+        (f"the gradient of `{name}`", summed[name], g)
+        for name, g in whole.raw_grads.items()
+        if name in summed
+    ]
+    error, where = max(
+        ((_distance(found, wanted), what) for what, found, wanted in pairs),
+        key=lambda pair: pair[0],
+    )
     dtype = float_dtype(net.model)
-    return StepCheck(count, str(dtype).removeprefix("torch."), error, where, _TOLERANCE.get(dtype, 1e-5))
+    return StepCheck(
+        count, str(dtype).removeprefix("torch."), error, where, _TOLERANCE.get(dtype, 1e-5)
+    )
 
 
 def _named_sum(learner: OnlineLearner) -> dict[str, Any]:
     state = learner.runtime.store.state.opt
-    sums = [x for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, _Sum)) if isinstance(x, _Sum)]
+    sums = [
+        x
+        for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, _Sum))
+        if isinstance(x, _Sum)
+    ]
     return dict(sums[0].total)
 
 
@@ -130,7 +163,11 @@ def _map_arrays(tree: Any, take: Callable) -> Any:
         return {key: _map_arrays(value, take) for key, value in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(_map_arrays(value, take) for value in tree))
-    return type(tree)(_map_arrays(value, take) for value in tree) if isinstance(tree, (tuple, list)) else take(tree)
+    return (
+        type(tree)(_map_arrays(value, take) for value in tree)
+        if isinstance(tree, (tuple, list))
+        else take(tree)
+    )
 
 
 def _along_time(array: Any, batch_first: bool, step: int | slice) -> Any:

@@ -11,16 +11,27 @@ if TYPE_CHECKING:
     from etrace_bridge.check.gradients import RuleComparison
     from etrace_bridge.check.report import GradientReport, ParameterReport
 
-_HEADER = ("parameter", "cosine", "rel. error", "norm ratio", "signs", "largest difference", "past", "expected", "verdict")
+_HEADER = (
+    "parameter",
+    "cosine",
+    "rel. error",
+    "norm ratio",
+    "signs",
+    "largest difference",
+    "past",
+    "expected",
+    "verdict",
+)
 
 
 def render_report(report: GradientReport) -> str:
     """A headline, what is wrong, a row a parameter, and the reasons of what is not exact."""
     lines = [
         f"{report.rule} against torch BPTT: {'ok' if report.ok else 'NOT OK'}",
-        f"{report.steps} steps in chunks of {report.chunk}, {report.dtype}, equal means within {report.tolerance:g}; "
-        f"loss {report.loss:.6g} (torch {report.torch_loss:.6g}); all gradients together: cosine {number(report.cosine, 5)}, "
-        f"relative error {small(report.relative_error)}",
+        f"{report.steps} steps in chunks of {report.chunk}, {report.dtype}, equal means within "
+        f"{report.tolerance:g}; loss {report.loss:.6g} (torch {report.torch_loss:.6g}); all "
+        f"gradients together: cosine {number(report.cosine, 5)}, relative error "
+        f"{small(report.relative_error)}",
         *([] if report.single_steps is None else [str(report.single_steps)]),
         *(f"PROBLEM: {text}" for text in report.problems),
         "",
@@ -42,14 +53,27 @@ def render_report(report: GradientReport) -> str:
 
 def row(p: ParameterReport) -> tuple[str, ...]:
     """The cells of one parameter."""
-    where = f"{small(p.max_difference)} at {p.max_index}" if p.max_index else small(p.max_difference)
+    where = (
+        f"{small(p.max_difference)} at {p.max_index}" if p.max_index else small(p.max_difference)
+    )
     return (
         p.name, number(p.cosine, 5), small(p.relative_error), number(p.norm_ratio, 4), percent(p.sign_agreement), where,
         "-" if p.past is None else percent(p.past), p.expectation.kind, p.verdict,
     )  # fmt: skip
 
 
-RULE_HEADER = ("rule", "verdict", "cosine", "rel. error", "norm ratio", "worst parameter", "exact", "time", "of torch BPTT", "memory")
+RULE_HEADER = (
+    "rule",
+    "verdict",
+    "cosine",
+    "rel. error",
+    "norm ratio",
+    "worst parameter",
+    "exact",
+    "time",
+    "of torch BPTT",
+    "memory",
+)
 
 
 def render_comparison(comparison: RuleComparison) -> str:
@@ -71,8 +95,8 @@ def render_comparison(comparison: RuleComparison) -> str:
 def report_html(report: GradientReport) -> str:
     """The headline and the parameters' rows, for a notebook."""
     title = (
-        f"{report.rule} against torch BPTT: {report.verdict} (cosine {number(report.cosine, 5)}, relative error "
-        f"{small(report.relative_error)}, norm ratio {number(report.norm_ratio, 3)})"
+        f"{report.rule} against torch BPTT: {report.verdict} (cosine {number(report.cosine, 5)}, "
+        f"relative error {small(report.relative_error)}, norm ratio {number(report.norm_ratio, 3)})"
     )
     return html_table(title, _HEADER, [row(p) for p in report], report.mismatches())
 

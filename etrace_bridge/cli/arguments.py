@@ -1,6 +1,8 @@
-"""What the commands share: arguments, exit statuses, and the error for arguments that do not go together.
+"""What the commands share: arguments, exit statuses, and the error for arguments that do not go
+together.
 
-Nothing here imports JAX or torch, so that `--help` is quick; a test compares the names with what they name.
+Nothing here imports JAX or torch, so that `--help` is quick; a test compares the names with what
+they name.
 """
 
 from __future__ import annotations
@@ -29,16 +31,32 @@ class UsageError(Exception):
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of every command that takes a model and makes up data for it."""
-    parser.add_argument("model", help="path/to/file.py:name of a torch module, or of a function that makes one")
-    parser.add_argument("--input", required=True, metavar="SIZES", help="shape of one time step, batch first, such as 8,32")
+    parser.add_argument(
+        "model", help="path/to/file.py:name of a torch module, or of a function that makes one"
+    )
+    parser.add_argument(
+        "--input",
+        required=True,
+        metavar="SIZES",
+        help="shape of one time step, batch first, such as 8,32",
+    )
     add_data_arguments(parser)
     add_common_arguments(parser)
 
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:
     """What made-up data and the model's state look like."""
-    parser.add_argument("--classes", type=int, metavar="N", help="inputs are whole numbers below N (found out for an embedding)")
-    parser.add_argument("--state", metavar="FILE:NAME", help="initial state of a cell that does not accept None, as for `wrap`")
+    parser.add_argument(
+        "--classes",
+        type=int,
+        metavar="N",
+        help="inputs are whole numbers below N (found out for an embedding)",
+    )
+    parser.add_argument(
+        "--state",
+        metavar="FILE:NAME",
+        help="initial state of a cell that does not accept None, as for `wrap`",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and data (default 0)")
 
 
@@ -74,7 +92,9 @@ def existing_file(name: str) -> Path:
     """The path of a file that is there."""
     path = Path(name)
     if not path.is_file():
-        raise InputError(f"There is no file `{name}`. Paths start from the current folder, {Path.cwd()}.")
+        raise InputError(
+            f"There is no file `{name}`. Paths start from the current folder, {Path.cwd()}."
+        )
     return path
 
 

@@ -1,4 +1,6 @@
-"""`bench`: time and memory of each rule's gradients of a sequence, next to torch BPTT, on this machine."""
+"""`bench`: time and memory of each rule's gradients of a sequence, next to torch BPTT, on this
+machine.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,15 @@ from torch import nn
 from etrace_bridge._tables import text_table
 from etrace_bridge.check.text import seconds, size
 from etrace_bridge.cli.arguments import OK, UsageError, as_chunk, at_least_one, split_names
-from etrace_bridge.cli.model import LOSSES, in_layout, load_model, load_state, make_inputs, make_loss_and_targets, parse_shape
+from etrace_bridge.cli.model import (
+    LOSSES,
+    in_layout,
+    load_model,
+    load_state,
+    make_inputs,
+    make_loss_and_targets,
+    parse_shape,
+)
 from etrace_bridge.frontend import TorchRun, run_torch, to_jax, wrap
 from etrace_bridge.learning.footprint import compile_gradients
 from etrace_bridge.learning.learner import OnlineLearner
@@ -38,27 +48,44 @@ class BenchGRU(nn.Module):
 def run_bench(args: argparse.Namespace) -> int:
     """Runs `bench`."""
     if args.model and not args.input:
-        raise UsageError("--input is missing: the shape of one time step of your model, batch first, such as 8,32.")
+        raise UsageError(
+            "--input is missing: the shape of one time step of your model, batch first, such as "
+            "8,32."
+        )
     shape = parse_shape(args.input or "16,32")
     if not args.model and len(shape) != 2:
-        raise UsageError(f"--input {args.input} is not of the form batch,features, which the GRU takes.")
+        raise UsageError(
+            f"--input {args.input} is not of the form batch,features, which the GRU takes."
+        )
     steps, repeats = at_least_one(args.steps, "--steps"), at_least_one(args.repeats, "--repeats")
     rules = [make_rule(name) for name in split_names(args.rule) or ["d_rtrl", "pp_prop"]]
     torch.manual_seed(args.seed)
-    model = load_model(args.model, args.seed) if args.model else BenchGRU(shape[1], at_least_one(args.hidden, "--hidden"))
+    model = (
+        load_model(args.model, args.seed)
+        if args.model
+        else BenchGRU(shape[1], at_least_one(args.hidden, "--hidden"))
+    )
     state, chunk = load_state(args.state), as_chunk(args.chunk)
     batch_first = wrap(model, state).batch_first
     xs = in_layout(make_inputs(model, shape, steps, args.classes, args.seed), batch_first)
-    loss, targets = make_loss_and_targets(model, xs, args.loss, batch_first, args.seed, {"state": state})
+    loss, targets = make_loss_and_targets(
+        model, xs, args.loss, batch_first, args.seed, {"state": state}
+    )
     learners = [OnlineLearner(wrap(model, state), rule, loss, chunk=chunk) for rule in rules]
-    calls = [TorchCall(model, xs, targets, loss, state, batch_first), *(RuleCall(learner, xs, targets) for learner in learners)]
+    calls = [
+        TorchCall(model, xs, targets, loss, state, batch_first),
+        *(RuleCall(learner, xs, targets) for learner in learners),
+    ]
     rows = [call.first() for call in calls]
     for _ in range(repeats):  # in turn, so that other work on the machine meets all of them
         for row, call in zip(rows, calls, strict=True):
             row["seconds"] = min(row.get("seconds", math.inf), call.run())
     reference = rows[0]
     for row in rows:
-        row["time_ratio"], row["memory_ratio"] = row["seconds"] / reference["seconds"], row["memory"] / reference["memory"]
+        row["time_ratio"], row["memory_ratio"] = (
+            row["seconds"] / reference["seconds"],
+            row["memory"] / reference["memory"],
+        )
     result = {
         "model": args.model or f"GRU({shape[1]}, {args.hidden}) + Linear", "input": list(shape), "steps": steps, "repeats": repeats,
         "machine": {"system": platform.system(), "processor": platform.machine(), "device": jax.devices()[0].platform},
@@ -82,20 +109,40 @@ class RuleCall:
         return time.perf_counter() - begin
 
     def first(self) -> dict[str, Any]:
-        """The first call, which compiles, and what the compiled program takes: weights, gradients, trace and buffers."""
+        """The first call, which compiles, and what the compiled program takes: weights, gradients,
+        trace and buffers.
+        """
         taken, runtime = self.run(), self.learner.runtime
-        xs, targets = (t.transpose(0, 1) if runtime.batch_first and t.dim() > 1 else t for t in (self.xs, self.targets))
+        xs, targets = (
+            t.transpose(0, 1) if runtime.batch_first and t.dim() > 1 else t
+            for t in (self.xs, self.targets)
+        )
         steps = runtime.plan(len(xs)).steps
         compiled = runtime.store.compiled
         loss = runtime.losses.find(compiled, targets[0])
-        program = compile_gradients(compiled, self.learner.rule, loss, [to_jax(xs)], to_jax(targets), steps)
-        return {"name": self.learner.rule.name, "chunk": steps, "first_seconds": taken, "memory": program.memory}
+        program = compile_gradients(
+            compiled, self.learner.rule, loss, [to_jax(xs)], to_jax(targets), steps
+        )
+        return {
+            "name": self.learner.rule.name,
+            "chunk": steps,
+            "first_seconds": taken,
+            "memory": program.memory,
+        }
 
 
 class TorchCall:
     """The same in torch: forward and backward."""
 
-    def __init__(self, model: nn.Module, xs: torch.Tensor, targets: torch.Tensor, loss: Callable, state: Any, batch_first: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        xs: torch.Tensor,
+        targets: torch.Tensor,
+        loss: Callable,
+        state: Any,
+        batch_first: bool,
+    ) -> None:
         self.model, self.xs, self.loss, self.state = model, xs, loss, state
         self.targets = targets.transpose(0, 1) if batch_first and targets.dim() > 1 else targets
 
@@ -109,7 +156,9 @@ class TorchCall:
         return taken
 
     def first(self) -> dict[str, Any]:
-        """The first call, and the bytes that torch keeps between forward and backward, with weights and gradients."""
+        """The first call, and the bytes that torch keeps between forward and backward, with weights
+        and gradients.
+        """
         parameters = list(self.model.parameters())
         own = {t.untyped_storage().data_ptr() for t in (self.xs, *parameters)}
         kept: dict[int, int] = {}
@@ -123,14 +172,23 @@ class TorchCall:
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             taken = self.run()
         weights = sum(p.numel() * p.element_size() for p in parameters)
-        return {"name": "torch BPTT", "chunk": None, "first_seconds": taken, "memory": sum(kept.values()) + 2 * weights}
+        return {
+            "name": "torch BPTT",
+            "chunk": None,
+            "first_seconds": taken,
+            "memory": sum(kept.values()) + 2 * weights,
+        }
 
 
 def _mean_loss(run: TorchRun, targets: torch.Tensor, loss: Callable) -> torch.Tensor:
-    """The mean over steps; in one call, as a torch user would, where the loss is a mean over the batch anyway."""
+    """The mean over steps; in one call, as a torch user would, where the loss is a mean over the
+    batch anyway.
+    """
     if loss in LOSSES.values() and all(isinstance(output, torch.Tensor) for output in run.outputs):
         return loss(torch.stack(run.outputs).flatten(0, 1), targets.flatten(0, 1))
-    return torch.stack([loss(output, target) for output, target in zip(run.outputs, targets, strict=True)]).mean()
+    return torch.stack(
+        [loss(output, target) for output, target in zip(run.outputs, targets, strict=True)]
+    ).mean()
 
 
 def _render(result: dict[str, Any]) -> str:
@@ -143,9 +201,11 @@ def _render(result: dict[str, Any]) -> str:
     ]  # fmt: skip
     shape = " x ".join(map(str, result["input"]))
     return "\n".join([
-        f"{result['model']}: gradients of {result['steps']} steps of {shape}, least of {result['repeats']} times",
+        f"{result['model']}: gradients of {result['steps']} steps of {shape}, least of "
+        f"{result['repeats']} times",
         "",
         *(line.rstrip() for line in text_table(("rule", "chunk", "time", "of torch", "memory", "of torch", "first call, compiling"), rows)),
         "",
-        "memory: weights, gradients and what is kept for them, inputs aside; for torch, tensors saved for the backward pass.",
+        "memory: weights, gradients and what is kept for them, inputs aside; for torch, tensors "
+        "saved for the backward pass.",
     ])  # fmt: skip

@@ -1,11 +1,12 @@
-"""The command line: `python -m etrace_bridge demo|check|explain|recommend|train|evaluate|predict|bench|completion …`.
+"""The command line: `python -m etrace_bridge
+demo|check|explain|recommend|train|evaluate|predict|bench|completion …`.
 
-A command is one function that adds a parser to the sub-parsers and sets `run=`, a function of the parsed arguments that returns
-the exit status. `COMMANDS` lists them; to add one, write such a function and append it. What a command needs is imported when it
-runs, so that `--help` is quick.
+A command is one function that adds a parser to the sub-parsers and sets `run=`, a function of the
+parsed arguments that returns the exit status. `COMMANDS` lists them; to add one, write such a
+function and append it. What a command needs is imported when it runs, so that `--help` is quick.
 
-Exit status: 0 ok, 1 it ran and the answer is no (gradients are not what they should be, no rule fits, training became NaN),
-2 bad use, 130 and 143 after Ctrl-C and SIGTERM.
+Exit status: 0 ok, 1 it ran and the answer is no (gradients are not what they should be, no rule
+fits, training became NaN), 2 bad use, 130 and 143 after Ctrl-C and SIGTERM.
 """
 
 from __future__ import annotations
@@ -44,14 +45,34 @@ def add_check(commands: Any) -> None:
         description="Compares the gradients of a rule with those of torch's BPTT, parameter by parameter.",
     )
     add_model_arguments(parser)
-    parser.add_argument("--steps", type=int, default=30, help="time steps of the random sequence (default 30)")
-    parser.add_argument("--rule", action="append", metavar="NAME", help=f"rule, several for a comparison: {', '.join(RULE_NAMES)}; {RULE_OPTIONS}")
-    parser.add_argument("--chunk", default="auto", help="steps in a chunk (default: a third of the sequence)")
-    parser.add_argument("--loss", default="mse", help=f"{', '.join(LOSS_NAMES)}, or path/to/file.py:name (default mse)")
     parser.add_argument(
-        "--dtype", default="auto", choices=("auto", "float64", "float32", "model"), help="precision (default float64 where the model can)"
+        "--steps", type=int, default=30, help="time steps of the random sequence (default 30)"
     )
-    parser.add_argument("--budget", metavar="SIZE", help="with several rules: recommend one that fits, such as 500MB")
+    parser.add_argument(
+        "--rule",
+        action="append",
+        metavar="NAME",
+        help=f"rule, several for a comparison: {', '.join(RULE_NAMES)}; {RULE_OPTIONS}",
+    )
+    parser.add_argument(
+        "--chunk", default="auto", help="steps in a chunk (default: a third of the sequence)"
+    )
+    parser.add_argument(
+        "--loss",
+        default="mse",
+        help=f"{', '.join(LOSS_NAMES)}, or path/to/file.py:name (default mse)",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float64", "float32", "model"),
+        help="precision (default float64 where the model can)",
+    )
+    parser.add_argument(
+        "--budget",
+        metavar="SIZE",
+        help="with several rules: recommend one that fits, such as 500MB",
+    )
     parser.add_argument("--html", metavar="FILE", help="write the report as one HTML file")
     parser.add_argument("--plot", metavar="FILE", help="write the report as a picture (one rule)")
     parser.set_defaults(run=later("inspection", "run_check"))
@@ -59,7 +80,9 @@ def add_check(commands: Any) -> None:
 
 def add_explain(commands: Any) -> None:
     """`explain`: the graph's report."""
-    parser = commands.add_parser("explain", help="show what the compiler reads in a model, parameter by parameter")
+    parser = commands.add_parser(
+        "explain", help="show what the compiler reads in a model, parameter by parameter"
+    )
     add_model_arguments(parser)
     parser.set_defaults(run=later("inspection", "run_explain"))
 
@@ -68,17 +91,29 @@ def add_recommend(commands: Any) -> None:
     """`recommend`: the most faithful rule that fits."""
     parser = commands.add_parser("recommend", help="the most faithful rule within a memory budget")
     add_model_arguments(parser)
-    parser.add_argument("--budget", default="500MB", help="memory, such as 500MB or 2GiB (default 500MB)")
-    parser.add_argument("--steps", type=int, default=50, help="length of the sequences (default 50)")
-    parser.add_argument("--rule", action="append", metavar="NAME", help=f"only these rules; {RULE_OPTIONS}")
+    parser.add_argument(
+        "--budget", default="500MB", help="memory, such as 500MB or 2GiB (default 500MB)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=50, help="length of the sequences (default 50)"
+    )
+    parser.add_argument(
+        "--rule", action="append", metavar="NAME", help=f"only these rules; {RULE_OPTIONS}"
+    )
     parser.set_defaults(run=later("inspection", "run_recommend"))
 
 
 def add_demo(commands: Any) -> None:
     """`demo`: a torch GRU wrapped, explained, checked and trained online."""
-    parser = commands.add_parser("demo", help="wrap, explain, check and train a torch GRU online, next to torch BPTT")
-    parser.add_argument("--folder", default="demo-report", help="where the report goes (default demo-report)")
-    parser.add_argument("--epochs", type=int, default=10, help="passes over the training images (default 10)")
+    parser = commands.add_parser(
+        "demo", help="wrap, explain, check and train a torch GRU online, next to torch BPTT"
+    )
+    parser.add_argument(
+        "--folder", default="demo-report", help="where the report goes (default demo-report)"
+    )
+    parser.add_argument(
+        "--epochs", type=int, default=10, help="passes over the training images (default 10)"
+    )
     add_common_arguments(parser)
     parser.set_defaults(run=later("demo", "run_demo_command"))
 
@@ -90,14 +125,41 @@ def add_bench(commands: Any) -> None:
         help="time and memory of each rule's gradients, next to torch BPTT",
         description="Measures the gradients of one random sequence. Other work on the machine shows in the times; ratios suffer less.",
     )
-    parser.add_argument("model", nargs="?", help="path/to/file.py:name of a torch module or its maker (default: a GRU with a readout)")
-    parser.add_argument("--input", metavar="SIZES", help="shape of one time step, batch first (default 16,32 for the GRU)")
-    parser.add_argument("--hidden", type=int, default=64, metavar="N", help="hidden size of the GRU (default 64)")
-    parser.add_argument("--steps", type=int, default=200, help="time steps of the sequence (default 200)")
-    parser.add_argument("--rule", action="append", metavar="NAME", help=f"{', '.join(RULE_NAMES)} (default d_rtrl,pp_prop); {RULE_OPTIONS}")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        help="path/to/file.py:name of a torch module or its maker (default: a GRU with a readout)",
+    )
+    parser.add_argument(
+        "--input",
+        metavar="SIZES",
+        help="shape of one time step, batch first (default 16,32 for the GRU)",
+    )
+    parser.add_argument(
+        "--hidden", type=int, default=64, metavar="N", help="hidden size of the GRU (default 64)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=200, help="time steps of the sequence (default 200)"
+    )
+    parser.add_argument(
+        "--rule",
+        action="append",
+        metavar="NAME",
+        help=f"{', '.join(RULE_NAMES)} (default d_rtrl,pp_prop); {RULE_OPTIONS}",
+    )
     parser.add_argument("--chunk", default="auto", help="steps in a chunk, or auto (default auto)")
-    parser.add_argument("--loss", default="mse", help=f"{', '.join(LOSS_NAMES)}, or path/to/file.py:name (default mse)")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="the least of so many times counts (default 5)")
+    parser.add_argument(
+        "--loss",
+        default="mse",
+        help=f"{', '.join(LOSS_NAMES)}, or path/to/file.py:name (default mse)",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=5,
+        metavar="N",
+        help="the least of so many times counts (default 5)",
+    )
     add_data_arguments(parser)
     add_common_arguments(parser)
     parser.set_defaults(run=later("bench", "run_bench"))
@@ -117,7 +179,8 @@ COMMANDS: list[Callable[[Any], None]] = [
 ]
 
 
-QUIET = ("check", "explain", "recommend", "evaluate", "predict", "bench")  # print nothing before their result
+# print nothing before their result
+QUIET = ("check", "explain", "recommend", "evaluate", "predict", "bench")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -168,7 +231,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if getattr(args, "debug", False):
             raise
-        return _fail(f"{type(error).__name__}: {error}", args, "Run again with --debug for the traceback.")
+        return _fail(
+            f"{type(error).__name__}: {error}", args, "Run again with --debug for the traceback."
+        )
     finally:
         word.cancel()
 

@@ -30,15 +30,21 @@ _ZSH = "autoload -Uz bashcompinit && bashcompinit\n"
 
 def add_completion(commands: Any) -> None:
     """`completion`: the script of a shell."""
-    parser = commands.add_parser("completion", help="print a script for tab completion in bash or zsh")
+    parser = commands.add_parser(
+        "completion", help="print a script for tab completion in bash or zsh"
+    )
     parser.add_argument("shell", choices=("bash", "zsh"), help="the shell")
-    parser.set_defaults(run=lambda args: _print_script(commands.choices, args.shell), json=False, debug=False)
+    parser.set_defaults(
+        run=lambda args: _print_script(commands.choices, args.shell), json=False, debug=False
+    )
 
 
 def _print_script(parsers: dict[str, argparse.ArgumentParser], shell: str) -> int:
     cases = []
     for name, parser in parsers.items():
-        options = sorted(o for action in parser._actions for o in action.option_strings if o.startswith("--"))
+        options = sorted(
+            o for action in parser._actions for o in action.option_strings if o.startswith("--")
+        )
         cases.append(f'            {name}) words="{" ".join(options)}";;')
     script = _BASH.format(shell=shell, commands=" ".join(parsers), cases="\n".join(cases))
     print((_ZSH if shell == "zsh" else "") + script, end="")

@@ -42,35 +42,57 @@ class Sequences:
         return (*parts, self.mask) if self.mask is not None else tuple(parts)
 
 
-def read_arrays(data: str, targets: str | None, target_columns: list[str]) -> tuple[np.ndarray, np.ndarray, bool]:
-    """Inputs and targets as they stand in the files, and whether they are one long sequence without a batch axis.
+def read_arrays(
+    data: str, targets: str | None, target_columns: list[str]
+) -> tuple[np.ndarray, np.ndarray, bool]:
+    """Inputs and targets as they stand in the files, and whether they are one long sequence without
+    a batch axis.
 
     Args:
-        data: a `.npz` with inputs and targets, a `.npy` with inputs, or a `.csv` with one row a time step.
+        data: a `.npz` with inputs and targets, a `.npy` with inputs, or a `.csv` with one row a
+            time step.
         targets: a `.npy` with targets, for inputs in a `.npy`.
         target_columns: columns of a `.csv` that are targets; the last one if empty.
     """
     path = existing_file(data)
     if path.suffix == ".csv":
         if targets is not None:
-            raise InputError("A `.csv` holds inputs and targets; name the targets' columns with `target_columns` and leave `targets` out.")
+            raise InputError(
+                "A `.csv` holds inputs and targets; name the targets' columns with "
+                "`target_columns` and leave `targets` out."
+            )
         return *_read_csv(path, target_columns), True
     if target_columns:
-        raise InputError(f"`target_columns` names columns of a `.csv`, but the data are in {path.name!r}.")
+        raise InputError(
+            f"`target_columns` names columns of a `.csv`, but the data are in {path.name!r}."
+        )
     if path.suffix == ".npz":
         if targets is not None:
-            raise InputError(f"{path.name!r} holds inputs and targets, so `targets` is one file too many.")
+            raise InputError(
+                f"{path.name!r} holds inputs and targets, so `targets` is one file too many."
+            )
         with np.load(path, allow_pickle=False) as held:
             return _array_of(held, _INPUTS, path), _array_of(held, _TARGETS, path), False
     if path.suffix != ".npy":
-        raise InputError(f"{path.name!r} ends in {path.suffix!r}; data are read from .npy, .npz and .csv files.")
+        raise InputError(
+            f"{path.name!r} ends in {path.suffix!r}; data are read from .npy, .npz and .csv files."
+        )
     if targets is None:
-        raise InputError(f"{path.name!r} holds the inputs. Name the targets' file as well: `--targets targets.npy`.")
-    return np.load(path, allow_pickle=False), np.load(existing_file(targets), allow_pickle=False), False
+        raise InputError(
+            f"{path.name!r} holds the inputs. Name the targets' file as well: `--targets "
+            "targets.npy`."
+        )
+    return (
+        np.load(path, allow_pickle=False),
+        np.load(existing_file(targets), allow_pickle=False),
+        False,
+    )
 
 
 def read_inputs(data: str, target_columns: list[str]) -> tuple[np.ndarray, bool]:
-    """Inputs alone, and whether they are one long sequence; from a `.npz`, a `.npy`, or the columns of a `.csv` that are not targets."""
+    """Inputs alone, and whether they are one long sequence; from a `.npz`, a `.npy`, or the columns
+    of a `.csv` that are not targets.
+    """
     path = existing_file(data)
     if path.suffix == ".npy":
         return np.load(path, allow_pickle=False), False
@@ -82,7 +104,15 @@ def read_inputs(data: str, target_columns: list[str]) -> tuple[np.ndarray, bool]
 
 
 def make_sequences(
-    xs: np.ndarray, targets: np.ndarray, *, stream: bool, window: int | None, batch_first: bool, loss_at: str, loss: str, model: nn.Module
+    xs: np.ndarray,
+    targets: np.ndarray,
+    *,
+    stream: bool,
+    window: int | None,
+    batch_first: bool,
+    loss_at: str,
+    loss: str,
+    model: nn.Module,
 ) -> Sequences:
     """Arrays as sequences for a model.
 
@@ -90,7 +120,8 @@ def make_sequences(
         xs: inputs: `(T, N, …)`, `(N, T, …)` if `batch_first`, or `(T, …)` if `stream`.
         targets: targets: one a step, laid out as the inputs, or one a sequence, `(N, …)`.
         stream: the arrays are one long sequence.
-        window: cuts a long sequence into sequences of so many steps; what is left at the end is not used.
+        window: cuts a long sequence into sequences of so many steps; what is left at the end is not
+            used.
         batch_first: where the batch axis of the arrays is.
         loss_at: `"all"` steps count, or only the `"last"`.
         loss: the loss's name; classes are whole numbers.
@@ -101,25 +132,41 @@ def make_sequences(
         if loss in CLASS_LOSSES and targets.shape[2:] == (1,):
             targets = targets[..., 0]
     elif window is not None:
-        raise InputError("`window` cuts one long sequence, such as a `.csv`, into pieces; these data have sequences already.")
+        raise InputError(
+            "`window` cuts one long sequence, such as a `.csv`, into pieces; these data have "
+            "sequences already."
+        )
     elif xs.ndim < 2:
-        raise InputError(f"The inputs have shape {xs.shape}; they need a time and a batch axis: (T, N, …), or (N, T, …) for batch_first.")
+        raise InputError(
+            f"The inputs have shape {xs.shape}; they need a time and a batch axis: (T, N, …), or "
+            "(N, T, …) for batch_first."
+        )
     elif batch_first:
         xs = np.swapaxes(xs, 0, 1)
-        targets = np.swapaxes(targets, 0, 1) if targets.ndim > 1 and targets.shape[:2] == (xs.shape[1], xs.shape[0]) else targets
+        targets = (
+            np.swapaxes(targets, 0, 1)
+            if targets.ndim > 1 and targets.shape[:2] == (xs.shape[1], xs.shape[0])
+            else targets
+        )
     if targets.shape[:2] != xs.shape[:2]:
         if targets.shape[:1] != (xs.shape[1],):
             layout = "(N, T, …)" if batch_first else "(T, N, …)"
             raise InputError(
-                f"The inputs are {xs.shape[0]} steps of {xs.shape[1]} sequences, but the targets have shape {targets.shape}. There must be one "
-                f"target a step, {layout} as the inputs, or one a sequence, (N, …). Is the layout of the inputs right? See `layout`."
+                f"The inputs are {xs.shape[0]} steps of {xs.shape[1]} sequences, but the targets "
+                f"have shape {targets.shape}. There must be one target a step, {layout} as the "
+                "inputs, or one a sequence, (N, …). Is the layout of the inputs right? See "
+                "`layout`."
             )
-        targets = np.broadcast_to(targets, (xs.shape[0], *targets.shape))  # one a sequence: the same at every step
+        # one a sequence: the same at every step
+        targets = np.broadcast_to(targets, (xs.shape[0], *targets.shape))
     for name, array in (("inputs", xs), ("targets", targets)):
         if array.dtype.kind not in "fiub":
             raise InputError(f"The {name} are of type {array.dtype}; they must be numbers.")
         if array.dtype.kind == "f" and not np.isfinite(array).all():
-            raise InputError(f"The {name} have {int((~np.isfinite(array)).sum())} values that are NaN or infinite. Clean the data first.")
+            raise InputError(
+                f"The {name} have {int((~np.isfinite(array)).sum())} values that are NaN or "
+                "infinite. Clean the data first."
+            )
     floating = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     whole = xs.dtype.kind in "iu" and starts_with_embedding(model)
     mask = None
@@ -128,7 +175,9 @@ def make_sequences(
         mask[-1] = 1
     return Sequences(
         torch.tensor(np.ascontiguousarray(xs), dtype=torch.int64 if whole else floating),
-        torch.tensor(np.ascontiguousarray(targets), dtype=torch.int64 if loss in CLASS_LOSSES else floating),
+        torch.tensor(
+            np.ascontiguousarray(targets), dtype=torch.int64 if loss in CLASS_LOSSES else floating
+        ),
         mask,
     )
 
@@ -143,7 +192,10 @@ def _array_of(held: np.lib.npyio.NpzFile, names: tuple[str, ...], path: Path) ->
     for name in names:
         if name in held:
             return held[name]
-    raise InputError(f"{path.name!r} has no array named {', '.join(names[:-1])} or {names[-1]}; it has {', '.join(held) or 'none'}.")
+    raise InputError(
+        f"{path.name!r} has no array named {', '.join(names[:-1])} or {names[-1]}; it has "
+        f"{', '.join(held) or 'none'}."
+    )
 
 
 def _read_csv(path: Path, target_columns: list[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -156,7 +208,9 @@ def _read_csv(path: Path, target_columns: list[str]) -> tuple[np.ndarray, np.nda
     wanted = target_columns or header[-1:]
     missing = [name for name in wanted if name not in header]
     if missing:
-        raise InputError(f"{path.name!r} has no column {', '.join(missing)}. It has {', '.join(header)}.")
+        raise InputError(
+            f"{path.name!r} has no column {', '.join(missing)}. It has {', '.join(header)}."
+        )
     try:
         values = np.array([[float(cell) for cell in row] for row in rows[1:]], dtype=np.float64)
     except ValueError as error:
@@ -164,7 +218,9 @@ def _read_csv(path: Path, target_columns: list[str]) -> tuple[np.ndarray, np.nda
     places = [header.index(name) for name in wanted]
     rest = [n for n in range(len(header)) if n not in places]
     if values.ndim != 2 or values.shape[1] != len(header):
-        raise InputError(f"{path.name!r} has rows with other than the header's {len(header)} cells.")
+        raise InputError(
+            f"{path.name!r} has rows with other than the header's {len(header)} cells."
+        )
     if not rest:
         raise InputError(f"All columns of {path.name!r} are targets; there is no input left.")
     return values[:, rest], values[:, places]

@@ -37,7 +37,8 @@ _BATCH = 64
 _RATE = 1e-2
 
 
-_AT_THE_END = torch.tensor([0.0] * 7 + [1.0])  # the loss is at the last row, so everything before it is learned through time
+# the loss is at the last row, so everything before it is learned through time
+_AT_THE_END = torch.tensor([0.0] * 7 + [1.0])
 
 
 class RowReader(nn.Module):
@@ -71,7 +72,9 @@ def run_demo_command(args: argparse.Namespace) -> int:
     return OK
 
 
-def run_demo(folder: str | Path = "demo-report", epochs: int = 10, console: Console | None = None) -> Path:
+def run_demo(
+    folder: str | Path = "demo-report", epochs: int = 10, console: Console | None = None
+) -> Path:
     """Runs the demo and writes its report.
 
     Args:
@@ -97,7 +100,9 @@ def run_demo(folder: str | Path = "demo-report", epochs: int = 10, console: Cons
     console.rule("2. its online gradients, next to torch BPTT")
     rows, labels = train[0][:, :4], train[1][:4].expand(8, 4)
     loss = nn.functional.cross_entropy
-    comparison = check_gradients(model, rows, labels, loss=loss, rule=["rtrl", "d_rtrl"], chunk=_CHUNK, mask=_AT_THE_END)
+    comparison = check_gradients(
+        model, rows, labels, loss=loss, rule=["rtrl", "d_rtrl"], chunk=_CHUNK, mask=_AT_THE_END
+    )
     console.print(str(comparison), highlight=False, soft_wrap=True)
 
     console.rule("3. training on 8 x 8 digits, one row a step")
@@ -113,11 +118,15 @@ def run_demo(folder: str | Path = "demo-report", epochs: int = 10, console: Cons
 
 
 def load_digits() -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """scikit-learn's 1,797 digits as sequences of rows: (8, N, 8) and labels, for training and test."""
+    """scikit-learn's 1,797 digits as sequences of rows: (8, N, 8) and labels, for training and
+    test.
+    """
     try:
         from sklearn import datasets
     except ImportError as error:
-        raise BridgeError("The demo's images come with scikit-learn. Install it with `pip install scikit-learn`.") from error
+        raise BridgeError(
+            "The demo's images come with scikit-learn. Install it with `pip install scikit-learn`."
+        ) from error
     data = datasets.load_digits()
     order = np.random.default_rng(0).permutation(len(data.target))
     rows = torch.tensor(data.images[order] / 16, dtype=torch.float32).transpose(0, 1).contiguous()
@@ -128,7 +137,13 @@ def load_digits() -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor
 def train_online(model: nn.Module, train: Any, test: Any, epochs: int, console: Console) -> Run:
     """D-RTRL in chunks of two rows: the trace carries credit over the rest."""
     run = Run("online, d_rtrl")
-    learner = OnlineLearner(model, rule="d_rtrl", loss=nn.functional.cross_entropy, optimizer=optax.adam(_RATE), chunk=_CHUNK)
+    learner = OnlineLearner(
+        model,
+        rule="d_rtrl",
+        loss=nn.functional.cross_entropy,
+        optimizer=optax.adam(_RATE),
+        chunk=_CHUNK,
+    )
 
     def batch(rows: torch.Tensor, labels: torch.Tensor) -> None:
         learner.update(rows, labels.expand(8, len(labels)), _AT_THE_END)
@@ -172,7 +187,14 @@ def saved_bytes(model: nn.Module, rows: torch.Tensor) -> int:
     return sum(size for pointer, size in sizes.items() if pointer not in own)
 
 
-def _train(run: Run, batch: Callable, accuracy: Callable[[], float], train: Any, epochs: int, console: Console) -> None:
+def _train(
+    run: Run,
+    batch: Callable,
+    accuracy: Callable[[], float],
+    train: Any,
+    epochs: int,
+    console: Console,
+) -> None:
     order = torch.Generator().manual_seed(0)  # the same for every way of training
     for _ in track(range(epochs), description=f"{run.name:16s}", console=console):
         for rows, labels in _batches(train, order):
@@ -188,7 +210,10 @@ def _train(run: Run, batch: Callable, accuracy: Callable[[], float], train: Any,
 
 def _batches(data: Any, order: torch.Generator) -> list[tuple[torch.Tensor, torch.Tensor]]:
     rows, labels = data
-    return [(rows[:, index], labels[index]) for index in torch.randperm(len(labels), generator=order).split(_BATCH)]
+    return [
+        (rows[:, index], labels[index])
+        for index in torch.randperm(len(labels), generator=order).split(_BATCH)
+    ]
 
 
 @torch.no_grad()
@@ -217,8 +242,9 @@ def _summary(*runs: Run) -> Table:
 
 
 _CAPTION = (
-    "first: time of the first batch, with compilation; others: of all other batches. kept: the trace, or what torch saves for its "
-    "backward pass; at 1,000 steps: the same, scaled up for torch."
+    "first: time of the first batch, with compilation; others: of all other batches. kept: the "
+    "trace, or what torch saves for its backward pass; at 1,000 steps: the same, scaled up for "
+    "torch."
 )
 
 
@@ -227,17 +253,21 @@ def _write_report(folder: Path, graph: Any, comparison: Any, online: Run, bptt: 
     picture = (folder / "graph.svg").read_text()
     body = [
         "<h1>A torch GRU, trained online</h1>",
-        "<p>A torch GRU with a linear readout reads 8 x 8 digits row by row. It was trained twice from the same weights on the same batches: "
-        f"online, by D-RTRL in chunks of {_CHUNK} rows, so that credit for earlier rows comes through the eligibility trace; and by torch's "
+        "<p>A torch GRU with a linear readout reads 8 x 8 digits row by row. It was trained twice "
+        f"from the same weights on the same batches: online, by D-RTRL in chunks of {_CHUNK} rows, "
+        "so that credit for earlier rows comes through the eligibility trace; and by torch's "
         "backpropagation through time.</p>",
         f"<h2>Test accuracy</h2>{_curves(online, bptt)}",
         f"<table>{_html_row(_COLUMNS, 'th')}{''.join(_html_row(_cells(run), 'td') for run in (online, bptt))}</table><p><small>{_CAPTION}</small></p>",
         f"<h2>Gradients next to torch BPTT</h2><pre>{html.escape(str(comparison))}</pre>",
-        f"<h2>What the compiler read</h2>{picture[picture.index('<svg') :]}<pre>{html.escape(graph.report())}</pre>",
+        "<h2>What the compiler "
+        f"read</h2>{picture[picture.index('<svg') :]}<pre>{html.escape(graph.report())}</pre>",
     ]
     style = (
-        "body{font:15px/1.5 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 1em;color:#1a1a1a;background:#fff}"
-        "pre{background:#f6f6f6;padding:1em;overflow-x:auto;font-size:12px}td,th{padding:.2em 1.2em .2em 0;text-align:left;border-bottom:1px solid #ddd}svg,img{max-width:100%;height:auto}"
+        "body{font:15px/1.5 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 "
+        "1em;color:#1a1a1a;background:#fff}pre{background:#f6f6f6;padding:1em;overflow-x:auto;font-size:12px}td,th{padding:.2em "
+        "1.2em .2em 0;text-align:left;border-bottom:1px solid "
+        "#ddd}svg,img{max-width:100%;height:auto}"
     )
     page = folder / "report.html"
     page.write_text(

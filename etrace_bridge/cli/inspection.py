@@ -35,11 +35,15 @@ def run_check(args: argparse.Namespace) -> int:
     model, state = load_any_model(args.model, args.seed), load_state(args.state)
     steps, shape = at_least_one(args.steps, "--steps"), parse_shape(args.input)
     if isinstance(model, brainstate.nn.Module):
-        xs, loss, targets = make_module_data(model, shape, steps, args.classes, args.loss, args.seed)
+        xs, loss, targets = make_module_data(
+            model, shape, steps, args.classes, args.loss, args.seed
+        )
     else:
         batch_first = wrap(model, state).batch_first
         xs = in_layout(make_inputs(model, shape, steps, args.classes, args.seed), batch_first)
-        loss, targets = make_loss_and_targets(model, xs, args.loss, batch_first, args.seed, {"state": state})
+        loss, targets = make_loss_and_targets(
+            model, xs, args.loss, batch_first, args.seed, {"state": state}
+        )
     rules = [make_rule(name) for name in split_names(args.rule) or ["d_rtrl"]]
     chunk = as_chunk(args.chunk)
     found = check_gradients(
@@ -55,7 +59,10 @@ def run_check(args: argparse.Namespace) -> int:
     text = str(found)
     if args.budget:
         if len(rules) < 2:
-            raise UsageError("--budget needs several rules (--rule rtrl,d_rtrl,pp_prop); or use the command `recommend`.")
+            raise UsageError(
+                "--budget needs several rules (--rule rtrl,d_rtrl,pp_prop); or use the command "
+                "`recommend`."
+            )
         parse_bytes(args.budget)
         content["recommended"] = found.recommend(args.budget).rule
         text += f"\n\nUnder {args.budget}: {content['recommended']}"
@@ -102,7 +109,10 @@ def _graph_dict(graph: ETraceGraph) -> dict[str, Any]:
         }
         for path, c in graph.certificate().items()
     ]
-    groups = [{"index": g.index, "states": [show_path(p) for p in g.hidden_paths]} for g in graph.hidden_groups]
+    groups = [
+        {"index": g.index, "states": [show_path(p) for p in g.hidden_paths]}
+        for g in graph.hidden_groups
+    ]
     return {"parameters": parameters, "hidden_groups": groups}
 
 
@@ -111,6 +121,13 @@ def run_recommend(args: argparse.Namespace) -> int:
     model = load_any_model(args.model, args.seed)
     x = _one_step(model, args)
     steps = at_least_one(args.steps, "--steps")
-    found = recommend(model, x, args.budget, rules=split_names(args.rule) or None, steps=steps, state=load_state(args.state))
+    found = recommend(
+        model,
+        x,
+        args.budget,
+        rules=split_names(args.rule) or None,
+        steps=steps,
+        state=load_state(args.state),
+    )
     print(found.to_json() if args.json else found)
     return OK if found.ok else NOT_OK

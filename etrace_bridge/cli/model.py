@@ -34,10 +34,12 @@ def load_object(reference: str) -> Any:
     file, colon, name = reference.rpartition(":")
     if not colon or not file or not name:
         raise InputError(
-            f"`{reference}` is not of the form `path/to/file.py:name`, where `name` is a torch module, or a class or function that makes one."
+            f"`{reference}` is not of the form `path/to/file.py:name`, where `name` is a torch "
+            "module, or a class or function that makes one."
         )
     path = existing_file(file)
-    name_in_python = f"_from_command_line_{path.stem}"  # never the name of a module that is there already
+    # Never the name of a module that is there already
+    name_in_python = f"_from_command_line_{path.stem}"
     spec = importlib.util.spec_from_file_location(name_in_python, path)
     if spec is None or spec.loader is None:
         raise InputError(f"`{file}` is not a Python file.")
@@ -48,55 +50,91 @@ def load_object(reference: str) -> Any:
         spec.loader.exec_module(module)
     except ModuleNotFoundError as error:
         fix = f"Install it for {sys.executable}, or run the command with the Python that has it."
-        raise InputError(f"`{file}` cannot be imported, because it imports `{error.name}`, which is not installed. {fix}") from error
+        raise InputError(
+            f"`{file}` cannot be imported, because it imports `{error.name}`, which is not "
+            f"installed. {fix}"
+        ) from error
     except Exception as error:
         raise InputError(f"`{file}` cannot be imported: {type(error).__name__}: {error}") from error
     finally:
         sys.path.pop(0)
     if not hasattr(module, name):
-        known = sorted(n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__)
+        known = sorted(
+            n
+            for n, v in vars(module).items()
+            if callable(v) and getattr(v, "__module__", "") == module.__name__
+        )
         raise InputError(f"`{file}` has no `{name}`. It defines: {', '.join(known) or 'nothing'}.")
     return getattr(module, name)
 
 
 def load_model(reference: str, seed: int = 0) -> nn.Module:
-    """The torch module that `path/to/file.py:name` names: a module, or a function or class that makes one."""
+    """The torch module that `path/to/file.py:name` names: a module, or a function or class that
+    makes one.
+    """
     found = load_any_model(reference, seed)
     if not isinstance(found, nn.Module):
         raise InputError(
-            f"`{reference}` is a brainstate module. `check`, `explain` and `recommend` take it; train it in Python, with `OnlineLearner`."
+            f"`{reference}` is a brainstate module. `check`, `explain` and `recommend` take it; "
+            "train it in Python, with `OnlineLearner`."
         )
     return found
 
 
 def load_any_model(reference: str, seed: int = 0) -> nn.Module | brainstate.nn.Module:
-    """The torch or brainstate module that `path/to/file.py:name` names: a module, or a function or class that makes one."""
+    """The torch or brainstate module that `path/to/file.py:name` names: a module, or a function or
+    class that makes one.
+    """
     found = load_object(reference)
     torch.manual_seed(seed)
     brainstate.random.seed(seed)
     kinds = (nn.Module, brainstate.nn.Module)
     if not isinstance(found, kinds):
         if not callable(found):
-            raise InputError(f"`{reference}` is a {type(found).__name__}; it must be a torch module or a function that makes one.")
+            raise InputError(
+                f"`{reference}` is a {type(found).__name__}; it must be a torch module or a "
+                "function that makes one."
+            )
         try:
             found = found()
         except Exception as error:
-            raise InputError(f"`{reference}()` failed: {type(error).__name__}: {error}. It is called without arguments.") from error
+            raise InputError(
+                f"`{reference}()` failed: {type(error).__name__}: {error}. It is called without "
+                "arguments."
+            ) from error
     if not isinstance(found, kinds):
-        raise InputError(f"`{reference}()` returned a {type(found).__name__}, not a torch or brainstate module.")
+        raise InputError(
+            f"`{reference}()` returned a {type(found).__name__}, not a torch or brainstate module."
+        )
     return found
 
 
 def make_module_data(
-    net: brainstate.nn.Module, shape: tuple[int, ...], steps: int, classes: int | None, loss: str, seed: int
+    net: brainstate.nn.Module,
+    shape: tuple[int, ...],
+    steps: int,
+    classes: int | None,
+    loss: str,
+    seed: int,
 ) -> tuple[Any, Callable, Any]:
-    """Random inputs for a brainstate module, a loss by name, and random targets of the kind that it takes."""
+    """Random inputs for a brainstate module, a loss by name, and random targets of the kind that it
+    takes.
+    """
     xs = make_inputs(nn.Identity(), shape, steps, classes, seed)
     outputs = [v.aval for v in CompiledStep(net, [as_array(xs[0])]).program.out_vars]
-    like = next((torch.zeros(o.shape) for o in outputs if np.issubdtype(o.dtype, np.floating)), None)
+    like = next(
+        (torch.zeros(o.shape) for o in outputs if np.issubdtype(o.dtype, np.floating)), None
+    )
     if like is None or len(outputs) > 1:
-        raise InputError("The command line makes targets for a module with one floating output only. Use `check_gradients` in Python.")
-    return xs, load_loss(loss), make_targets(loss, like, steps, torch.Generator().manual_seed(seed + 1))
+        raise InputError(
+            "The command line makes targets for a module with one floating output only. Use "
+            "`check_gradients` in Python."
+        )
+    return (
+        xs,
+        load_loss(loss),
+        make_targets(loss, like, steps, torch.Generator().manual_seed(seed + 1)),
+    )
 
 
 def load_loss(name: str) -> Callable:
@@ -104,7 +142,10 @@ def load_loss(name: str) -> Callable:
     if ":" in name:
         return load_object(name)
     if name not in LOSSES:
-        raise InputError(f"There is no loss `{name}`. Known: {', '.join(LOSSES)}; or name one of your own: path/to/file.py:name.")
+        raise InputError(
+            f"There is no loss `{name}`. Known: {', '.join(LOSSES)}; or name one of your own: "
+            "path/to/file.py:name."
+        )
     return LOSSES[name]
 
 
@@ -120,12 +161,19 @@ def parse_shape(text: str) -> tuple[int, ...]:
     except ValueError:
         sizes = ()
     if not sizes or min(sizes) < 1:
-        raise InputError(f"`--input {text}` is no shape; write the sizes of one time step, batch first, such as `8,32`.")
+        raise InputError(
+            f"`--input {text}` is no shape; write the sizes of one time step, batch first, such as "
+            "`8,32`."
+        )
     return sizes
 
 
-def make_inputs(model: nn.Module, shape: tuple[int, ...], steps: int, classes: int | None, seed: int) -> torch.Tensor:
-    """A random sequence `(T, *shape)`: normal numbers, or whole numbers below `classes`, which an embedding's size gives."""
+def make_inputs(
+    model: nn.Module, shape: tuple[int, ...], steps: int, classes: int | None, seed: int
+) -> torch.Tensor:
+    """A random sequence `(T, *shape)`: normal numbers, or whole numbers below `classes`, which an
+    embedding's size gives.
+    """
     generator = torch.Generator().manual_seed(seed)
     if classes is None:
         first = next((m for m in model.modules() if not list(m.children())), None)
@@ -149,24 +197,35 @@ def make_loss_and_targets(
     leaves = [t for _, t in flatten_state(run.outputs[0])[0]]
     floats = [t for t in leaves if t.is_floating_point()]
     if not floats:
-        raise InputError("The model's output has no floating tensor, so no loss can be made for it.")
+        raise InputError(
+            "The model's output has no floating tensor, so no loss can be made for it."
+        )
     generator = torch.Generator().manual_seed(seed + 1)
     length = len(run.outputs)
     if ":" in loss:
         call = load_object(loss)
-        return call, in_layout(torch.randn(length, *floats[0].shape, generator=generator), batch_first)
+        return call, in_layout(
+            torch.randn(length, *floats[0].shape, generator=generator), batch_first
+        )
     if loss not in LOSSES:
-        raise InputError(f"There is no loss `{loss}`. Known: {', '.join(LOSSES)}; or name one of your own: path/to/file.py:name.")
+        raise InputError(
+            f"There is no loss `{loss}`. Known: {', '.join(LOSSES)}; or name one of your own: "
+            "path/to/file.py:name."
+        )
     call, targets = LOSSES[loss], make_targets(loss, floats[0], length, generator)
     if len(leaves) == 1:
         return call, in_layout(targets, batch_first)
     return _on_first_float(call), in_layout(targets, batch_first)
 
 
-def make_targets(loss: str, like: torch.Tensor, length: int, generator: torch.Generator) -> torch.Tensor:
+def make_targets(
+    loss: str, like: torch.Tensor, length: int, generator: torch.Generator
+) -> torch.Tensor:
     """Random targets of the kind that a loss takes for outputs like this one, for every step."""
     if loss in ("cross_entropy", "nll"):
-        return torch.randint(0, like.shape[1], (length, like.shape[0], *like.shape[2:]), generator=generator)
+        return torch.randint(
+            0, like.shape[1], (length, like.shape[0], *like.shape[2:]), generator=generator
+        )
     if loss == "bce_with_logits":
         return torch.randint(0, 2, (length, *like.shape), generator=generator).to(like.dtype)
     return torch.randn(length, *like.shape, generator=generator).to(like.dtype)

@@ -51,7 +51,10 @@ class Part:
     def check_batch(self, batch: int) -> None:
         """Raises if a batch cannot be divided."""
         if batch % self.devices:
-            raise UsageError(f"--batch is {batch}; it must be a multiple of the {self.devices} devices of all processes.")
+            raise UsageError(
+                f"--batch is {batch}; it must be a multiple of the {self.devices} devices of all "
+                "processes."
+            )
 
     def checkpoint(self, output: str) -> Path:
         """Where the learner is saved."""
@@ -77,7 +80,8 @@ def join_processes() -> Part:
 
 
 def run_processes(count: int, arguments: Sequence[str]) -> int:
-    """Runs `python -m etrace_bridge` with these arguments `count` times, side by side; the exit status.
+    """Runs `python -m etrace_bridge` with these arguments `count` times, side by side; the exit
+    status.
 
     If one fails, the others are ended, since they would wait for it.
     """
@@ -106,7 +110,11 @@ def _wait(workers: list[subprocess.Popen]) -> int:
         time.sleep(0.1)
     first, status = failed[0]
     how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-    print(f"error: process {first} {how}; the others were stopped. Go on with --resume, from the last checkpoint.", file=sys.stderr)
+    print(
+        f"error: process {first} {how}; the others were stopped. Go on with --resume, from the "
+        "last checkpoint.",
+        file=sys.stderr,
+    )
     return status if status > 0 else 128 - status
 
 

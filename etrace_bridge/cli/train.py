@@ -1,4 +1,6 @@
-"""`train`: a model from a Python file, data from a file, settings from flags or a TOML file; writes a checkpoint."""
+"""`train`: a model from a Python file, data from a file, settings from flags or a TOML file; writes
+a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,15 @@ import optax
 import torch
 
 from etrace_bridge._errors import CheckpointError, InputError
-from etrace_bridge.cli.arguments import INTERRUPTED, NOT_OK, OK, UsageError, as_chunk, at_least_one, existing_file
+from etrace_bridge.cli.arguments import (
+    INTERRUPTED,
+    NOT_OK,
+    OK,
+    UsageError,
+    as_chunk,
+    at_least_one,
+    existing_file,
+)
 from etrace_bridge.cli.model import load_loss, load_model, load_state
 from etrace_bridge.cli.processes import Part, is_worker, join_processes, run_processes
 from etrace_bridge.cli.trained import evaluate_sequences, load_metrics, load_sequences
@@ -36,7 +46,8 @@ OPTIMIZERS: dict[str, Callable[[float], optax.GradientTransformation]] = {
     "momentum": lambda lr: optax.sgd(lr, momentum=0.9),
     "rmsprop": optax.rmsprop,
 }
-_PATHS = ("model", "data", "targets", "state", "resume", "output", "state_dict", "cache_dir")  # in a TOML file: relative to that file
+# in a TOML file: relative to that file
+_PATHS = ("model", "data", "targets", "state", "resume", "output", "state_dict", "cache_dir")
 
 
 @dataclass(frozen=True)
@@ -129,15 +140,24 @@ def run_train(args: argparse.Namespace) -> int:
 
 
 def _order_of_epoch(learner: OnlineLearner, learned: torch.Tensor, seed: int) -> torch.Tensor:
-    """The sequences in an order that depends on the seed and the epoch alone, so that a resumed run has it too."""
+    """The sequences in an order that depends on the seed and the epoch alone, so that a resumed run
+    has it too.
+    """
     epoch = len(learner.history or ())
-    return learned[torch.randperm(len(learned), generator=torch.Generator().manual_seed(1_000_003 * seed + epoch))]
+    return learned[
+        torch.randperm(
+            len(learned), generator=torch.Generator().manual_seed(1_000_003 * seed + epoch)
+        )
+    ]
 
 
 def _is_interrupted(learner: OnlineLearner) -> bool:
     """Whether the learner comes from a checkpoint in the middle of a run."""
     place = learner.place_in_fit
-    return place is not None and (place.stage in ("batches", "callbacks") or (place.stage == "end" and bool(learner.history.stopped)))
+    return place is not None and (
+        place.stage in ("batches", "callbacks")
+        or (place.stage == "end" and bool(learner.history.stopped))
+    )
 
 
 def _save_elsewhere(learner: OnlineLearner, error: CheckpointError) -> Path:
@@ -153,14 +173,32 @@ def _say_how_to_resume(stop: BaseException, args: argparse.Namespace, settings: 
         given = [*args.given]
         if "--resume" in given:
             del given[given.index("--resume") : given.index("--resume") + 2]
-        line = shlex.join(["python", "-m", "etrace_bridge", *given, "--resume", str(weights_file(settings.output))])
+        line = shlex.join(
+            [
+                "python",
+                "-m",
+                "etrace_bridge",
+                *given,
+                "--resume",
+                str(weights_file(settings.output)),
+            ]
+        )
         print(f"Interrupted; everything is saved. Go on with\n  {line}", file=sys.stderr)
     else:
-        print("\n".join(["Interrupted; nothing new is saved.", *(n for n in notes if not n.startswith("In `fit`"))]), file=sys.stderr)
+        print(
+            "\n".join(
+                [
+                    "Interrupted; nothing new is saved.",
+                    *(n for n in notes if not n.startswith("In `fit`")),
+                ]
+            ),
+            file=sys.stderr,
+        )
     return int(stop.code or 0) if isinstance(stop, SystemExit) else INTERRUPTED
 
 
-# -- settings -----------------------------------------------------------------------------------------------------
+# -- settings
+# -----------------------------------------------------------------------------------------------------
 
 
 def read_settings(args: argparse.Namespace) -> Settings:
@@ -172,22 +210,36 @@ def read_settings(args: argparse.Namespace) -> Settings:
     for name in ("model", "data"):
         if not getattr(settings, name):
             flag = "the model, path/to/file.py:name," if name == "model" else "--data FILE"
-            raise UsageError(f"{flag} is missing: give it on the command line or as `{name}` in the file of --config.")
+            raise UsageError(
+                f"{flag} is missing: give it on the command line or as `{name}` in the file of "
+                "--config."
+            )
     for name in ("epochs", "batch", "window", "patience", "save_updates", "processes"):
         if getattr(settings, name) is not None:
             at_least_one(getattr(settings, name), f"--{name.replace('_', '-')}")
     if not settings.save_minutes > 0:
         raise UsageError(f"--save-minutes is {settings.save_minutes}; it must be positive.")
     if settings.optimizer not in OPTIMIZERS:
-        raise UsageError(f"There is no optimizer `{settings.optimizer}`. Known: {', '.join(OPTIMIZERS)}.")
+        raise UsageError(
+            f"There is no optimizer `{settings.optimizer}`. Known: {', '.join(OPTIMIZERS)}."
+        )
     if not settings.lr > 0:
         raise UsageError(f"--lr is {settings.lr}; it must be positive.")
     if not 0 <= settings.validation < 1:
-        raise UsageError(f"--validation is {settings.validation}; it is the share of the sequences kept for validation, such as 0.2.")
-    choices = {"layout": ("model", "time", "batch"), "loss_at": ("all", "last"), "every": ("sequence", "chunk", "step")}
+        raise UsageError(
+            f"--validation is {settings.validation}; it is the share of the sequences kept for "
+            "validation, such as 0.2."
+        )
+    choices = {
+        "layout": ("model", "time", "batch"),
+        "loss_at": ("all", "last"),
+        "every": ("sequence", "chunk", "step"),
+    }
     for name, allowed in choices.items():
         if getattr(settings, name) not in allowed:
-            raise UsageError(f"`{name}` is {getattr(settings, name)!r}; it must be one of {', '.join(allowed)}.")
+            raise UsageError(
+                f"`{name}` is {getattr(settings, name)!r}; it must be one of {', '.join(allowed)}."
+            )
     return dataclasses.replace(settings, chunk=as_chunk(settings.chunk))
 
 
@@ -201,26 +253,41 @@ def _read_toml(path: Path) -> dict[str, Any]:
     fields = {field.name: str(field.type) for field in dataclasses.fields(Settings)}
     unknown = sorted(set(found) - set(fields))
     if unknown:
-        raise InputError(f"`{path}` has settings that are not known: {', '.join(unknown)}. Known: {', '.join(fields)}.")
+        raise InputError(
+            f"`{path}` has settings that are not known: {', '.join(unknown)}. Known: "
+            f"{', '.join(fields)}."
+        )
     for name, value in found.items():
         kinds = {"str": str, "int": int, "float": (int, float), "bool": bool}
         allowed = [kinds[kind] for kind in fields[name].split(" | ") if kind in kinds]
-        if isinstance(value, bool) != (allowed == [bool]) or not any(isinstance(value, kind) for kind in allowed):
-            raise InputError(f"`{name}` in `{path}` is {value!r}; it must be of type {fields[name].removesuffix(' | None')}.")
+        if isinstance(value, bool) != (allowed == [bool]) or not any(
+            isinstance(value, kind) for kind in allowed
+        ):
+            raise InputError(
+                f"`{name}` in `{path}` is {value!r}; it must be of type "
+                f"{fields[name].removesuffix(' | None')}."
+            )
     for name in set(_PATHS) & set(found):
         found[name] = str(path.parent / found[name])
     for name in {"loss", "metric"} & set(found):
         parts = found[name].split(",")
-        found[name] = ",".join(str(path.parent / part.strip()) if ":" in part else part for part in parts)
+        found[name] = ",".join(
+            str(path.parent / part.strip()) if ":" in part else part for part in parts
+        )
     return found
 
 
-# -- the run ------------------------------------------------------------------------------------------------------
+# -- the run
+# ------------------------------------------------------------------------------------------------------
 
 
 def _make_learner(net: Any, settings: Settings, part: Part) -> OnlineLearner:
     loss = load_loss(settings.loss)
-    options = {"optimizer": OPTIMIZERS[settings.optimizer](settings.lr), "clip_norm": settings.clip_norm, "seed": settings.seed}
+    options = {
+        "optimizer": OPTIMIZERS[settings.optimizer](settings.lr),
+        "clip_norm": settings.clip_norm,
+        "seed": settings.seed,
+    }
     options["mesh"] = part.mesh
     options["cache_dir"] = settings.cache_dir
     rule = make_rule(settings.rule)
@@ -234,7 +301,8 @@ def _divide(count: int, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]
     kept = round(count * settings.validation)
     if settings.validation and not 0 < kept < count:
         raise UsageError(
-            f"--validation {settings.validation} of {count} sequences leaves {count - kept} to learn from and {kept} to validate."
+            f"--validation {settings.validation} of {count} sequences leaves {count - kept} to "
+            f"learn from and {kept} to validate."
         )
     order = torch.randperm(count, generator=torch.Generator().manual_seed(settings.seed))
     return order[kept:], order[:kept]
@@ -243,9 +311,14 @@ def _divide(count: int, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]
 def _render(result: dict[str, Any], steps: int) -> str:
     """The run for people; its epochs have been shown as they went."""
     last = result["epochs"][-1]
-    shown = [f"{name.replace('_', ' ')} {last[name]:.6g}" for name in last if name == "loss" or name.endswith(("_loss", "accuracy"))]
+    shown = [
+        f"{name.replace('_', ' ')} {last[name]:.6g}"
+        for name in last
+        if name == "loss" or name.endswith(("_loss", "accuracy"))
+    ]
     lines = [
-        f"{result['rule']} on {result['sequences']} sequences of {steps} steps, {result['validation_sequences']} more for validation",
+        f"{result['rule']} on {result['sequences']} sequences of {steps} steps, "
+        f"{result['validation_sequences']} more for validation",
         f"{last['epoch']} epochs, {result['updates']} updates; at the end {', '.join(shown)}",
         *([f"Stopped: {result['stopped']}."] if result["stopped"] else []),
         f"Checkpoint: {result['checkpoint']}",

@@ -32,8 +32,12 @@ def run_evaluate(args: argparse.Namespace) -> int:
     sequences = load_sequences(net.model, net.batch_first, settings)
     learner = OnlineLearner.load(settings.checkpoint, net, loss=load_loss(settings.loss))
     metrics = load_metrics(settings.metric, settings.loss)
-    found = evaluate_sequences(learner, sequences, torch.arange(len(sequences)), settings.batch, metrics, Part())
-    text = f"{len(sequences)} sequences of {sequences.xs.shape[0]} steps: " + ", ".join(f"{name} {x:.6g}" for name, x in found.items())
+    found = evaluate_sequences(
+        learner, sequences, torch.arange(len(sequences)), settings.batch, metrics, Part()
+    )
+    text = f"{len(sequences)} sequences of {sequences.xs.shape[0]} steps: " + ", ".join(
+        f"{name} {x:.6g}" for name, x in found.items()
+    )
     print(json.dumps({"sequences": len(sequences), **found}, indent=2) if args.json else text)
     return OK
 
@@ -46,7 +50,14 @@ def run_predict(args: argparse.Namespace) -> int:
     by_batch = net.batch_first if settings.layout == "model" else settings.layout == "batch"
     nothing = np.zeros(xs.shape[:1] if stream else xs.shape[:2])
     sequences = make_sequences(
-        xs, nothing, stream=stream, window=settings.window, batch_first=by_batch, loss_at="all", loss="mse", model=net.model
+        xs,
+        nothing,
+        stream=stream,
+        window=settings.window,
+        batch_first=by_batch,
+        loss_at="all",
+        loss="mse",
+        model=net.model,
     )
     learner = OnlineLearner.load(settings.checkpoint, net)
     parts = []
@@ -54,14 +65,19 @@ def run_predict(args: argparse.Namespace) -> int:
         outputs = learner.predict(sequences.pick(index, net.batch_first)[0])
         if not isinstance(outputs, torch.Tensor):
             raise InputError(
-                f"The model gives a {type(outputs).__name__}; `predict` writes one tensor. Use `OnlineLearner.predict` in Python."
+                f"The model gives a {type(outputs).__name__}; `predict` writes one tensor. Use "
+                "`OnlineLearner.predict` in Python."
             )
         parts.append(outputs.transpose(0, 1) if net.batch_first else outputs)
     found = torch.cat(parts, 1)
     found = found.transpose(0, 1) if by_batch and not stream else found
     np.save(settings.output, found.numpy())
     written = settings.output if settings.output.endswith(".npy") else f"{settings.output}.npy"
-    print(json.dumps({"output": written, "shape": list(found.shape)}) if args.json else f"{written}: {tuple(found.shape)}")
+    print(
+        json.dumps({"output": written, "shape": list(found.shape)})
+        if args.json
+        else f"{written}: {tuple(found.shape)}"
+    )
     return OK
 
 
@@ -86,23 +102,41 @@ def load_sequences(model: torch.nn.Module, batch_first: bool, settings: Any) -> 
     xs, targets, stream = read_arrays(settings.data, settings.targets, _columns(settings))
     by_batch = batch_first if settings.layout == "model" else settings.layout == "batch"
     return make_sequences(
-        xs, targets, stream=stream, window=settings.window, batch_first=by_batch, loss_at=settings.loss_at, loss=settings.loss, model=model
+        xs,
+        targets,
+        stream=stream,
+        window=settings.window,
+        batch_first=by_batch,
+        loss_at=settings.loss_at,
+        loss=settings.loss,
+        model=model,
     )
 
 
 def load_metrics(names: str, loss: str) -> dict[str, Metric]:
     """Metrics by name or from `path/to/file.py:name`; the accuracy for losses of classes."""
-    given = [name.strip() for name in names.split(",") if name.strip()] or (["accuracy"] if loss in CLASS_LOSSES else [])
+    given = [name.strip() for name in names.split(",") if name.strip()] or (
+        ["accuracy"] if loss in CLASS_LOSSES else []
+    )
     return named_metrics([load_object(name) if ":" in name else name for name in given])
 
 
 def evaluate_sequences(
-    learner: OnlineLearner, sequences: Sequences, index: torch.Tensor, batch: int, metrics: Mapping[str, Metric], part: Part
+    learner: OnlineLearner,
+    sequences: Sequences,
+    index: torch.Tensor,
+    batch: int,
+    metrics: Mapping[str, Metric],
+    part: Part,
 ) -> dict[str, float]:
-    """Mean loss and metrics over some sequences, each counted alike; `part` is this process's share of each batch."""
+    """Mean loss and metrics over some sequences, each counted alike; `part` is this process's share
+    of each batch.
+    """
     totals: dict[str, float] = {}
     for some in index.split(batch):
-        found = evaluate_with(learner, [sequences.pick(part.own(some), learner.runtime.batch_first)], metrics)
+        found = evaluate_with(
+            learner, [sequences.pick(part.own(some), learner.runtime.batch_first)], metrics
+        )
         for name, value in found.items():
             totals[name] = totals.get(name, 0.0) + value * len(some)
     return {name: total / len(index) for name, total in totals.items()}

@@ -1,7 +1,8 @@
 """Aliases: variables that are only a rearrangement of others.
 
-A state's own variable is often not what the rest of the step reads: torch's `h_n` is a reshape of the output, a packed
-state is a concatenation of what the output reads. The *roots* of a variable are the values it rearranges.
+A state's own variable is often not what the rest of the step reads: torch's `h_n` is a reshape of
+the output, a packed state is a concatenation of what the output reads. The *roots* of a variable
+are the values it rearranges.
 """
 
 from __future__ import annotations
@@ -15,7 +16,19 @@ from etrace_bridge._jax_compat import JaxprEqn, Literal, Var
 from etrace_bridge.compiler.jaxpr import variables
 from etrace_bridge.compiler.primitives import is_float
 
-_REARRANGING = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "rev", "copy", "concatenate", "stack", "convert_element_type"})
+_REARRANGING = frozenset(
+    {
+        "reshape",
+        "squeeze",
+        "expand_dims",
+        "transpose",
+        "rev",
+        "copy",
+        "concatenate",
+        "stack",
+        "convert_element_type",
+    }
+)
 
 
 def is_alias(eqn: JaxprEqn) -> bool:

@@ -1,7 +1,9 @@
-"""The certificate: for each parameter, whether its online gradient is exact, and if not, what is dropped.
+"""The certificate: for each parameter, whether its online gradient is exact, and if not, what is
+dropped.
 
-One forward pass over the step collects facts: which *sources* (parameters, old states) reach a variable, and through
-which first cut, if any. A trace follows uncut paths only. So a parameter's gradient under D-RTRL is exact unless
+One forward pass over the step collects facts: which *sources* (parameters, old states) reach a
+variable, and through which first cut, if any. A trace follows uncut paths only. So a parameter's
+gradient under D-RTRL is exact unless
 
 1. it enters a state that matters later through a cut, or
 2. a state that its trace covers enters, through a cut, a state that matters later.
@@ -21,7 +23,12 @@ from etrace_bridge.compiler.diagnostics import Path, show_path
 from etrace_bridge.compiler.jaxpr import variables
 from etrace_bridge.compiler.module_info import ModuleInfo
 from etrace_bridge.compiler.positions import Alignment, Edge, feeds_many
-from etrace_bridge.compiler.primitives import is_elementwise, is_float, is_structural, passes_derivative
+from etrace_bridge.compiler.primitives import (
+    is_elementwise,
+    is_float,
+    is_structural,
+    passes_derivative,
+)
 from etrace_bridge.compiler.views import WeightUse
 
 Source = tuple[str, Any]  # ("weight", path) or ("state", variable)
@@ -49,13 +56,17 @@ class Cut:
     line: str = ""
 
     def __str__(self) -> str:
-        where = ", ".join(part for part in (f"in `{self.module}`" if self.module else "", self.line) if part)
+        where = ", ".join(
+            part for part in (f"in `{self.module}`" if self.module else "", self.line) if part
+        )
         return f"{self.reason} ({where})" if where else self.reason
 
 
 @dataclass(frozen=True)
 class Drop:
-    """One piece of credit that a trace does not carry: from a parameter or a state, through a cut, into a state."""
+    """One piece of credit that a trace does not carry: from a parameter or a state, through a cut,
+    into a state.
+    """
 
     cut: Cut
     source: Path
@@ -71,8 +82,8 @@ class ParameterCertificate:
 
     Attributes:
         path: the parameter.
-        kind: `"traced"` (has a trace), `"direct"` (outside the recurrence), `"upstream"` (reaches a state only
-            through cuts) or `"unused"`.
+        kind: `"traced"` (has a trace), `"direct"` (outside the recurrence), `"upstream"` (reaches a
+            state only through cuts) or `"unused"`.
         exact: whether the gradient equals BPTT's, whatever `credit` is.
         drops: what is not carried.
         groups: indices of the hidden groups its traces live in.
@@ -105,8 +116,9 @@ class StepFacts:
     Attributes:
         at: facts by variable.
         cuts: every cut, by edge.
-        pre_cuts: where a value of the old states leaves the core on its way back to a new state of the same group;
-            `credit="core"` stops there. What only an output or another group reads is not among them.
+        pre_cuts: where a value of the old states leaves the core on its way back to a new state of
+            the same group; `credit="core"` stops there. What only an output or another group reads
+            is not among them.
     """
 
     at: dict[Var, Facts]
@@ -114,7 +126,9 @@ class StepFacts:
     pre_cuts: frozenset[Edge]
 
 
-def collect_facts(minfo: ModuleInfo, use: WeightUse, alignment: Alignment, matter: set[Var]) -> StepFacts:
+def collect_facts(
+    minfo: ModuleInfo, use: WeightUse, alignment: Alignment, matter: set[Var]
+) -> StepFacts:
     """The forward pass of facts."""
     cuts: dict[Edge, Cut] = {}
     start = {
@@ -128,7 +142,9 @@ def collect_facts(minfo: ModuleInfo, use: WeightUse, alignment: Alignment, matte
 
 
 def _leaving_edges(minfo: ModuleInfo, alignment: Alignment, matter: set[Var]) -> frozenset[Edge]:
-    """Edges from old states, and from core values that are no piece of a new state, out of the core and back to the same group."""
+    """Edges from old states, and from core values that are no piece of a new state, out of the core
+    and back to the same group.
+    """
     eqns, core = minfo.jaxpr.eqns, set(alignment.core)
     new = {leaf.outvar for leaf in alignment.leaves if not isinstance(leaf.outvar, Literal)}
     reach: dict[Var, set[int]] = {}  # groups whose new states a derivative comes to
@@ -163,8 +179,8 @@ def _leaving_edges(minfo: ModuleInfo, alignment: Alignment, matter: set[Var]) ->
 def _flow(minfo, use, alignment, at, cuts, matter) -> dict[Var, Facts]:
     """Facts at every variable.
 
-    What has entered a state that matters through a cut is dropped there; it is not followed beyond that state, or the
-    first of many layers would be followed into every later one.
+    What has entered a state that matters through a cut is dropped there; it is not followed beyond
+    that state, or the first of many layers would be followed into every later one.
     """
     made_by = producers(minfo.jaxpr.eqns)
     ends = [
@@ -185,11 +201,17 @@ def _flow(minfo, use, alignment, at, cuts, matter) -> dict[Var, Facts]:
             contacts = [c for c in use.contact_of_eqn.get(i, ()) if c.eqn.invars[k] is c.view.var]
             if v in use.weight_paths:
                 edge_cut = _weight_cut(eqn, i, k, contacts, alignment, use, cuts)
-                facts: Facts = {("weight", p): frozenset([edge_cut]) for p in use.weight_paths[v]} if contacts else {}
+                facts: Facts = (
+                    {("weight", p): frozenset([edge_cut]) for p in use.weight_paths[v]}
+                    if contacts
+                    else {}
+                )
             else:
                 facts = at.get(v, {})
                 if v in settled and id(eqn) not in rearranging:
-                    facts = {source: frozenset([None]) for source, tags in facts.items() if None in tags}
+                    facts = {
+                        source: frozenset([None]) for source, tags in facts.items() if None in tags
+                    }
                 edge_cut = _data_cut(eqn, i, k, alignment, use, cuts) if facts else None
             for source, tags in facts.items():
                 passed = {edge_cut if t is None else t for t in tags}
@@ -211,17 +233,27 @@ def _weight_cut(eqn, i, k, contacts, alignment, use, cuts) -> Edge | None:
     if contact.form is not None and not many:
         return None
     name = eqn.primitive.name
-    reason = f"one value of `{name}` feeds many positions" if many else f"`{name}` joins a weight with data in no known way"
+    reason = (
+        f"one value of `{name}` feeds many positions"
+        if many
+        else f"`{name}` joins a weight with data in no known way"
+    )
     cuts.setdefault((i, k), _describe(eqn, (i, k), reason, ()))
-    return (i, eqn.invars.index(eqn.invars[k]))  # a weight that enters one equation twice is told once
+    # a weight that enters one equation twice is told once
+    return (i, eqn.invars.index(eqn.invars[k]))
 
 
-def _data_cut(eqn: JaxprEqn, i: int, k: int, alignment: Alignment, use: WeightUse, cuts: dict[Edge, Cut]) -> Edge | None:
+def _data_cut(
+    eqn: JaxprEqn, i: int, k: int, alignment: Alignment, use: WeightUse, cuts: dict[Edge, Cut]
+) -> Edge | None:
     """The cut at this operand, if it is one."""
     contacts = use.contact_of_eqn.get(i, ())
     if (i, k) in alignment.cuts:
         spreads = eqn.primitive.name == "broadcast_in_dim"
-        reason, weights = f"`{eqn.primitive.name}` {'spreads' if spreads else 'moves'} positions", ()
+        reason, weights = (
+            f"`{eqn.primitive.name}` {'spreads' if spreads else 'moves'} positions",
+            (),
+        )
     elif contacts:
         weights = tuple(p for c in contacts for p in c.view.paths)
         reason = f"product with `{'`, `'.join(show_path(p) for p in weights)}`"
@@ -238,12 +270,18 @@ def _describe(eqn: JaxprEqn, edge: Edge, reason: str, weights: tuple[Path, ...])
 
 
 def certify(
-    minfo: ModuleInfo, facts: StepFacts, alignment: Alignment, matter: set[Var], group_of: dict[Path, int]
+    minfo: ModuleInfo,
+    facts: StepFacts,
+    alignment: Alignment,
+    matter: set[Var],
+    group_of: dict[Path, int],
 ) -> dict[Path, ParameterCertificate]:
     """One certificate a parameter, in the order the model takes them."""
     path_of = dict(minfo.invar_to_hidden_path)
     ends: list[tuple[Var, Any, bool]] = []  # (before, after, is hidden) of states that matter
-    for state, ins, outs in zip(minfo.compiled_model_states, minfo.state_tree_invars, minfo.state_tree_outvars, strict=True):
+    for state, ins, outs in zip(
+        minfo.compiled_model_states, minfo.state_tree_invars, minfo.state_tree_outvars, strict=True
+    ):
         for n, (i, o) in enumerate(zip(ins, outs, strict=True)):
             if i in minfo.invar_to_weight_path or isinstance(o, Literal):
                 continue
@@ -252,14 +290,20 @@ def certify(
                 ends.append((i, o, i in minfo.invar_to_hidden_path))
     outputs = list(variables(minfo.jaxpr.outvars[: minfo.num_var_out]))
     at_outputs = {source for v in outputs for source in facts.at.get(v, {})}
-    entered: dict[Source, list[tuple[Var, bool, frozenset[Any]]]] = {}  # source -> (state, is hidden, first cuts)
+    # source -> (state, is hidden, first cuts)
+    entered: dict[Source, list[tuple[Var, bool, frozenset[Any]]]] = {}
     for i, o, is_hidden in ends:
         for source, tags in facts.at.get(o, {}).items():
             entered.setdefault(source, []).append((i, is_hidden, tags))
-    return {path: _certify_one(("weight", path), facts, entered, at_outputs, path_of, group_of) for path in minfo.weight_path_to_invars}
+    return {
+        path: _certify_one(("weight", path), facts, entered, at_outputs, path_of, group_of)
+        for path in minfo.weight_path_to_invars
+    }
 
 
-def _certify_one(source: Source, facts: StepFacts, entered, at_outputs, path_of, group_of) -> ParameterCertificate:
+def _certify_one(
+    source: Source, facts: StepFacts, entered, at_outputs, path_of, group_of
+) -> ParameterCertificate:
     path = source[1]
     covered: dict[Var, None] = {}  # states that the parameter's trace reaches
     pending = [source]
@@ -274,12 +318,18 @@ def _certify_one(source: Source, facts: StepFacts, entered, at_outputs, path_of,
             for tag in tags:
                 if tag is None and is_hidden:
                     continue
-                cut = facts.cuts[tag] if tag is not None else Cut((-1, -1), "state", "a state that is no HiddenState")
+                cut = (
+                    facts.cuts[tag]
+                    if tag is not None
+                    else Cut((-1, -1), "state", "a state that is no HiddenState")
+                )
                 drops.setdefault((cut.edge, origin, path_of[i]), Drop(cut, origin, path_of[i]))
     if source not in entered:
         kind = "direct" if source in at_outputs else "unused"
     else:
         kind = "traced" if covered else "upstream"
-    ordered = tuple(drops[key] for key in sorted(drops, key=lambda key: (key[0], str(key[1]), str(key[2]))))
+    ordered = tuple(
+        drops[key] for key in sorted(drops, key=lambda key: (key[0], str(key[1]), str(key[2])))
+    )
     groups = tuple(sorted({group_of[path_of[s]] for s in covered}))
     return ParameterCertificate(path, kind, not drops, ordered, groups)

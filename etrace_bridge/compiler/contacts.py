@@ -4,9 +4,10 @@ Every contact that gets a trace is an einsum over named axes ("letters"),
 
     y[out] = sum over `view - out` of  phi(x)[feature] * v[view],
 
-where `phi` is the identity for products, the im2col patches of a convolution, the one-hot code of an embedding, and
-absent for an element-wise contact (`y` is then the view spread to full shape). Reshapes bring the arrays to one axis a
-letter. The trace of a contact has the axes of `out` and of `view - out`.
+where `phi` is the identity for products, the im2col patches of a convolution, the one-hot code of
+an embedding, and absent for an element-wise contact (`y` is then the view spread to full shape).
+Reshapes bring the arrays to one axis a letter. The trace of a contact has the axes of `out` and of
+`view - out`.
 
 `register_contact` adds a primitive.
 """
@@ -86,8 +87,8 @@ def register_contact(primitive: str, rule: ContactRule) -> None:
 
     Args:
         primitive: the primitive's name, e.g. `"dot_general"`.
-        rule: `(equation, index of the weight operand) -> ContactForm`, or None where this case is not linear in
-            the weight.
+        rule: `(equation, index of the weight operand) -> ContactForm`, or None where this case is
+            not linear in the weight.
 
     Example:
         A primitive `scale_rows(x, w)` with `y[b, h] = x[b, h] * w[h]`:
@@ -102,7 +103,9 @@ def register_contact(primitive: str, rule: ContactRule) -> None:
 
 
 def contact_form(eqn: JaxprEqn, weight_index: int) -> ContactForm | None:
-    """The linear form of an equation whose operand `weight_index` is a weight view; None if there is none."""
+    """The linear form of an equation whose operand `weight_index` is a weight view; None if there
+    is none.
+    """
     rule = _RULES.get(eqn.primitive.name)
     return rule(eqn, weight_index) if rule is not None else None
 
@@ -146,7 +149,15 @@ def _dot_general(eqn: JaxprEqn, weight: int) -> ContactForm:
                 free.append(axes[side][d])
     sizes = {c: n for side in (0, 1) for c, n in zip(axes[side], shapes[side], strict=True)}
     x = 1 - weight
-    return ContactForm(weight, x, sizes, out="".join(batch + free), view="".join(axes[weight]), feature="".join(axes[x]), phi=_same)
+    return ContactForm(
+        weight,
+        x,
+        sizes,
+        out="".join(batch + free),
+        view="".join(axes[weight]),
+        feature="".join(axes[x]),
+        phi=_same,
+    )
 
 
 def _same(x: Any) -> Any:
@@ -182,15 +193,22 @@ def _conv(eqn: JaxprEqn, weight: int) -> ContactForm | None:
     order = [whole.index(c) for c in feature]
 
     def patches(x: Any) -> Any:
-        # Slices of the padded data, one per element of the kernel: JAX's own patches are a convolution again, slow in a loop.
+        # Slices of the padded data, one per element of the kernel: JAX's own patches are a
+        # convolution again, slow in a loop.
         x = jnp.transpose(x, dn.lhs_spec)
-        edges = [(0, 0, 0), (0, 0, 0), *((low, high, d - 1) for (low, high), d in zip(p["padding"], inner, strict=True))]
+        edges = [
+            (0, 0, 0),
+            (0, 0, 0),
+            *((low, high, d - 1) for (low, high), d in zip(p["padding"], inner, strict=True)),
+        ]
         x = lax.pad(x, jnp.zeros((), x.dtype), edges)
         sides = [sizes[s] for s in spatial]
 
         def part(at: Sequence[int]) -> Any:
             starts = [k * d for k, d in zip(at, dilation, strict=True)]
-            ends = [s + (n - 1) * step + 1 for s, n, step in zip(starts, sides, strides, strict=True)]
+            ends = [
+                s + (n - 1) * step + 1 for s, n, step in zip(starts, sides, strides, strict=True)
+            ]
             return lax.slice(x, (0, 0, *starts), (*x.shape[:2], *ends), (1, 1, *strides))
 
         found = jnp.stack([part(at) for at in np.ndindex(*window)], axis=2)
@@ -204,11 +222,15 @@ def _gather(eqn: JaxprEqn, weight: int) -> ContactForm | None:
     p = eqn.params
     dn = p["dimension_numbers"]
     table, indices = (v.aval.shape for v in eqn.invars)
-    one_axis = len(dn.start_index_map) == 1 and tuple(dn.collapsed_slice_dims) == tuple(dn.start_index_map)
+    one_axis = len(dn.start_index_map) == 1 and tuple(dn.collapsed_slice_dims) == tuple(
+        dn.start_index_map
+    )
     if weight != 0 or not one_axis or dn.operand_batching_dims:
         return None
     axis = dn.start_index_map[0]
-    if any(s != n for d, (s, n) in enumerate(zip(p["slice_sizes"], table, strict=True)) if d != axis):
+    if any(
+        s != n for d, (s, n) in enumerate(zip(p["slice_sizes"], table, strict=True)) if d != axis
+    ):
         return None
     view = _LETTERS[: len(table)]
     kept = [c for d, c in enumerate(view) if d != axis]
@@ -231,7 +253,9 @@ def _gather(eqn: JaxprEqn, weight: int) -> ContactForm | None:
 def _dynamic_slice(eqn: JaxprEqn, weight: int) -> ContactForm | None:
     """One row of a table picked by one integer."""
     table = eqn.invars[0].aval.shape
-    picked = [d for d, (s, n) in enumerate(zip(eqn.params["slice_sizes"], table, strict=True)) if s != n]
+    picked = [
+        d for d, (s, n) in enumerate(zip(eqn.params["slice_sizes"], table, strict=True)) if s != n
+    ]
     if weight != 0 or len(picked) != 1 or eqn.params["slice_sizes"][picked[0]] != 1:
         return None
     axis = picked[0]
@@ -242,16 +266,29 @@ def _dynamic_slice(eqn: JaxprEqn, weight: int) -> ContactForm | None:
         return jax.nn.one_hot(jnp.clip(index, 0, table[axis] - 1), table[axis], dtype=dtype)
 
     out = "".join(c for d, c in enumerate(view) if d != axis)
-    return ContactForm(0, 1 + axis, dict(zip(view, table, strict=True)), out=out, view=view, feature=view[axis], phi=one_hot)
+    return ContactForm(
+        0,
+        1 + axis,
+        dict(zip(view, table, strict=True)),
+        out=out,
+        view=view,
+        feature=view[axis],
+        phi=one_hot,
+    )
 
 
 def _custom_lookup(eqn: JaxprEqn, weight: int) -> ContactForm | None:
-    """A table lookup with a derivative of its own (brainstate's `Embedding`): that derivative is the feature."""
+    """A table lookup with a derivative of its own (brainstate's `Embedding`): that derivative is
+    the feature.
+    """
     body = eqn.params["call_jaxpr"].jaxpr
     floats = [e for e in body.eqns if any(is_float(v) for v in e.outvars)]
     if len(floats) != 1 or floats[0].primitive.name != "gather" or len(eqn.invars) != 2:
         return None
-    if floats[0].invars[0] is not body.invars[weight] or body.outvars[0] is not floats[0].outvars[0]:
+    if (
+        floats[0].invars[0] is not body.invars[weight]
+        or body.outvars[0] is not floats[0].outvars[0]
+    ):
         return None
     form = _gather(floats[0], 0)
     if form is None:
@@ -261,14 +298,19 @@ def _custom_lookup(eqn: JaxprEqn, weight: int) -> ContactForm | None:
     first = tuple(slice(None) if c == row else 0 for c in form.view)
 
     def features(x: Any) -> Any:
-        # A cotangent of one at one place of the batch comes back as that place's feature, in every column.
+        # A cotangent of one at one place of the batch comes back as that place's feature, in every
+        # column.
         def lookup(view: Any) -> Any:
             return bind_equation(eqn, [view, x] if weight == 0 else [x, view])[0]
 
         count = math.prod(form.shape(batch))
-        ones = jnp.eye(count, dtype=table.dtype).reshape(count, *(form.sizes[c] if c in batch else 1 for c in form.out))
+        ones = jnp.eye(count, dtype=table.dtype).reshape(
+            count, *(form.sizes[c] if c in batch else 1 for c in form.out)
+        )
         _, pull = jax.vjp(lookup, jnp.zeros(table.shape, table.dtype))
-        pulled = jax.vmap(lambda one: pull(jnp.broadcast_to(one, eqn.outvars[0].aval.shape))[0][first])(ones)
+        pulled = jax.vmap(
+            lambda one: pull(jnp.broadcast_to(one, eqn.outvars[0].aval.shape))[0][first]
+        )(ones)
         return pulled.reshape(*form.shape(batch), form.sizes[row])
 
     return replace(form, view_index=weight, x_index=1 - weight, phi=features)

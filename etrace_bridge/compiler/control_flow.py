@@ -1,13 +1,15 @@
 """Retraces a step so that the later passes meet plain equations only.
 
-jit bodies are inlined, `cond` becomes a select of all branches, short scans are unrolled, and broadcasting is made
-explicit. Calls with a custom derivative stay whole: inlining one would replace its derivative by that of its body.
-Wherever a value computed from parameters alone meets data in an element-wise or structural equation, it passes
-through an equation of its own (`copy` or `broadcast_in_dim`), so that every contact is one equation.
+jit bodies are inlined, `cond` becomes a select of all branches, short scans are unrolled, and
+broadcasting is made explicit. Calls with a custom derivative stay whole: inlining one would replace
+its derivative by that of its body. Wherever a value computed from parameters alone meets data in an
+element-wise or structural equation, it passes through an equation of its own (`copy` or
+`broadcast_in_dim`), so that every contact is one equation.
 
-Slices are moved up through element-wise equations, `split(x @ W + b)` becomes `split(x @ W) + split(b)`: the product
-stays one matmul, and everything after it works gate by gate, which compiled loops need to be fast. Likewise a value that
-comes from a contact is spread to many positions before the element-wise equations, not after.
+Slices are moved up through element-wise equations, `split(x @ W + b)` becomes `split(x @ W) +
+split(b)`: the product stays one matmul, and everything after it works gate by gate, which compiled
+loops need to be fast. Likewise a value that comes from a contact is spread to many positions before
+the element-wise equations, not after.
 """
 
 from __future__ import annotations
@@ -39,15 +41,24 @@ from etrace_bridge._jax_compat import (
 )
 from etrace_bridge.compiler.aliases import is_alias, producers
 from etrace_bridge.compiler.contacts import has_contact_rule
-from etrace_bridge.compiler.diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, Path, show_path
+from etrace_bridge.compiler.diagnostics import (
+    CompilationRecord,
+    DiagnosticKind,
+    DiagnosticLevel,
+    Path,
+    show_path,
+)
 from etrace_bridge.compiler.jaxpr import variables
 from etrace_bridge.compiler.primitives import CUSTOM_DERIVATIVE, is_elementwise, is_structural
 from etrace_bridge.compiler.rewrites import slices_to_splits
 from etrace_bridge.compiler.sparse import dense_product, is_sparse_product
 
 UNROLL_LIMIT = 16
-MARKED = "etp_"  # braintrace's primitives: plain operations under a name of its own, whose `impl` says which
-_INLINED = frozenset({"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_lin"})
+# Braintrace's primitives: plain operations under a name of its own, whose `impl` says which
+MARKED = "etp_"
+_INLINED = frozenset(
+    {"jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint", "custom_lin"}
+)
 
 
 @dataclass(eq=False)
@@ -75,7 +86,9 @@ class _Normaliser:
         self.kept = kept  # values of new states: what reads them must go on reading them
 
     def run(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[_Value]) -> list[_Value]:
-        env: dict[Var, _Value] = {v: _Value(c) for v, c in zip(jaxpr.constvars, consts, strict=True)}
+        env: dict[Var, _Value] = {
+            v: _Value(c) for v, c in zip(jaxpr.constvars, consts, strict=True)
+        }
         env.update(zip(jaxpr.invars, args, strict=True))
 
         def read(atom: Any) -> _Value:
@@ -83,7 +96,8 @@ class _Normaliser:
 
         for eqn in jaxpr.eqns:
             if eqn.effects and not eqn.outvars:
-                continue  # prints and run-time checks: they cannot run inside a select or a vmap over time
+                # Prints and run-time checks: they cannot run inside a select or a vmap over time
+                continue
             with keep_source(eqn):
                 results = self.equation(eqn, [read(v) for v in eqn.invars])
             for v, result in zip(eqn.outvars, results, strict=True):
@@ -101,7 +115,9 @@ class _Normaliser:
         if is_sparse_product(eqn, [v.val for v in operands]):
             first, *positions, last = operands
             fixed = [v.val for v in positions]
-            return self.expand(lambda values, dense: dense_product(eqn, values, *fixed, dense), [first, last])
+            return self.expand(
+                lambda values, dense: dense_product(eqn, values, *fixed, dense), [first, last]
+            )
         if name == "cond":
             return self.cond(eqn, operands)
         if name == "scan":
@@ -112,8 +128,14 @@ class _Normaliser:
             return self.scatter_add(eqn, operands)
         if name == "optimization_barrier":
             return operands  # several values side by side, unchanged
-        if name == "slice" and operands[0].is_data and eqn.params["strides"] in (None, (1,) * np.ndim(operands[0].val)):
-            return [self.sliced(operands[0], eqn.params["start_indices"], eqn.params["limit_indices"])]
+        if (
+            name == "slice"
+            and operands[0].is_data
+            and eqn.params["strides"] in (None, (1,) * np.ndim(operands[0].val))
+        ):
+            return [
+                self.sliced(operands[0], eqn.params["start_indices"], eqn.params["limit_indices"])
+            ]
         if name == "split" and operands[0].is_data:
             return self.split(operands[0], eqn.params["axis"], eqn.params["sizes"])
         if name == "broadcast_in_dim" and operands[0].from_product:
@@ -125,13 +147,19 @@ class _Normaliser:
 
     def expand(self, function: Callable, operands: list[_Value]) -> list[_Value]:
         """An equation of another library as the plain operations that it stands for."""
-        body = make_jaxpr_closed(function, *(jax.ShapeDtypeStruct(np.shape(v.val), v.val.dtype) for v in operands))
+        body = make_jaxpr_closed(
+            function, *(jax.ShapeDtypeStruct(np.shape(v.val), v.val.dtype) for v in operands)
+        )
         return self.run(body.jaxpr, body.consts, operands)
 
     def bind(self, eqn: JaxprEqn, operands: list[_Value]) -> list[_Value]:
         is_data = any(v.is_data for v in operands)
         given = operands
-        if is_data and (is_elementwise(eqn) or is_structural(eqn)) and eqn.primitive.name not in ("gather", "dynamic_slice"):
+        if (
+            is_data
+            and (is_elementwise(eqn) or is_structural(eqn))
+            and eqn.primitive.name not in ("gather", "dynamic_slice")
+        ):
             operands = [self.contact(v) if v.is_weight else v for v in operands]
         paths = frozenset().union(*(v.paths for v in operands)) if operands else frozenset()
         vals = [v.val for v in operands]
@@ -149,7 +177,8 @@ class _Normaliser:
             results[0].spread_from = _as_broadcast(operands[0], eqn.outvars[0].aval.shape)
             results[0].from_product = results[0].spread_from is not None
         if is_data and is_elementwise(eqn):
-            # The derivative of a custom call is traced for one shape: it cannot be applied to a slice.
+            # The derivative of a custom call is traced for one shape: it cannot be applied to a
+            # slice.
             if len(results) == 1 and eqn.primitive.name not in CUSTOM_DERIVATIVE:
                 results[0].maker = (eqn, given)
             for r in results:
@@ -180,10 +209,15 @@ class _Normaliser:
             dims = params["broadcast_dimensions"]
             full = [n == shape[d] for n, d in zip(np.shape(source.val), dims, strict=True)]
             low = [start[d] if f else 0 for d, f in zip(dims, full, strict=True)]
-            high = [limit[d] if f else n for d, f, n in zip(dims, full, np.shape(source.val), strict=True)]
+            high = [
+                limit[d] if f else n
+                for d, f, n in zip(dims, full, np.shape(source.val), strict=True)
+            ]
             new_shape = tuple(b - a for a, b in zip(start, limit, strict=True))
             return self._broadcast(self.sliced(source, low, high), dict(params, shape=new_shape))
-        return _Value(lax.slice(v.val, start, limit), v.paths, v.is_data, from_product=v.from_product)
+        return _Value(
+            lax.slice(v.val, start, limit), v.paths, v.is_data, from_product=v.from_product
+        )
 
     def split(self, v: _Value, axis: int, sizes: Sequence[int]) -> list[_Value]:
         shape, at, parts = np.shape(v.val), 0, []
@@ -195,7 +229,9 @@ class _Normaliser:
         return parts
 
     def widened(self, v: _Value, params: dict) -> _Value:
-        """A broadcast, done before the element-wise equations between a product with a weight and it."""
+        """A broadcast, done before the element-wise equations between a product with a weight and
+        it.
+        """
         key = (params["shape"], params["broadcast_dimensions"])
         if key not in v.widths:
             v.widths[key] = self._widen(v, params)
@@ -207,10 +243,17 @@ class _Normaliser:
             return self.widened(source, _composed(inner, params))
         shape = np.shape(v.val)
         only_adds_axes = np.prod(shape) == np.prod(params["shape"])
-        if only_adds_axes or v.maker is None or any(np.shape(o.val) not in ((), shape) for o in v.maker[1]):
+        if (
+            only_adds_axes
+            or v.maker is None
+            or any(np.shape(o.val) not in ((), shape) for o in v.maker[1])
+        ):
             return self._broadcast(v, params)
         eqn, operands = v.maker
-        parts = [self.widened(o, params) if np.ndim(o.val) or o.paths or o.is_data else o for o in operands]
+        parts = [
+            self.widened(o, params) if np.ndim(o.val) or o.paths or o.is_data else o
+            for o in operands
+        ]
         with keep_source(eqn):
             return self.bind(eqn, parts)[0]
 
@@ -218,7 +261,12 @@ class _Normaliser:
         if v.spread_from is not None:
             v, inner = v.spread_from
             params = _composed(inner, params)
-        out = _Value(lax.broadcast_in_dim_p.bind(v.val, **params), v.paths, v.is_data, from_product=v.from_product)
+        out = _Value(
+            lax.broadcast_in_dim_p.bind(v.val, **params),
+            v.paths,
+            v.is_data,
+            from_product=v.from_product,
+        )
         out.spread_from = (v, params)
         return out
 
@@ -242,28 +290,40 @@ class _Normaliser:
         return v.contact
 
     def scatter_add(self, eqn: JaxprEqn, operands: list[_Value]) -> list[_Value]:
-        """`x.at[i].add(u)` with fixed indices, none of them twice: `u` set among zeros, then a plain addition."""
+        """`x.at[i].add(u)` with fixed indices, none of them twice: `u` set among zeros, then a
+        plain addition.
+        """
         x, indices, updates = operands
         p = eqn.params
         options = {k: p[k] for k in ("indices_are_sorted", "unique_indices", "mode")}
         with jax.ensure_compile_time_eval():
             zeros, ones = (np.full(np.shape(v.val), n, np.int32) for v, n in ((x, 0), (updates, 1)))
-            times = np.asarray(lax.scatter_add(zeros, indices.val, ones, p["dimension_numbers"], **options))
+            times = np.asarray(
+                lax.scatter_add(zeros, indices.val, ones, p["dimension_numbers"], **options)
+            )
         if np.max(times, initial=0) > 1:
             return self.bind(eqn, operands)
         is_data = x.is_data or updates.is_data
         if is_data:
             x, updates = (self.contact(v) if v.is_weight else v for v in (x, updates))
-        among = lax.scatter(lax.full_like(x.val, 0), indices.val, updates.val, p["dimension_numbers"], **options)
+        among = lax.scatter(
+            lax.full_like(x.val, 0), indices.val, updates.val, p["dimension_numbers"], **options
+        )
         return [_Value(lax.add(x.val, among), x.paths | updates.paths, is_data)]
 
     def cond(self, eqn: JaxprEqn, operands: list[_Value]) -> list[_Value]:
         index, *rest = operands
         branches = eqn.params["branches"]
         outs = [self.run(b.jaxpr, b.consts, rest) for b in branches]
-        self.record(DiagnosticKind.COND_CONVERTED, eqn, f"`cond` with {len(branches)} branches became a select")
+        self.record(
+            DiagnosticKind.COND_CONVERTED,
+            eqn,
+            f"`cond` with {len(branches)} branches became a select",
+        )
         if index.val.dtype == np.bool_:
-            index = _Value(lax.convert_element_type(index.val, np.int32), index.paths, index.is_data)
+            index = _Value(
+                lax.convert_element_type(index.val, np.int32), index.paths, index.is_data
+            )
         which = lax.clamp(np.int32(0), index.val.astype(np.int32), np.int32(len(branches) - 1))
         results = []
         for cases in zip(*outs, strict=True):
@@ -284,17 +344,32 @@ class _Normaliser:
         (n_consts, n_carry), length = scan_sizes(eqn), p["length"]
         if length > UNROLL_LIMIT:
             weights = sorted({show_path(path) for v in operands for path in v.paths if v.is_weight})
-            note = f", and the parameters {', '.join(weights)} inside it get no trace" if weights else ""
+            note = (
+                f", and the parameters {', '.join(weights)} inside it get no trace"
+                if weights
+                else ""
+            )
             level = DiagnosticLevel.WARNING if weights else DiagnosticLevel.INFO
-            self.record(DiagnosticKind.SCAN_OPAQUE, eqn, f"a scan of {length} steps stays one opaque node{note}", level)
+            self.record(
+                DiagnosticKind.SCAN_OPAQUE,
+                eqn,
+                f"a scan of {length} steps stays one opaque node{note}",
+                level,
+            )
             return self.bind(eqn, operands)
         self.record(DiagnosticKind.SCAN_UNROLLED, eqn, f"a scan of {length} steps was unrolled")
-        consts, carry, xs = operands[:n_consts], operands[n_consts : n_consts + n_carry], operands[n_consts + n_carry :]
+        consts, carry, xs = (
+            operands[:n_consts],
+            operands[n_consts : n_consts + n_carry],
+            operands[n_consts + n_carry :],
+        )
         body = p["jaxpr"]
         stacks: list[list[_Value]] = []
         order = range(length - 1, -1, -1) if p["reverse"] else range(length)
         for i in order:
-            x_i = [_Value(lax.index_in_dim(x.val, i, keepdims=False), x.paths, x.is_data) for x in xs]
+            x_i = [
+                _Value(lax.index_in_dim(x.val, i, keepdims=False), x.paths, x.is_data) for x in xs
+            ]
             outs = self.run(body.jaxpr, body.consts, [*consts, *carry, *x_i])
             carry = outs[:n_carry]
             stacks.append(outs[n_carry:])
@@ -307,23 +382,34 @@ class _Normaliser:
         if is_data:
             values = [self.contact(v) if v.is_weight else v for v in values]
         rows = [lax.expand_dims(v.val, (0,)) for v in values]
-        return _Value(lax.concatenate(rows, 0), frozenset().union(*(v.paths for v in values)), is_data)
+        return _Value(
+            lax.concatenate(rows, 0), frozenset().union(*(v.paths for v in values)), is_data
+        )
 
     def while_loop(self, eqn: JaxprEqn, operands: list[_Value]) -> list[_Value]:
         weights = sorted({show_path(path) for v in operands for path in v.paths})
         if weights:
             raise CompilationError(
-                f"The step has a `while` loop ({_where(eqn)}) that uses the parameter `{weights[0]}`. The number of "
-                "its rounds depends on data, so no gradient can pass through it. Use `jax.lax.scan` or a "
-                "`fori_loop` with a fixed number of rounds, or compute what needs the parameter outside the loop."
+                f"The step has a `while` loop ({_where(eqn)}) that uses the parameter "
+                f"`{weights[0]}`. The number of its rounds depends on data, so no gradient can "
+                "pass through it. Use `jax.lax.scan` or a `fori_loop` with a fixed number of "
+                "rounds, or compute what needs the parameter outside the loop."
             )
-        self.record(DiagnosticKind.WHILE_OPAQUE, eqn, "a `while` loop stays one opaque node; no gradient passes through it")
+        self.record(
+            DiagnosticKind.WHILE_OPAQUE,
+            eqn,
+            "a `while` loop stays one opaque node; no gradient passes through it",
+        )
         stopped = [_Value(lax.stop_gradient(v.val), v.paths, v.is_data) for v in operands]
         return self.bind(eqn, stopped)
 
-    def record(self, kind: DiagnosticKind, eqn: JaxprEqn, message: str, level=DiagnosticLevel.INFO) -> None:
+    def record(
+        self, kind: DiagnosticKind, eqn: JaxprEqn, message: str, level=DiagnosticLevel.INFO
+    ) -> None:
         context = {"line": source_line(eqn), "module": module_scope(eqn)}
-        self.records.append(CompilationRecord(kind, level, message, eqn.primitive.name, context=context))
+        self.records.append(
+            CompilationRecord(kind, level, message, eqn.primitive.name, context=context)
+        )
 
 
 def normalise(
@@ -339,10 +425,16 @@ def normalise(
     worker = _Normaliser(_state_values(closed.jaxpr, new_states))
 
     def flat(*args: Any) -> list[Any]:
-        values = [_Value(a, frozenset([p] if p else []), p is None) for a, p in zip(args, weight_paths, strict=True)]
+        values = [
+            _Value(a, frozenset([p] if p else []), p is None)
+            for a, p in zip(args, weight_paths, strict=True)
+        ]
         return [v.val for v in worker.run(closed.jaxpr, closed.consts, values)]
 
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in closed.jaxpr.invars]
+    avals = [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
+        for v in closed.jaxpr.invars
+    ]
     plain = make_jaxpr_closed(flat, *avals)
     plain = slices_to_splits(ClosedJaxpr(remove_dead_equations(plain.jaxpr), plain.consts))
     return plain, worker.records
@@ -357,7 +449,11 @@ def _as_broadcast(v: _Value, shape: tuple[int, ...]) -> tuple[_Value, dict] | No
             del sizes[0]
         elif n != 1:
             return None
-    return (v, {"shape": shape, "broadcast_dimensions": tuple(dims), "sharding": None}) if not sizes else None
+    return (
+        (v, {"shape": shape, "broadcast_dimensions": tuple(dims), "sharding": None})
+        if not sizes
+        else None
+    )
 
 
 def _composed(inner: dict, outer: dict) -> dict:
@@ -378,7 +474,9 @@ def _state_values(jaxpr: Jaxpr, new_states: Sequence[Any]) -> set[Var]:
             continue
         found.add(v)
         if eqn.primitive.name in _INLINED:
-            found |= _state_values(_body(eqn).jaxpr, [_body(eqn).jaxpr.outvars[eqn.outvars.index(v)]])
+            found |= _state_values(
+                _body(eqn).jaxpr, [_body(eqn).jaxpr.outvars[eqn.outvars.index(v)]]
+            )
         elif is_alias(eqn):
             pending += variables(eqn.invars)
     return found
@@ -391,7 +489,18 @@ def _body(eqn: JaxprEqn) -> ClosedJaxpr:
 
 def source_line(eqn: JaxprEqn) -> str:
     """The user's line an equation comes from; frames of the frameworks do not count."""
-    return user_line(eqn, skip=("/brainstate/", "/saiunit/", "/torch/", "/torch2jax/", "/etrace_bridge/", "/adapters/", "/jax/"))
+    return user_line(
+        eqn,
+        skip=(
+            "/brainstate/",
+            "/saiunit/",
+            "/torch/",
+            "/torch2jax/",
+            "/etrace_bridge/",
+            "/adapters/",
+            "/jax/",
+        ),
+    )
 
 
 def _where(eqn: JaxprEqn) -> str:
@@ -399,10 +508,13 @@ def _where(eqn: JaxprEqn) -> str:
 
 
 def _is_index_arithmetic(eqn: JaxprEqn, vals: list[Any]) -> bool:
-    # Folding floats would put large constants into the program; indices must be known to follow positions.
+    # Folding floats would put large constants into the program; indices must be known to follow
+    # positions.
     return (
         all(is_concrete(v) for v in vals)
-        and all(np.issubdtype(v.aval.dtype, np.integer) or v.aval.dtype == np.bool_ for v in eqn.outvars)
+        and all(
+            np.issubdtype(v.aval.dtype, np.integer) or v.aval.dtype == np.bool_ for v in eqn.outvars
+        )
         and not eqn.primitive.name.startswith(("random", "threefry", "rng"))
         and not eqn.effects
     )

@@ -1,8 +1,9 @@
 """Copies: a value that feeds several places of a state is computed once for each of them.
 
-In `h' = 0.9 h + u + roll(u)` with `u = W x`, an element of `u` feeds two places, and one trace cannot hold both. The step
-with two products, `h' = 0.9 h + u1 + roll(u2)`, is the same function, and every element feeds one place: two contacts with
-one view, each with a trace of its own. Equal products are computed once when the program is compiled.
+In `h' = 0.9 h + u + roll(u)` with `u = W x`, an element of `u` feeds two places, and one trace
+cannot hold both. The step with two products, `h' = 0.9 h + u1 + roll(u2)`, is the same function,
+and every element feeds one place: two contacts with one view, each with a trace of its own. Equal
+products are computed once when the program is compiled.
 """
 
 from __future__ import annotations
@@ -14,9 +15,18 @@ from typing import Any
 from etrace_bridge._jax_compat import ClosedJaxpr, Literal, Var
 from etrace_bridge.compiler.jaxpr import variables
 from etrace_bridge.compiler.module_info import ModuleInfo
-from etrace_bridge.compiler.positions import MANY, Aligner, Feeds, feeds_many, find_alignment, merge_feeds, places_by_group
+from etrace_bridge.compiler.positions import (
+    MANY,
+    Aligner,
+    Feeds,
+    feeds_many,
+    find_alignment,
+    merge_feeds,
+    places_by_group,
+)
 
-MAX_COPIES = 16  # of one equation; where more are needed the contact has no trace, and the report says so
+# Of one equation; where more are needed the contact has no trace, and the report says so
+MAX_COPIES = 16
 
 
 @dataclass
@@ -29,7 +39,9 @@ class _Copy:
 
 
 def copy_for_each_place(minfo: ModuleInfo) -> ModuleInfo:
-    """The step with contacts, and what lies between them and the states, copied until each value feeds one place."""
+    """The step with contacts, and what lies between them and the states, copied until each value
+    feeds one place.
+    """
     use, alignment, _ = find_alignment(minfo)
     many = {c.eqn_index for c in use.contacts if c.form is not None and feeds_many(c, alignment)}
     if not many:
@@ -39,11 +51,15 @@ def copy_for_each_place(minfo: ModuleInfo) -> ModuleInfo:
     if copies is None:
         return minfo
     eqns = [aligner.eqns[c.index].replace(invars=c.operands, outvars=c.outvars) for c in copies]
-    return dataclasses.replace(minfo, closed_jaxpr=ClosedJaxpr(minfo.jaxpr.replace(eqns=eqns), minfo.closed_jaxpr.consts))
+    return dataclasses.replace(
+        minfo, closed_jaxpr=ClosedJaxpr(minfo.jaxpr.replace(eqns=eqns), minfo.closed_jaxpr.consts)
+    )
 
 
 class _Copier:
-    """One pass backwards: when an equation is divided, all its readers are known, and what each of them feeds."""
+    """One pass backwards: when an equation is divided, all its readers are known, and what each of
+    them feeds.
+    """
 
     def __init__(self, aligner: Aligner, group_of: tuple[int, ...], contacts: set[int]) -> None:
         self.aligner, self.group_of = aligner, group_of
@@ -67,7 +83,9 @@ class _Copier:
         return backwards[::-1]
 
     def _divide(self, i: int) -> list[_Copy]:
-        """The copies of an equation. The first has the old outputs and whatever reads them without feeding a place."""
+        """The copies of an equation. The first has the old outputs and whatever reads them without
+        feeding a place.
+        """
         eqn = self.aligner.eqns[i]
         copies = [_Copy(i, list(eqn.invars), list(eqn.outvars))]
         if i not in self.divisible:
@@ -76,7 +94,10 @@ class _Copier:
             of_copy: list[Feeds | None] = [None] * len(copies)  # what the readers so far feed
             for reader in self.readers.get(out, ()):
                 fed = self._fed(out, reader)
-                home = next((c for c, known in enumerate(of_copy) if self._may_join(known, fed)), len(copies))
+                home = next(
+                    (c for c, known in enumerate(of_copy) if self._may_join(known, fed)),
+                    len(copies),
+                )
                 if home == len(copies):
                     copies.append(_Copy(i, list(eqn.invars), [Var(v.aval) for v in eqn.outvars]))
                     of_copy.append(None)
@@ -91,10 +112,16 @@ class _Copier:
         if reader is None:
             return self.aligner.own_places(out)
         copy, k = reader
-        return {} if (copy.index, k) in self.aligner.cuts else self.aligner.edge_feeds(copy.index, k, copy.outvars)
+        return (
+            {}
+            if (copy.index, k) in self.aligner.cuts
+            else self.aligner.edge_feeds(copy.index, k, copy.outvars)
+        )
 
     def _may_join(self, known: Feeds | None, fed: Feeds) -> bool:
-        """Whether a reader fits in a copy: a copy without readers takes any, and what is spread has a copy to itself."""
+        """Whether a reader fits in a copy: a copy without readers takes any, and what is spread has
+        a copy to itself.
+        """
         if known is None:
             return True
         by_group = places_by_group(merge_feeds(known, fed), self.group_of)
@@ -105,7 +132,9 @@ def _downstream(aligner: Aligner, contacts: set[int]) -> set[int]:
     """The equations from these contacts on, as far as places can be followed."""
     found, reached = set(), set()
     for i, eqn in enumerate(aligner.eqns):
-        if i in contacts or (aligner.aligned_kind(i) != "mixed" and any(v in reached for v in variables(eqn.invars))):
+        if i in contacts or (
+            aligner.aligned_kind(i) != "mixed" and any(v in reached for v in variables(eqn.invars))
+        ):
             found.add(i)
             reached.update(v for v in eqn.outvars if v in aligner.feeds)
     return found

@@ -21,7 +21,8 @@ class Core:
     Attributes:
         eqns: the equations, in order.
         held: for an equation's id, the operands that are cuts.
-        reads: variables that the core reads and does not make (old states, contact outputs, constants of the step).
+        reads: variables that the core reads and does not make (old states, contact outputs,
+            constants of the step).
         outvars: the new states' variables.
     """
 
@@ -33,19 +34,29 @@ class Core:
     def run(self, env: dict[Var, Any]) -> dict[Var, Any]:
         """Evaluates the core on the values of `reads`; gradients stop at the cuts.
 
-        A value that is given stays, also where an equation makes it beside another one that is needed: one gate of a fused product.
+        A value that is given stays, also where an equation makes it beside another one that is
+        needed: one gate of a fused product.
         """
 
         def on_equation(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
             held = self.held.get(id(eqn), ())
-            results = bind_equation(eqn, [lax.stop_gradient(v) if k in held else v for k, v in enumerate(operands)])
+            results = bind_equation(
+                eqn, [lax.stop_gradient(v) if k in held else v for k, v in enumerate(operands)]
+            )
             return [env.get(v, r) for v, r in zip(eqn.outvars, results, strict=True)]
 
         return evaluate(self.eqns, dict(env), on_equation)
 
 
-def build_core(eqns: Sequence[JaxprEqn], alignment: Alignment, outvars: Sequence[Any], given: Sequence[Var] = ()) -> Core:
-    """The part of the core that makes the given new states; values `given` from outside are not computed."""
+def build_core(
+    eqns: Sequence[JaxprEqn],
+    alignment: Alignment,
+    outvars: Sequence[Any],
+    given: Sequence[Var] = (),
+) -> Core:
+    """The part of the core that makes the given new states; values `given` from outside are not
+    computed.
+    """
     chosen = needed_equations([eqns[i] for i in alignment.core], outvars, given)
     held = held_operands(eqns, alignment.cuts)
     return Core(tuple(chosen), held, tuple(reads_of(chosen, outvars)), tuple(outvars))
@@ -60,7 +71,9 @@ def held_operands(eqns: Sequence[JaxprEqn], cuts: set[Edge]) -> dict[int, tuple[
 
 
 def split_leaf(leaf: HiddenLeaf, value: Any, varshape: tuple[int, ...]) -> list[Any]:
-    """The virtual states that a hidden state's value holds, each of shape `varshape`; leading axes are kept."""
+    """The virtual states that a hidden state's value holds, each of shape `varshape`; leading axes
+    are kept.
+    """
     if leaf.axis is None:
         return [_fit(value, leaf, varshape)]
     lead = value.ndim - len(leaf.invar.aval.shape)

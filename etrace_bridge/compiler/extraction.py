@@ -13,7 +13,13 @@ from etrace_bridge._errors import BridgeError, CompilationError, InputError, Sta
 from etrace_bridge._jax_compat import Literal
 from etrace_bridge.compiler.control_flow import normalise
 from etrace_bridge.compiler.copies import copy_for_each_place
-from etrace_bridge.compiler.diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, Path, show_path
+from etrace_bridge.compiler.diagnostics import (
+    CompilationRecord,
+    DiagnosticKind,
+    DiagnosticLevel,
+    Path,
+    show_path,
+)
 from etrace_bridge.compiler.module_info import ModuleInfo, split_by_sizes
 
 
@@ -27,7 +33,8 @@ def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) 
     """
     if not isinstance(model, brainstate.nn.Module):
         raise InputError(
-            f"`model` is a {type(model).__name__}, not a brainstate module. For a torch module, call `etrace_bridge.wrap(module)` first."
+            f"`model` is a {type(model).__name__}, not a brainstate module. For a torch module, "
+            "call `etrace_bridge.wrap(module)` first."
         )
     retrieved = dict(model.states())
     _check_states(model, retrieved)
@@ -46,7 +53,12 @@ def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) 
         weight_of += [path] * count
     _check_raw(raw, n_arg, n_out, weight_of, compiled, leaves, id_to_path)
     raw_outs = split_by_sizes(raw.jaxpr.outvars[n_out:], leaves)
-    new_states = [v for s, o in zip(compiled, raw_outs, strict=True) if isinstance(s, brainstate.HiddenState) for v in o]
+    new_states = [
+        v
+        for s, o in zip(compiled, raw_outs, strict=True)
+        if isinstance(s, brainstate.HiddenState)
+        for v in o
+    ]
     plain, records = normalise(raw, weight_of, new_states)
     invars = split_by_sizes(plain.jaxpr.invars[n_arg:], leaves)
     outvars = split_by_sizes(plain.jaxpr.outvars[n_out:], leaves)
@@ -56,17 +68,20 @@ def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) 
         if isinstance(s, brainstate.HiddenState) and id(s) in id_to_path
     ]
     weights = {
-        id_to_path[id(s)]: i for s, i in zip(compiled, invars, strict=True) if isinstance(s, brainstate.ParamState) and id(s) in id_to_path
+        id_to_path[id(s)]: i
+        for s, i in zip(compiled, invars, strict=True)
+        if isinstance(s, brainstate.ParamState) and id(s) in id_to_path
     }
     if not hidden:
         raise CompilationError(
-            f"No hidden state of `{type(model).__name__}` takes part in this step, so there is nothing to learn online. "
-            "Recurrent values must be `brainstate.HiddenState`s that the step reads or writes."
+            f"No hidden state of `{type(model).__name__}` takes part in this step, so there is "
+            "nothing to learn online. Recurrent values must be `brainstate.HiddenState`s that the "
+            "step reads or writes."
         )
     if not weights:
         raise CompilationError(
-            f"No parameter of `{type(model).__name__}` takes part in this step. Trainable values must be "
-            "`brainstate.ParamState`s that the step reads."
+            f"No parameter of `{type(model).__name__}` takes part in this step. Trainable values "
+            "must be `brainstate.ParamState`s that the step reads."
         )
     minfo = ModuleInfo(
         stateful_model=stateful,
@@ -95,20 +110,29 @@ def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) 
 
 def _example(leaf: Any) -> Any:
     """An argument that JAX can read: a tensor of another library becomes a NumPy array."""
-    return np.asarray(leaf) if hasattr(leaf, "__array__") and not isinstance(leaf, (np.ndarray, np.generic, jax.Array)) else leaf
+    return (
+        np.asarray(leaf)
+        if hasattr(leaf, "__array__") and not isinstance(leaf, (np.ndarray, np.generic, jax.Array))
+        else leaf
+    )
 
 
-def _trace(model: brainstate.nn.Module, args: tuple, kwargs: dict) -> brainstate.transform.StatefulFunction:
+def _trace(
+    model: brainstate.nn.Module, args: tuple, kwargs: dict
+) -> brainstate.transform.StatefulFunction:
     stateful = brainstate.transform.StatefulFunction(model.__call__, return_only_write=False)
     try:
         stateful.make_jaxpr(*args, **kwargs)
     except BridgeError:
         raise
     except AttributeError as error:
-        if any(hasattr(node, "init_state") for node in [model]) and "has no attribute" in str(error):
+        if any(hasattr(node, "init_state") for node in [model]) and "has no attribute" in str(
+            error
+        ):
             raise StateError(
-                f"The step of `{type(model).__name__}` failed because {error}. Its states are probably not initialised: "
-                "call `model.init_state(batch_size)` or `brainstate.nn.init_all_states(model, batch_size=...)` first."
+                f"The step of `{type(model).__name__}` failed because {error}. Its states are "
+                "probably not initialised: call `model.init_state(batch_size)` or "
+                "`brainstate.nn.init_all_states(model, batch_size=...)` first."
             ) from error
         raise
     return stateful
@@ -121,18 +145,21 @@ def _check_states(model: brainstate.nn.Module, states: dict[Path, brainstate.Sta
         leaves = jax.tree.leaves(state.value)
         if not leaves:
             raise StateError(
-                f"The hidden state `{show_path(path)}` has no value yet. Call `model.init_state(batch_size)` or "
-                "`brainstate.nn.init_all_states(model, batch_size=...)` first."
+                f"The hidden state `{show_path(path)}` has no value yet. Call "
+                "`model.init_state(batch_size)` or `brainstate.nn.init_all_states(model, "
+                "batch_size=...)` first."
             )
         if len(leaves) > 1:
             raise StateError(
-                f"The hidden state `{show_path(path)}` holds {len(leaves)} arrays; a hidden state must be one array. "
-                "Make one `brainstate.HiddenState` for each, or stack them in a `brainstate.HiddenGroupState`."
+                f"The hidden state `{show_path(path)}` holds {len(leaves)} arrays; a hidden state "
+                "must be one array. Make one `brainstate.HiddenState` for each, or stack them in "
+                "a `brainstate.HiddenGroupState`."
             )
         if not jnp.issubdtype(jnp.result_type(leaves[0]), jnp.inexact):
             raise StateError(
-                f"The hidden state `{show_path(path)}` has dtype {jnp.result_type(leaves[0])}, which has no gradient. "
-                "Make it a float, or store counters and flags in a `brainstate.ShortTermState`."
+                f"The hidden state `{show_path(path)}` has dtype {jnp.result_type(leaves[0])}, "
+                "which has no gradient. Make it a float, or store counters and flags in a "
+                "`brainstate.ShortTermState`."
             )
 
 
@@ -145,15 +172,17 @@ def _check_raw(raw, n_arg, n_out, weight_of, compiled, leaves, id_to_path) -> No
         for i, o in zip(invars[at : at + count], outvars[at : at + count], strict=True):
             if isinstance(state, brainstate.ParamState) and i is not o:
                 raise CompilationError(
-                    f"The step assigns to the parameter `{name}`. A parameter must stay as it is within a step, or its "
-                    "gradient is not defined. Keep values that change in a `brainstate.ShortTermState`."
+                    f"The step assigns to the parameter `{name}`. A parameter must stay as it is "
+                    "within a step, or its gradient is not defined. Keep values that change in a "
+                    "`brainstate.ShortTermState`."
                 )
             changed = i.aval.shape != o.aval.shape or i.aval.dtype != o.aval.dtype
             if isinstance(state, brainstate.HiddenState) and changed:
                 raise StateError(
-                    f"The step changes the hidden state `{name}` from {i.aval.str_short()} to {o.aval.str_short()}. "
-                    "A hidden state must keep its shape and dtype from step to step: check the batch size given to "
-                    "`init_state` and the layout of the input."
+                    f"The step changes the hidden state `{name}` from {i.aval.str_short()} to "
+                    f"{o.aval.str_short()}. A hidden state must keep its shape and dtype from step "
+                    "to step: check the batch size given to `init_state` and the layout of the "
+                    "input."
                 )
         at += count
 
@@ -163,7 +192,9 @@ def _state_records(retrieved, compiled, id_to_path) -> list[CompilationRecord]:
     records = [
         CompilationRecord(
             DiagnosticKind.STATE_NOT_IN_JAXPR,
-            DiagnosticLevel.WARNING if isinstance(s, (brainstate.ParamState, brainstate.HiddenState)) else DiagnosticLevel.INFO,
+            DiagnosticLevel.WARNING
+            if isinstance(s, (brainstate.ParamState, brainstate.HiddenState))
+            else DiagnosticLevel.INFO,
             f"`{show_path(p)}` is a state of the module that this step neither reads nor writes",
             weight_path=p if isinstance(s, brainstate.ParamState) else None,
             hidden_paths=(p,) if isinstance(s, brainstate.HiddenState) else (),
@@ -175,7 +206,8 @@ def _state_records(retrieved, compiled, id_to_path) -> list[CompilationRecord]:
         CompilationRecord(
             DiagnosticKind.STATE_NOT_IN_MODULE,
             DiagnosticLevel.INFO,
-            f"the step uses a {type(s).__name__} that the module does not list; it is carried, not traced",
+            f"the step uses a {type(s).__name__} that the module does not list; it is carried, not "
+            "traced",
         )
         for s in compiled
         if id(s) not in id_to_path

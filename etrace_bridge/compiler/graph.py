@@ -11,12 +11,20 @@ import brainstate
 import numpy as np
 
 from etrace_bridge._jax_compat import Var
-from etrace_bridge.compiler.certificate import ParameterCertificate, StepFacts, certify, collect_facts
+from etrace_bridge.compiler.certificate import (
+    ParameterCertificate,
+    StepFacts,
+    certify,
+    collect_facts,
+)
 from etrace_bridge.compiler.diagnostics import CompilationRecord, DiagnosticKind, Path
 from etrace_bridge.compiler.extraction import extract_module_info
 from etrace_bridge.compiler.hidden_group import HiddenGroup, build_groups
 from etrace_bridge.compiler.module_info import ModuleInfo
-from etrace_bridge.compiler.perturbation import HiddenPerturbation, add_hidden_perturbation_from_minfo
+from etrace_bridge.compiler.perturbation import (
+    HiddenPerturbation,
+    add_hidden_perturbation_from_minfo,
+)
 from etrace_bridge.compiler.positions import Alignment, feeds_many, find_alignment, places_by_group
 from etrace_bridge.compiler.records import records_of
 from etrace_bridge.compiler.relation import HiddenParamOpRelation, build_relations
@@ -55,13 +63,15 @@ class StepStructure:
 
 @dataclass(frozen=True, repr=False)
 class ETraceGraph:
-    """A model read into hidden groups, contacts and what is known about every parameter's online gradient.
+    """A model read into hidden groups, contacts and what is known about every parameter's online
+    gradient.
 
     Attributes:
         module_info: one step of the model.
         hidden_groups: hidden states joined by the recurrence.
         hid_path_to_group: the group of each hidden state.
-        hidden_param_op_relations: one a contact (a gate, where a fused product is split) and the groups it feeds.
+        hidden_param_op_relations: one a contact (a gate, where a fused product is split) and the
+            groups it feeds.
         hidden_perturb: the step with `h + p`; None when not asked for.
         diagnostics: every decision, in order.
         structure: what the engine reads.
@@ -75,8 +85,12 @@ class ETraceGraph:
     diagnostics: tuple[CompilationRecord, ...]
     structure: StepStructure
 
-    def call_hidden_perturb(self, args: Sequence[Any], perturb_data: Sequence[Any], old_state_vals=None):
-        """The perturbed step: as `ModuleInfo.jaxpr_call`, with `perturb_data` added to the new hidden states."""
+    def call_hidden_perturb(
+        self, args: Sequence[Any], perturb_data: Sequence[Any], old_state_vals=None
+    ):
+        """The perturbed step: as `ModuleInfo.jaxpr_call`, with `perturb_data` added to the new
+        hidden states.
+        """
         perturb = self.hidden_perturb or add_hidden_perturbation_from_minfo(self.module_info)
         return perturb.call(self.module_info, args, perturb_data, old_state_vals)
 
@@ -115,7 +129,9 @@ class ETraceGraph:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
 
-def compile_etrace_graph(model: brainstate.nn.Module, *args: Any, include_hidden_perturb: bool = True, **kwargs: Any) -> ETraceGraph:
+def compile_etrace_graph(
+    model: brainstate.nn.Module, *args: Any, include_hidden_perturb: bool = True, **kwargs: Any
+) -> ETraceGraph:
     """Reads one step of a model into an `ETraceGraph`.
 
     Args:
@@ -124,7 +140,9 @@ def compile_etrace_graph(model: brainstate.nn.Module, *args: Any, include_hidden
         include_hidden_perturb: whether to build the perturbed step too.
         **kwargs: example keyword arguments of one step.
     """
-    return compile_graph_from_minfo(extract_module_info(model, *args, **kwargs), include_hidden_perturb)
+    return compile_graph_from_minfo(
+        extract_module_info(model, *args, **kwargs), include_hidden_perturb
+    )
 
 
 def compile_graph_from_minfo(minfo: ModuleInfo, include_hidden_perturb: bool = True) -> ETraceGraph:
@@ -132,7 +150,9 @@ def compile_graph_from_minfo(minfo: ModuleInfo, include_hidden_perturb: bool = T
     use, alignment, matter = find_alignment(minfo)
     groups, by_path = build_groups(minfo, use, alignment)
     facts = collect_facts(minfo, use, alignment, matter)
-    certificates = certify(minfo, facts, alignment, matter, {p: g.index for p, g in by_path.items()})
+    certificates = certify(
+        minfo, facts, alignment, matter, {p: g.index for p, g in by_path.items()}
+    )
     legs = find_legs(use, alignment, by_path)
     structure = StepStructure(use, alignment, matter, facts, legs, certificates)
     relations = build_relations(minfo, structure, groups)
@@ -141,18 +161,27 @@ def compile_graph_from_minfo(minfo: ModuleInfo, include_hidden_perturb: bool = T
         hidden_groups=tuple(groups),
         hid_path_to_group=by_path,
         hidden_param_op_relations=tuple(relations),
-        hidden_perturb=add_hidden_perturbation_from_minfo(minfo) if include_hidden_perturb else None,
+        hidden_perturb=add_hidden_perturbation_from_minfo(minfo)
+        if include_hidden_perturb
+        else None,
         diagnostics=tuple(records_of(minfo, structure, groups)),
         structure=structure,
     )
 
 
-def find_legs(use: WeightUse, alignment: Alignment, by_path: dict[Path, HiddenGroup]) -> tuple[Leg, ...]:
-    """The traces to keep: one a piece of a contact and group that it feeds, where each value feeds one position."""
+def find_legs(
+    use: WeightUse, alignment: Alignment, by_path: dict[Path, HiddenGroup]
+) -> tuple[Leg, ...]:
+    """The traces to keep: one a piece of a contact and group that it feeds, where each value feeds
+    one position.
+    """
     index = {leaf.index: by_path[leaf.path].index for leaf in alignment.leaves}
     legs = []
     for contact in use.contacts:
         for part in () if feeds_many(contact, alignment) else contact.parts:
             by_group = places_by_group(alignment.feeds.get(part.var, {}), alignment.joined)
-            legs += [Leg(contact, part, index[root], arrays[0]) for root, arrays in sorted(by_group.items())]
+            legs += [
+                Leg(contact, part, index[root], arrays[0])
+                for root, arrays in sorted(by_group.items())
+            ]
     return tuple(legs)

@@ -24,7 +24,8 @@ from etrace_bridge.compiler.views import WeightUse
 
 @dataclass(frozen=True)
 class HiddenGroup:
-    """Hidden states joined by `h_1^t, h_2^t, … = f(h_1^{t-1}, h_2^{t-1}, …, x^t)`, position by position.
+    """Hidden states joined by `h_1^t, h_2^t, … = f(h_1^{t-1}, h_2^{t-1}, …, x^t)`, position by
+    position.
 
     Attributes:
         index: its place among the groups.
@@ -69,8 +70,9 @@ class HiddenGroup:
         if len(shapes) > 1:
             found = ", ".join(f"`{show_path(leaf.path)}` {leaf.varshape}" for leaf in self.leaves)
             raise NotSupportedError(
-                f"Hidden group {self.index} joins states of different shapes: {found}. Position-by-position traces need "
-                "one shape; give these states the same shape, or use `rule='rtrl'`, which needs no groups."
+                f"Hidden group {self.index} joins states of different shapes: {found}. "
+                "Position-by-position traces need one shape; give these states the same shape, or "
+                "use `rule='rtrl'`, which needs no groups."
             )
 
     def transition(self, hidden_vals: Sequence[Any], input_vals: Sequence[Any]) -> list[Any]:
@@ -87,9 +89,13 @@ class HiddenGroup:
         return [read(env, v) for v in self.hidden_outvars]
 
     def diagonal_jacobian(self, hidden_vals: Sequence[Any], input_vals: Sequence[Any]) -> Any:
-        """`(*varshape, num_state, num_state)`: entry `[…, i, j]` is `∂h_i^t/∂h_j^{t-1}` at the same position."""
+        """`(*varshape, num_state, num_state)`: entry `[…, i, j]` is `∂h_i^t/∂h_j^{t-1}` at the same
+        position.
+        """
         self._check(hidden_vals, input_vals)
-        new, pull = jax.vjp(lambda *h: self.concat_hidden(self.transition(h, input_vals)), *hidden_vals)
+        new, pull = jax.vjp(
+            lambda *h: self.concat_hidden(self.transition(h, input_vals)), *hidden_vals
+        )
         rows = []
         for i in range(self.num_state):
             one = jnp.zeros_like(new).at[..., i].set(1)
@@ -99,14 +105,24 @@ class HiddenGroup:
     def concat_hidden(self, values: Sequence[Any]) -> Any:
         """One array with the group's states along the last axis."""
         if len(values) != len(self.leaves):
-            raise InputError(f"Hidden group {self.index} has {len(self.leaves)} states, {len(values)} values were given.")
-        parts = [p for leaf, v in zip(self.leaves, values, strict=True) for p in split_leaf(leaf, v, self.varshape)]
+            raise InputError(
+                f"Hidden group {self.index} has {len(self.leaves)} states, {len(values)} values "
+                "were given."
+            )
+        parts = [
+            p
+            for leaf, v in zip(self.leaves, values, strict=True)
+            for p in split_leaf(leaf, v, self.varshape)
+        ]
         return jnp.stack(parts, axis=-1)
 
     def split_hidden(self, array: Any) -> list[Any]:
         """One value a hidden state, from an array with the states along the last axis."""
         if array.shape[-1] != self.num_state:
-            raise InputError(f"Hidden group {self.index} has {self.num_state} states; the last axis of the array is {array.shape[-1]}.")
+            raise InputError(
+                f"Hidden group {self.index} has {self.num_state} states; the last axis of the "
+                f"array is {array.shape[-1]}."
+            )
         values, at = [], 0
         for leaf in self.leaves:
             parts = [array[..., at + n] for n in range(leaf.count)]
@@ -119,7 +135,9 @@ class HiddenGroup:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     def _check(self, hidden_vals: Sequence[Any], input_vals: Sequence[Any]) -> None:
-        if len(hidden_vals) != len(self.hidden_invars) or len(input_vals) != len(self.transition_jaxpr_constvars):
+        if len(hidden_vals) != len(self.hidden_invars) or len(input_vals) != len(
+            self.transition_jaxpr_constvars
+        ):
             raise InputError(
                 f"Hidden group {self.index} takes {len(self.hidden_invars)} hidden values and "
                 f"{len(self.transition_jaxpr_constvars)} input values; "
@@ -127,10 +145,13 @@ class HiddenGroup:
             )
 
 
-def build_groups(minfo: ModuleInfo, use: WeightUse, alignment: Alignment) -> tuple[list[HiddenGroup], dict[Path, HiddenGroup]]:
+def build_groups(
+    minfo: ModuleInfo, use: WeightUse, alignment: Alignment
+) -> tuple[list[HiddenGroup], dict[Path, HiddenGroup]]:
     """Joins states whose old value reaches another's new value through the core.
 
-    A state that does not matter later stays alone: in a group with others, every trace would carry it along.
+    A state that does not matter later stays alone: in a group with others, every trace would carry
+    it along.
     """
     leaves, targets = alignment.leaves, alignment.targets
     others = frozenset(leaf.index for leaf in leaves) - targets
@@ -139,12 +160,15 @@ def build_groups(minfo: ModuleInfo, use: WeightUse, alignment: Alignment) -> tup
     for leaf, root in zip(leaves, alignment.joined, strict=True):
         members.setdefault(root, []).append(leaf)
     groups = [
-        _make_group(minfo, alignment if part[0].index in targets else aside, n, tuple(part)) for n, part in enumerate(members.values())
+        _make_group(minfo, alignment if part[0].index in targets else aside, n, tuple(part))
+        for n, part in enumerate(members.values())
     ]
     return groups, {path: g for g in groups for path in g.hidden_paths}
 
 
-def _make_group(minfo: ModuleInfo, alignment: Alignment, index: int, leaves: tuple[HiddenLeaf, ...]) -> HiddenGroup:
+def _make_group(
+    minfo: ModuleInfo, alignment: Alignment, index: int, leaves: tuple[HiddenLeaf, ...]
+) -> HiddenGroup:
     invars = tuple(leaf.invar for leaf in leaves)
     outvars = tuple(leaf.outvar for leaf in leaves)
     core = build_core(minfo.jaxpr.eqns, alignment, outvars)
@@ -171,7 +195,9 @@ def _make_group(minfo: ModuleInfo, alignment: Alignment, index: int, leaves: tup
     )
 
 
-def find_hidden_groups_from_minfo(minfo: ModuleInfo) -> tuple[list[HiddenGroup], dict[Path, HiddenGroup]]:
+def find_hidden_groups_from_minfo(
+    minfo: ModuleInfo,
+) -> tuple[list[HiddenGroup], dict[Path, HiddenGroup]]:
     """The hidden groups of a traced step, and the group of each hidden state."""
     use, alignment, _ = find_alignment(minfo)
     return build_groups(minfo, use, alignment)

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from etrace_bridge._jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, bind_equation, keep_source
+from etrace_bridge._jax_compat import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    bind_equation,
+    keep_source,
+)
 
 
 def evaluate(
@@ -19,7 +27,8 @@ def evaluate(
     Args:
         eqns: equations in topological order.
         env: values by variable; changed in place and returned.
-        on_equation: may return an equation's results itself; None means the primitive runs as it is.
+        on_equation: may return an equation's results itself; None means the primitive runs as it
+            is.
         skip: equations for which it is true are not run.
     """
     for eqn in eqns:
@@ -54,7 +63,9 @@ def inner_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
                 yield item
 
 
-def needed_equations(eqns: Sequence[JaxprEqn], targets: Sequence[Any], given: Sequence[Var] = ()) -> list[JaxprEqn]:
+def needed_equations(
+    eqns: Sequence[JaxprEqn], targets: Sequence[Any], given: Sequence[Var] = ()
+) -> list[JaxprEqn]:
     """The equations that `targets` need when `given` are known, in order."""
     wanted = set(variables(targets)) - set(given)
     known = set(given)

@@ -22,7 +22,8 @@ class ModuleInfo:
 
     Attributes:
         stateful_model: the traced brainstate function.
-        closed_jaxpr: the step, arguments + old states -> outputs + new states (+ added intermediates), normalised.
+        closed_jaxpr: the step, arguments + old states -> outputs + new states (+ added
+            intermediates), normalised.
         retrieved_model_states: path -> State, as the module lists them.
         compiled_model_states: the States in the order the jaxpr takes them.
         state_id_to_path: `id(state)` -> path.
@@ -87,15 +88,26 @@ class ModuleInfo:
         made = {v for eqn in self.jaxpr.eqns for v in eqn.outvars} | set(self.jaxpr.invars)
         for v in extra:
             if v not in made:
-                raise InputError(f"`{v}` is not a variable of this step's jaxpr, so it cannot be returned.")
-        jaxpr = self.jaxpr.replace(outvars=[*self.jaxpr.outvars, *extra], debug_info=self.jaxpr.debug_info.with_unknown_names())
+                raise InputError(
+                    f"`{v}` is not a variable of this step's jaxpr, so it cannot be returned."
+                )
+        jaxpr = self.jaxpr.replace(
+            outvars=[*self.jaxpr.outvars, *extra],
+            debug_info=self.jaxpr.debug_info.with_unknown_names(),
+        )
         return dataclasses.replace(self, closed_jaxpr=ClosedJaxpr(jaxpr, self.closed_jaxpr.consts))
 
-    def split_state_outvars(self) -> tuple[dict[Path, list[Any]], dict[Path, Any], dict[Any, list[Any]]]:
-        """The variables after the step: of weights, of hidden states, of other states (each by path)."""
+    def split_state_outvars(
+        self,
+    ) -> tuple[dict[Path, list[Any]], dict[Path, Any], dict[Any, list[Any]]]:
+        """The variables after the step: of weights, of hidden states, of other states (each by
+        path).
+        """
         weights: dict[Path, list[Any]] = {}
         other: dict[Any, list[Any]] = {}
-        for i, (state, outvars) in enumerate(zip(self.compiled_model_states, self.state_tree_outvars, strict=True)):
+        for i, (state, outvars) in enumerate(
+            zip(self.compiled_model_states, self.state_tree_outvars, strict=True)
+        ):
             path = self.state_path(state)
             if path in self.weight_path_to_invars:
                 weights[path] = outvars
@@ -111,30 +123,42 @@ class ModuleInfo:
             old_state_vals: one value a compiled state; the States' current values when None.
 
         Returns:
-            The model's outputs; hidden-state values by path; other state values by path; added intermediates.
+            The model's outputs; hidden-state values by path; other state values by path; added
+            intermediates.
         """
         env = dict(zip(self.jaxpr.constvars, self.closed_jaxpr.consts, strict=True))
         env.update(zip(self.jaxpr.invars, self.flatten_inputs(args, old_state_vals), strict=True))
         evaluate(self.jaxpr.eqns, env)
         return self.arrange_outputs([read(env, v) for v in self.jaxpr.outvars])
 
-    def flatten_inputs(self, args: Sequence[Any], old_state_vals: Sequence[Any] | None = None) -> list[Any]:
-        """The arrays that the jaxpr takes, from the model's arguments and the states' old or current values."""
+    def flatten_inputs(
+        self, args: Sequence[Any], old_state_vals: Sequence[Any] | None = None
+    ) -> list[Any]:
+        """The arrays that the jaxpr takes, from the model's arguments and the states' old or
+        current values.
+        """
         if old_state_vals is None:
             old_state_vals = [s.value for s in self.compiled_model_states]
         if len(old_state_vals) != len(self.compiled_model_states):
             raise InputError(
-                f"`old_state_vals` has {len(old_state_vals)} values, but the step takes {len(self.compiled_model_states)} states."
+                f"`old_state_vals` has {len(old_state_vals)} values, but the step takes "
+                f"{len(self.compiled_model_states)} states."
             )
         flat = [*jax.tree.leaves(tuple(args)), *jax.tree.leaves(list(old_state_vals))]
         if len(flat) != len(self.jaxpr.invars):
-            raise InputError(f"The step takes {len(self.jaxpr.invars)} arrays in all, {len(flat)} were given.")
+            raise InputError(
+                f"The step takes {len(self.jaxpr.invars)} arrays in all, {len(flat)} were given."
+            )
         return flat
 
-    def arrange_outputs(self, outs: Sequence[Any]) -> tuple[Any, dict[Path, Any], dict[Any, list[Any]], list[Any]]:
+    def arrange_outputs(
+        self, outs: Sequence[Any]
+    ) -> tuple[Any, dict[Path, Any], dict[Any, list[Any]], list[Any]]:
         """The jaxpr's results as `jaxpr_call` returns them."""
         first_added = self.num_var_out + self.num_var_state
-        after = split_by_sizes(outs[self.num_var_out : first_added], [len(vs) for vs in self.state_tree_outvars])
+        after = split_by_sizes(
+            outs[self.num_var_out : first_added], [len(vs) for vs in self.state_tree_outvars]
+        )
         hidden: dict[Path, Any] = {}
         other: dict[Any, list[Any]] = {}
         for i, (state, values) in enumerate(zip(self.compiled_model_states, after, strict=True)):
@@ -143,7 +167,12 @@ class ModuleInfo:
                 hidden[path] = values[0]
             elif path not in self.weight_path_to_invars:
                 other[path if path is not None else ("external", i)] = values
-        return jax.tree.unflatten(self.out_tree, outs[: self.num_var_out]), hidden, other, list(outs[first_added:])
+        return (
+            jax.tree.unflatten(self.out_tree, outs[: self.num_var_out]),
+            hidden,
+            other,
+            list(outs[first_added:]),
+        )
 
 
 def split_by_sizes(flat: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:

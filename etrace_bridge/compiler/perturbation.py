@@ -1,7 +1,8 @@
 """The step with `h^t = f(x) + p`: a new input `p` for each hidden state, so that `dl/dh = dl/dp`.
 
-Everything downstream of a new state in the same step reads the perturbed value. Where the state's own variable is only
-a rearrangement of what is read, `p` is carried back to the value's roots (see `aliases`) and added there.
+Everything downstream of a new state in the same step reads the perturbed value. Where the state's
+own variable is only a rearrangement of what is read, `p` is carried back to the value's roots (see
+`aliases`) and added there.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ import numpy as np
 from jax import lax
 
 from etrace_bridge._errors import InputError
-from etrace_bridge._jax_compat import ClosedJaxpr, JaxprEqn, Literal, Var, bind_equation, make_jaxpr_closed
+from etrace_bridge._jax_compat import (
+    ClosedJaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    bind_equation,
+    make_jaxpr_closed,
+)
 from etrace_bridge.compiler.aliases import alias_equations, is_alias, producers
 from etrace_bridge.compiler.diagnostics import Path, show_path
 from etrace_bridge.compiler.extraction import extract_module_info
@@ -61,23 +69,36 @@ class HiddenPerturbation:
         return [read(env, v) for v in jaxpr.outvars]
 
     def call(
-        self, minfo: ModuleInfo, args: Sequence[Any], perturb_data: Sequence[Any], old_state_vals: Any = None
+        self,
+        minfo: ModuleInfo,
+        args: Sequence[Any],
+        perturb_data: Sequence[Any],
+        old_state_vals: Any = None,
     ) -> tuple[Any, dict[Path, Any], dict[Any, list[Any]], list[Any]]:
         """As `ModuleInfo.jaxpr_call`, perturbed."""
-        return minfo.arrange_outputs(self.eval_jaxpr(minfo.flatten_inputs(args, old_state_vals), perturb_data))
+        return minfo.arrange_outputs(
+            self.eval_jaxpr(minfo.flatten_inputs(args, old_state_vals), perturb_data)
+        )
 
     def init_perturb_data(self) -> list[Any]:
         """Zeros of the right shape and dtype, one array a hidden state."""
         return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in self.perturb_vars]
 
-    def perturb_data_to_hidden_group_data(self, perturb_data: Sequence[Any], hidden_groups: Sequence[HiddenGroup]) -> list[Any]:
+    def perturb_data_to_hidden_group_data(
+        self, perturb_data: Sequence[Any], hidden_groups: Sequence[HiddenGroup]
+    ) -> list[Any]:
         """One array a group, the states along its last axis."""
         self._check(perturb_data)
         by_path = dict(zip(self.perturb_hidden_paths, perturb_data, strict=True))
         for path in (p for g in hidden_groups for p in g.hidden_paths):
             if path not in by_path:
-                raise InputError(f"The perturbed step has no hidden state `{show_path(path)}`; is the group another model's?")
-        return [group.concat_hidden([by_path[p] for p in group.hidden_paths]) for group in hidden_groups]
+                raise InputError(
+                    f"The perturbed step has no hidden state `{show_path(path)}`; is the group "
+                    "another model's?"
+                )
+        return [
+            group.concat_hidden([by_path[p] for p in group.hidden_paths]) for group in hidden_groups
+        ]
 
     def dict(self) -> dict[str, Any]:
         """The fields by name."""
@@ -87,8 +108,9 @@ class HiddenPerturbation:
         if len(perturb_data) != len(self.perturb_vars):
             names = ", ".join(f"`{show_path(p)}`" for p in self.perturb_hidden_paths)
             raise InputError(
-                f"`perturb_data` has {len(perturb_data)} arrays, but there are {len(self.perturb_vars)} hidden states: "
-                f"{names}. `init_perturb_data()` makes zeros of the right form."
+                f"`perturb_data` has {len(perturb_data)} arrays, but there are "
+                f"{len(self.perturb_vars)} hidden states: {names}. `init_perturb_data()` makes "
+                "zeros of the right form."
             )
 
 
@@ -105,7 +127,9 @@ def _undo(eqn: JaxprEqn, p: Any) -> list[Any]:
         ends = np.cumsum([v.aval.shape[axis] for v in eqn.invars])
         return jnp.split(p, ends[:-1], axis=axis)
     if name == "stack":
-        return [lax.index_in_dim(p, n, params["axis"], keepdims=False) for n in range(len(eqn.invars))]
+        return [
+            lax.index_in_dim(p, n, params["axis"], keepdims=False) for n in range(len(eqn.invars))
+        ]
     return [p.reshape(shape).astype(dtype)]
 
 
@@ -115,7 +139,9 @@ class _Perturber:
     def __init__(self, minfo: ModuleInfo) -> None:
         self.minfo = minfo
         self.made_by = producers(minfo.jaxpr.eqns)
-        self.chains = {p: alias_equations(self.made_by, o) for p, o in minfo.hidden_path_to_outvar.items()}
+        self.chains = {
+            p: alias_equations(self.made_by, o) for p, o in minfo.hidden_path_to_outvar.items()
+        }
         self.added: dict[Var, list[Any]] = {}  # root -> perturbations of the states it is read by
         self.plain: dict[Var, Any] = {}  # root -> its value without them
 
@@ -130,7 +156,9 @@ class _Perturber:
         evaluate(minfo.jaxpr.eqns, env, self._equation)
         outs = [read(env, v) for v in minfo.jaxpr.outvars]
         at = minfo.num_var_out
-        for state, outvars in zip(minfo.compiled_model_states, minfo.state_tree_outvars, strict=True):
+        for state, outvars in zip(
+            minfo.compiled_model_states, minfo.state_tree_outvars, strict=True
+        ):
             path = minfo.state_path(state)
             if path in perturb:
                 outs[at] = self._new_state(path, outvars[0], env) + perturb[path]
@@ -160,7 +188,10 @@ class _Perturber:
     def _new_state(self, path: Path, outvar: Any, env: dict[Var, Any]) -> Any:
         # Two states may share a root; each takes only its own perturbation.
         chain = self.chains[path]
-        own = {v: self.plain.get(v, env[v]) for v in variables([outvar, *(v for eqn in chain for v in eqn.invars)])}
+        own = {
+            v: self.plain.get(v, env[v])
+            for v in variables([outvar, *(v for eqn in chain for v in eqn.invars)])
+        }
         return jnp.asarray(read(evaluate(chain, own), outvar))
 
 
@@ -169,7 +200,10 @@ def add_hidden_perturbation_from_minfo(minfo: ModuleInfo) -> HiddenPerturbation:
     hidden = minfo.hidden_path_to_invar
     avals = [
         jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=weak)
-        for v, weak in [*((v, v.aval.weak_type) for v in minfo.jaxpr.invars), *((v, False) for v in hidden.values())]
+        for v, weak in [
+            *((v, v.aval.weak_type) for v in minfo.jaxpr.invars),
+            *((v, False) for v in hidden.values()),
+        ]
     ]
     closed = make_jaxpr_closed(_Perturber(minfo), *avals)
     return HiddenPerturbation(
@@ -180,6 +214,8 @@ def add_hidden_perturbation_from_minfo(minfo: ModuleInfo) -> HiddenPerturbation:
     )
 
 
-def add_hidden_perturbation_in_module(model: brainstate.nn.Module, *args: Any, **kwargs: Any) -> HiddenPerturbation:
+def add_hidden_perturbation_in_module(
+    model: brainstate.nn.Module, *args: Any, **kwargs: Any
+) -> HiddenPerturbation:
     """Adds a perturbation to every hidden state of a model."""
     return add_hidden_perturbation_from_minfo(extract_module_info(model, *args, **kwargs))

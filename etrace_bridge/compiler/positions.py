@@ -1,13 +1,15 @@
-"""Positions: which place of which hidden state each element of a value feeds, and where that is lost.
+"""Positions: which place of which hidden state each element of a value feeds, and where that is
+lost.
 
-Every hidden state numbers its places 0, 1, 2, …; a packed state (`(B, 2H)` holding `h` and `c`) numbers each of its
-blocks from 0. Two passes over the step, on integer arrays:
+Every hidden state numbers its places 0, 1, 2, …; a packed state (`(B, 2H)` holding `h` and `c`)
+numbers each of its blocks from 0. Two passes over the step, on integer arrays:
 
 - backward, `feeds[v][state]`: the place of the new state that each element of `v` feeds (-1: none);
 - forward, `comes[v]`: the place of an old state that each element of `v` comes from (-1: none).
 
-Element-wise equations keep places, structural ones carry them along. Where a value's two numbers differ, or an
-equation mixes places, the path is not position by position: that operand is a *cut*, held constant in the core.
+Element-wise equations keep places, structural ones carry them along. Where a value's two numbers
+differ, or an equation mixes places, the path is not position by position: that operand is a *cut*,
+held constant in the core.
 """
 
 from __future__ import annotations
@@ -24,13 +26,20 @@ from etrace_bridge._jax_compat import JaxprEqn, Literal, Var
 from etrace_bridge.compiler.diagnostics import Path
 from etrace_bridge.compiler.jaxpr import variables
 from etrace_bridge.compiler.module_info import ModuleInfo
-from etrace_bridge.compiler.primitives import index_maps, is_elementwise, is_float, is_structural, passes_derivative
+from etrace_bridge.compiler.primitives import (
+    index_maps,
+    is_elementwise,
+    is_float,
+    is_structural,
+    passes_derivative,
+)
 from etrace_bridge.compiler.views import Contact, WeightUse, find_weight_use
 
 MANY = "many"  # an element that feeds several places of one state
 
 Edge = tuple[int, int]  # (equation, operand)
-Feeds = dict[int, list[Any]]  # by hidden state, the places that a value's elements feed: one array for each way
+# by hidden state, the places that a value's elements feed: one array for each way
+Feeds = dict[int, list[Any]]
 
 
 @dataclass(frozen=True)
@@ -90,11 +99,14 @@ class Alignment:
     origins: dict[Var, frozenset[int]] = field(default_factory=dict)
     cuts: set[Edge] = field(default_factory=set)
     core: tuple[int, ...] = ()
-    dynamic: frozenset[int] = frozenset()  # structural equations whose indices are not static: they mix
+    # structural equations whose indices are not static: they mix
+    dynamic: frozenset[int] = frozenset()
 
     @functools.cached_property
     def joined(self) -> tuple[int, ...]:
-        """For each hidden state, the first of those that the core joins it with; a state that does not matter stays alone."""
+        """For each hidden state, the first of those that the core joins it with; a state that does
+        not matter stays alone.
+        """
         root = list(range(len(self.leaves)))
 
         def find(i: int) -> int:
@@ -103,9 +115,13 @@ class Alignment:
             return i
 
         for leaf in self.leaves:
-            origins = self.origins.get(leaf.outvar, ()) if not isinstance(leaf.outvar, Literal) else ()
+            origins = (
+                self.origins.get(leaf.outvar, ()) if not isinstance(leaf.outvar, Literal) else ()
+            )
             for origin in origins:
-                if {origin, leaf.index} <= self.targets and self.leaves[origin].num_places == leaf.num_places:
+                if {origin, leaf.index} <= self.targets and self.leaves[
+                    origin
+                ].num_places == leaf.num_places:
                     a, b = sorted((find(origin), find(leaf.index)))
                     root[b] = a
         return tuple(find(i) for i in root)
@@ -121,17 +137,29 @@ def find_hidden_leaves(minfo: ModuleInfo) -> tuple[HiddenLeaf, ...]:
     return tuple(leaves)
 
 
-def _packing(minfo: ModuleInfo, state: brainstate.State, invar: Var, outvar: Any) -> tuple[int | None, int]:
-    """A state read in equal slices and written by a concatenation of such slices holds several states."""
+def _packing(
+    minfo: ModuleInfo, state: brainstate.State, invar: Var, outvar: Any
+) -> tuple[int | None, int]:
+    """A state read in equal slices and written by a concatenation of such slices holds several
+    states.
+    """
     if isinstance(state, brainstate.HiddenGroupState):
         return len(invar.aval.shape) - 1, invar.aval.shape[-1]
     eqns = minfo.jaxpr.eqns
     writer = next((e for e in eqns if outvar in e.outvars), None)
     if writer is None or writer.primitive.name not in ("concatenate", "stack"):
         return None, 1
-    axis = writer.params["dimension"] if writer.primitive.name == "concatenate" else writer.params["axis"]
+    axis = (
+        writer.params["dimension"]
+        if writer.primitive.name == "concatenate"
+        else writer.params["axis"]
+    )
     count = len(writer.invars)
-    sizes = {v.aval.shape[axis] for v in writer.invars} if writer.primitive.name == "concatenate" else {1}
+    sizes = (
+        {v.aval.shape[axis] for v in writer.invars}
+        if writer.primitive.name == "concatenate"
+        else {1}
+    )
     block = invar.aval.shape[axis] // count
     if count < 2 or sizes != {block}:
         return None, 1
@@ -151,7 +179,9 @@ def _slice_bounds(eqn: JaxprEqn, axis: int) -> list[int]:
 
 
 def find_alignment(minfo: ModuleInfo) -> tuple[WeightUse, Alignment, set[Var]]:
-    """Weight use, alignment and the variables of states that matter: what groups and relations are made from."""
+    """Weight use, alignment and the variables of states that matter: what groups and relations are
+    made from.
+    """
     use = find_weight_use(minfo)
     leaves = find_hidden_leaves(minfo)
     matter = states_that_matter(minfo)
@@ -159,7 +189,9 @@ def find_alignment(minfo: ModuleInfo) -> tuple[WeightUse, Alignment, set[Var]]:
     return use, align(minfo, use, leaves, targets), matter
 
 
-def align(minfo: ModuleInfo, use: WeightUse, leaves: tuple[HiddenLeaf, ...], targets: frozenset[int]) -> Alignment:
+def align(
+    minfo: ModuleInfo, use: WeightUse, leaves: tuple[HiddenLeaf, ...], targets: frozenset[int]
+) -> Alignment:
     """Runs the two passes until no new cut is found.
 
     Args:
@@ -174,7 +206,13 @@ def align(minfo: ModuleInfo, use: WeightUse, leaves: tuple[HiddenLeaf, ...], tar
 class Aligner:
     """The two passes and what they know."""
 
-    def __init__(self, minfo: ModuleInfo, use: WeightUse, leaves: tuple[HiddenLeaf, ...], targets: frozenset[int]) -> None:
+    def __init__(
+        self,
+        minfo: ModuleInfo,
+        use: WeightUse,
+        leaves: tuple[HiddenLeaf, ...],
+        targets: frozenset[int],
+    ) -> None:
         self.eqns = minfo.jaxpr.eqns
         self.leaves, self.targets = leaves, targets
         constants = dict(zip(minfo.jaxpr.constvars, minfo.closed_jaxpr.consts, strict=True))
@@ -204,7 +242,9 @@ class Aligner:
         return "moved" if self.maps.get(i) is not None else "mixed"
 
     def edge_feeds(self, i: int, k: int, outvars: Sequence[Var] | None = None) -> Feeds:
-        """What operand `k` of equation `i` feeds through this equation, or through a copy of it with other outputs."""
+        """What operand `k` of equation `i` feeds through this equation, or through a copy of it
+        with other outputs.
+        """
         eqn, kind = self.eqns[i], self.aligned_kind(i)
         operand = eqn.invars[k]
         result: Feeds = {}
@@ -241,7 +281,9 @@ class Aligner:
 
     def backward(self) -> None:
         """Follows the places of new states."""
-        self.feeds: dict[Var, Feeds] = {v: self.own_places(v) for v in variables([leaf.outvar for leaf in self.leaves])}
+        self.feeds: dict[Var, Feeds] = {
+            v: self.own_places(v) for v in variables([leaf.outvar for leaf in self.leaves])
+        }
         for i in range(len(self.eqns) - 1, -1, -1):
             eqn = self.eqns[i]
             if not any(v in self.feeds for v in eqn.outvars):
@@ -255,13 +297,21 @@ class Aligner:
 
     def own_places(self, out: Var) -> Feeds:
         """What a value feeds by being a new hidden state."""
-        return {leaf.index: [self.places[leaf.index]] for leaf in self.leaves if leaf.outvar is out and leaf.index in self.targets}
+        return {
+            leaf.index: [self.places[leaf.index]]
+            for leaf in self.leaves
+            if leaf.outvar is out and leaf.index in self.targets
+        }
 
     def forward(self) -> bool:
         """Follows old states; returns whether a new cut was found."""
         before = len(self.cuts)
-        self.comes: dict[Var, np.ndarray] = {leaf.invar: self.places[leaf.index] for leaf in self.leaves}
-        self.origins: dict[Var, frozenset[int]] = {leaf.invar: frozenset([leaf.index]) for leaf in self.leaves}
+        self.comes: dict[Var, np.ndarray] = {
+            leaf.invar: self.places[leaf.index] for leaf in self.leaves
+        }
+        self.origins: dict[Var, frozenset[int]] = {
+            leaf.invar: frozenset([leaf.index]) for leaf in self.leaves
+        }
         for i, eqn in enumerate(self.eqns):
             kind = self.aligned_kind(i)
             if kind == "mixed":
@@ -291,7 +341,11 @@ class Aligner:
 
     def _carry(self, i: int, kind: str) -> None:
         eqn = self.eqns[i]
-        live = [(k, v) for k, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in self.comes and (i, k) not in self.cuts]
+        live = [
+            (k, v)
+            for k, v in enumerate(eqn.invars)
+            if not isinstance(v, Literal) and v in self.comes and (i, k) not in self.cuts
+        ]
         if not live:
             return
         origins = frozenset().union(*(self.origins[v] for _, v in live))
@@ -328,17 +382,29 @@ class Aligner:
                 continue
             if self.aligned_kind(i) == "mixed" or not any(v in self.feeds for v in eqn.outvars):
                 continue
-            if any(v in live and (i, k) not in self.cuts for k, v in enumerate(eqn.invars) if not isinstance(v, Literal)):
+            if any(
+                v in live and (i, k) not in self.cuts
+                for k, v in enumerate(eqn.invars)
+                if not isinstance(v, Literal)
+            ):
                 core.append(i)
                 live.update(v for v in eqn.outvars if is_float(v))
         dynamic = frozenset(i for i, maps in self.maps.items() if maps is None)
-        return Alignment(self.leaves, self.targets, self.feeds, self.origins, self.cuts, tuple(core), dynamic)
+        return Alignment(
+            self.leaves, self.targets, self.feeds, self.origins, self.cuts, tuple(core), dynamic
+        )
 
 
 def feeds_many(contact: Contact, alignment: Alignment) -> bool:
-    """Whether a value of a contact's output feeds several positions of a state: then none of its pieces has a trace."""
-    feeds = [places_by_group(alignment.feeds.get(p.var, {}), alignment.joined) for p in contact.parts]
-    return any(len(arrays) > 1 or arrays[0] is MANY for by_group in feeds for arrays in by_group.values())
+    """Whether a value of a contact's output feeds several positions of a state: then none of its
+    pieces has a trace.
+    """
+    feeds = [
+        places_by_group(alignment.feeds.get(p.var, {}), alignment.joined) for p in contact.parts
+    ]
+    return any(
+        len(arrays) > 1 or arrays[0] is MANY for by_group in feeds for arrays in by_group.values()
+    )
 
 
 def merge_feeds(known: Feeds, new: Feeds) -> Feeds:
@@ -373,7 +439,9 @@ def merge_places(arrays: list[Any], new: Any) -> None:
 
 
 def states_that_matter(minfo: ModuleInfo) -> set[Var]:
-    """Variables, before the step, of the states whose value can change a later loss through derivatives."""
+    """Variables, before the step, of the states whose value can change a later loss through
+    derivatives.
+    """
     jaxpr = minfo.jaxpr
     pairs = [
         (i, o)

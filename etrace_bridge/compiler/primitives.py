@@ -26,7 +26,8 @@ _ELEMENTWISE = set(
     sub tan tanh xor population_count pvary complex conj zeta name sharding_constraint
     """.split()
 )
-_ELEMENTWISE |= {"heaviside_surrogate_gradient", "exprel"}  # of braintools and saiunit, in brainstate's own neurons
+# of braintools and saiunit, in brainstate's own neurons
+_ELEMENTWISE |= {"heaviside_surrogate_gradient", "exprel"}
 
 STRUCTURAL = frozenset(
     """
@@ -60,7 +61,9 @@ def is_elementwise(eqn: JaxprEqn) -> bool:
         return False
     shape = eqn.outvars[0].aval.shape
     operands = [v for v in eqn.invars if not isinstance(v, Literal)]
-    if any(v.aval.shape not in (shape, ()) for v in operands) or any(v.aval.shape != shape for v in eqn.outvars):
+    if any(v.aval.shape not in (shape, ()) for v in operands) or any(
+        v.aval.shape != shape for v in eqn.outvars
+    ):
         return False
     return _elementwise_body(eqn.params["call_jaxpr"].jaxpr, shape)
 
@@ -73,7 +76,9 @@ def _elementwise_body(jaxpr, shape) -> bool:
             if not _elementwise_body(closed.jaxpr, shape):
                 return False
             continue
-        spreads_scalar = inner.primitive.name == "broadcast_in_dim" and inner.invars[0].aval.shape == ()
+        spreads_scalar = (
+            inner.primitive.name == "broadcast_in_dim" and inner.invars[0].aval.shape == ()
+        )
         if not spreads_scalar and not is_elementwise(inner):
             return False
     return True
@@ -97,8 +102,8 @@ def passes_derivative(eqn: JaxprEqn) -> bool:
 def index_maps(eqn: JaxprEqn, constants: dict) -> list[np.ndarray] | None:
     """For a structural equation: which input element each output element is.
 
-    Elements are numbered through all array operands in order: the first operand's are `0 … n0-1`, the second's
-    start at `n0`, and so on; -1 is a fill value. None when the indices are not static.
+    Elements are numbered through all array operands in order: the first operand's are `0 … n0-1`,
+    the second's start at `n0`, and so on; -1 is a fill value. None when the indices are not static.
 
     Args:
         eqn: a structural equation.
@@ -113,7 +118,11 @@ def index_maps(eqn: JaxprEqn, constants: dict) -> list[np.ndarray] | None:
     x = ids[0]
     out_shape = eqn.outvars[0].aval.shape
     if name in ("reshape", "squeeze", "expand_dims"):
-        return None if params.get("dimensions") is not None and name == "reshape" else [x.reshape(out_shape)]
+        return (
+            None
+            if params.get("dimensions") is not None and name == "reshape"
+            else [x.reshape(out_shape)]
+        )
     if name == "copy":
         return [x]
     if name == "transpose":
@@ -165,7 +174,9 @@ def _indexed(eqn: JaxprEqn, ids: list[np.ndarray], constants: dict) -> list[np.n
         indices.append(np.asarray(value))
     if name.startswith("dynamic"):
         sizes = eqn.params["slice_sizes"] if name == "dynamic_slice" else ids[1].shape
-        starts = [int(np.clip(i, 0, n - s)) for i, n, s in zip(indices, ids[0].shape, sizes, strict=True)]
+        starts = [
+            int(np.clip(i, 0, n - s)) for i, n, s in zip(indices, ids[0].shape, sizes, strict=True)
+        ]
         window = tuple(slice(i, i + s) for i, s in zip(starts, sizes, strict=True))
         if name == "dynamic_slice":
             return [ids[0][window]]
@@ -185,5 +196,7 @@ def _run_on_ids(eqn: JaxprEqn, ids: list[np.ndarray], indices: np.ndarray) -> li
             params["fill_value"] = -1
             out = eqn.primitive.bind(ids[0].astype(np.int32), indices, **params)
         else:
-            out = eqn.primitive.bind(ids[0].astype(np.int32), indices, ids[2].astype(np.int32), **params)
+            out = eqn.primitive.bind(
+                ids[0].astype(np.int32), indices, ids[2].astype(np.int32), **params
+            )
     return [np.asarray(out).astype(np.int64)]

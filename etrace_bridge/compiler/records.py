@@ -11,7 +11,13 @@ import numpy as np
 from etrace_bridge._jax_compat import Literal, Var
 from etrace_bridge.compiler.aliases import alias_roots, producers
 from etrace_bridge.compiler.certificate import Cut
-from etrace_bridge.compiler.diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, Path, show_path
+from etrace_bridge.compiler.diagnostics import (
+    CompilationRecord,
+    DiagnosticKind,
+    DiagnosticLevel,
+    Path,
+    show_path,
+)
 from etrace_bridge.compiler.hidden_group import HiddenGroup
 from etrace_bridge.compiler.jaxpr import variables
 from etrace_bridge.compiler.module_info import ModuleInfo
@@ -24,8 +30,12 @@ if TYPE_CHECKING:
 LARGE_TRACE_BYTES = 256 * 2**20
 
 
-def records_of(minfo: ModuleInfo, structure: StepStructure, groups: Sequence[HiddenGroup]) -> list[CompilationRecord]:
-    """What was noticed while reading the model, then one record a decision, in the order of the step."""
+def records_of(
+    minfo: ModuleInfo, structure: StepStructure, groups: Sequence[HiddenGroup]
+) -> list[CompilationRecord]:
+    """What was noticed while reading the model, then one record a decision, in the order of the
+    step.
+    """
     enters = _states_entered(minfo, structure)
     return [
         *minfo.records,
@@ -40,10 +50,16 @@ def records_of(minfo: ModuleInfo, structure: StepStructure, groups: Sequence[Hid
 
 def contact_name(contact: Contact) -> str:
     """A contact as people name it."""
-    return "element-wise" if contact.form is not None and contact.form.x_index is None else contact.eqn.primitive.name
+    return (
+        "element-wise"
+        if contact.form is not None and contact.form.x_index is None
+        else contact.eqn.primitive.name
+    )
 
 
-def _included(structure: StepStructure, groups: Sequence[HiddenGroup]) -> Iterator[CompilationRecord]:
+def _included(
+    structure: StepStructure, groups: Sequence[HiddenGroup]
+) -> Iterator[CompilationRecord]:
     fed: dict[int, list[int]] = {}
     for leg in structure.legs:
         fed.setdefault(leg.contact.index, []).append(leg.group)
@@ -75,7 +91,8 @@ def _parameters(structure: StepStructure) -> Iterator[CompilationRecord]:
         "upstream": (
             DiagnosticKind.UPSTREAM,
             DiagnosticLevel.WARNING,
-            "reaches the states only through another weight or a mixing operation: it has no trace of its own",
+            "reaches the states only through another weight or a mixing operation: it has no "
+            "trace of its own",
         ),
         "unused": (
             DiagnosticKind.UNUSED_PARAMETER,
@@ -87,10 +104,14 @@ def _parameters(structure: StepStructure) -> Iterator[CompilationRecord]:
         if certificate.kind in kinds:
             kind, level, text = kinds[certificate.kind]
             into = tuple(dict.fromkeys(d.into for d in certificate.drops))
-            yield CompilationRecord(kind, level, f"`{show_path(path)}` {text}", weight_path=path, hidden_paths=into)
+            yield CompilationRecord(
+                kind, level, f"`{show_path(path)}` {text}", weight_path=path, hidden_paths=into
+            )
 
 
-def _unknown_contacts(structure: StepStructure, enters: dict[Var, int]) -> Iterator[CompilationRecord]:
+def _unknown_contacts(
+    structure: StepStructure, enters: dict[Var, int]
+) -> Iterator[CompilationRecord]:
     told: set[tuple[int, Path]] = set()
     for contact in structure.use.contacts:
         if contact.form is not None or not any(enters.get(v) for v in contact.eqn.outvars):
@@ -103,15 +124,17 @@ def _unknown_contacts(structure: StepStructure, enters: dict[Var, int]) -> Itera
             yield CompilationRecord(
                 DiagnosticKind.UNKNOWN_CONTACT,
                 DiagnosticLevel.WARNING,
-                f"`{show_path(path)}` meets data in `{name}`, for which there is no contact rule, so it gets no trace "
-                "there; `register_contact` adds one",
+                f"`{show_path(path)}` meets data in `{name}`, for which there is no contact rule, "
+                "so it gets no trace there; `register_contact` adds one",
                 name,
                 path,
             )
 
 
 def _states_entered(minfo: ModuleInfo, structure: StepStructure) -> dict[Var, int]:
-    """For each variable, the new states that matter which it enters first, as a bit mask over the hidden leaves."""
+    """For each variable, the new states that matter which it enters first, as a bit mask over the
+    hidden leaves.
+    """
     made_by = producers(minfo.jaxpr.eqns)
     masks: dict[Var, int] = {}
     ends: set[Var] = set()
@@ -134,7 +157,9 @@ def _states_entered(minfo: ModuleInfo, structure: StepStructure) -> dict[Var, in
     return masks
 
 
-def _cuts(minfo: ModuleInfo, structure: StepStructure, enters: dict[Var, int]) -> Iterator[CompilationRecord]:
+def _cuts(
+    minfo: ModuleInfo, structure: StepStructure, enters: dict[Var, int]
+) -> Iterator[CompilationRecord]:
     leaves = structure.alignment.leaves
     for edge, cut in sorted(structure.facts.cuts.items()):
         eqn = minfo.jaxpr.eqns[edge[0]]
@@ -142,7 +167,8 @@ def _cuts(minfo: ModuleInfo, structure: StepStructure, enters: dict[Var, int]) -
         for v in eqn.outvars:
             mask |= enters.get(v, 0)
         operand = eqn.invars[edge[1]]
-        told = operand in structure.use.weight_paths and eqn.invars.index(operand) < edge[1]  # a weight that enters twice
+        # a weight that enters twice
+        told = operand in structure.use.weight_paths and eqn.invars.index(operand) < edge[1]
         states, parameters = _stopped(minfo, structure, cut, operand)
         if told or not mask or not (states or parameters):
             continue
@@ -168,7 +194,9 @@ def _cuts(minfo: ModuleInfo, structure: StepStructure, enters: dict[Var, int]) -
         )
 
 
-def _stopped(minfo: ModuleInfo, structure: StepStructure, cut: Cut, operand: Var) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+def _stopped(
+    minfo: ModuleInfo, structure: StepStructure, cut: Cut, operand: Var
+) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
     """The states and parameters that arrive at a cut uncut."""
     if operand in structure.use.weight_paths:
         return (), structure.use.weight_paths[operand]
@@ -185,34 +213,47 @@ def _states(minfo: ModuleInfo, structure: StepStructure) -> Iterator[Compilation
         name = show_path(leaf.path)
         kind = message = None
         if leaf.invar not in read:
-            kind, message = DiagnosticKind.STATE_ONLY_WRITTEN, f"`{name}` is written, but its old value is never read"
+            kind, message = (
+                DiagnosticKind.STATE_ONLY_WRITTEN,
+                f"`{name}` is written, but its old value is never read",
+            )
         elif leaf.invar not in structure.matter:
-            kind, message = DiagnosticKind.STATE_UNUSED, f"no output of this or a later step depends on `{name}`"
+            kind, message = (
+                DiagnosticKind.STATE_UNUSED,
+                f"no output of this or a later step depends on `{name}`",
+            )
         if kind is not None:
             yield CompilationRecord(kind, DiagnosticLevel.INFO, message, hidden_paths=(leaf.path,))
         if leaf.count > 1:
-            is_group = isinstance(minfo.retrieved_model_states[leaf.path], brainstate.HiddenGroupState)
+            is_group = isinstance(
+                minfo.retrieved_model_states[leaf.path], brainstate.HiddenGroupState
+            )
             how = "is a HiddenGroupState of" if is_group else "packs"
             yield CompilationRecord(
                 DiagnosticKind.STATE_PACKED,
                 DiagnosticLevel.INFO,
-                f"`{name}` {how} {leaf.count} states of shape {leaf.varshape} along axis {leaf.axis}",
+                f"`{name}` {how} {leaf.count} states of shape {leaf.varshape} along axis "
+                f"{leaf.axis}",
                 hidden_paths=(leaf.path,),
                 context={"axis": leaf.axis, "count": leaf.count},
             )
 
 
-def _large_traces(structure: StepStructure, groups: Sequence[HiddenGroup]) -> Iterator[CompilationRecord]:
+def _large_traces(
+    structure: StepStructure, groups: Sequence[HiddenGroup]
+) -> Iterator[CompilationRecord]:
     for leg in structure.legs:
         group = groups[leg.group]
-        size = leg.part.form.trace_size * group.num_state * np.dtype(leg.contact.y.aval.dtype).itemsize
+        size = (
+            leg.part.form.trace_size * group.num_state * np.dtype(leg.contact.y.aval.dtype).itemsize
+        )
         if size > LARGE_TRACE_BYTES:
             path = leg.contact.view.paths[0]
             yield CompilationRecord(
                 DiagnosticKind.LARGE_TRACE,
                 DiagnosticLevel.WARNING,
-                f"the trace of `{show_path(path)}` for hidden group {group.index} takes {size / 2**20:.0f} MiB; "
-                "a smaller batch, or `rule='pp_prop'`, needs less",
+                f"the trace of `{show_path(path)}` for hidden group {group.index} takes "
+                f"{size / 2**20:.0f} MiB; a smaller batch, or `rule='pp_prop'`, needs less",
                 leg.contact.eqn.primitive.name,
                 path,
                 group.hidden_paths,

@@ -1,4 +1,6 @@
-"""Relations: one contact `y = op(x, v)`, or one gate of a fused contact, and the hidden groups that `y` feeds."""
+"""Relations: one contact `y = op(x, v)`, or one gate of a fused contact, and the hidden groups that
+`y` feeds.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +36,12 @@ class HiddenParamOpRelation:
         x_var: its data operand; None for an element-wise contact.
         y_var: its output; the gate's slice of it where a fused product is split.
         hidden_groups: the groups that `y_var` feeds.
-        y_to_hidden_group_jaxprs: one a group: `y` -> new hidden states; its constvars are variables of the step.
+        y_to_hidden_group_jaxprs: one a group: `y` -> new hidden states; its constvars are variables
+            of the step.
         connected_hidden_paths: the hidden states that `y_var` feeds.
         eqn_params: the parameters of the contact's equation.
-        trainable_vars: the parameter leaves that the weight view is computed from, by key (`"weight"`, `"bias"`).
+        trainable_vars: the parameter leaves that the weight view is computed from, by key
+            (`"weight"`, `"bias"`).
         trainable_paths: their ParamStates' paths, by key.
         trainable_leaf_indices: which leaf of its ParamState each is, by key.
         trainable_param_states: their ParamStates, by key.
@@ -64,22 +68,25 @@ class HiddenParamOpRelation:
         """The path of the parameter; of the first one, if the view is computed from several."""
         return next(iter(self.trainable_paths.values()))
 
-    def y_to_hidden_groups(self, y_val: Any, const_vals: dict[Var, Any], concat_hidden_vals: bool = True) -> list[Any]:
+    def y_to_hidden_groups(
+        self, y_val: Any, const_vals: dict[Var, Any], concat_hidden_vals: bool = True
+    ) -> list[Any]:
         """New hidden values of each group from the contact's output.
 
         Args:
             y_val: the value of `y_var`.
             const_vals: values of the step's variables that the jaxprs read.
-            concat_hidden_vals: one array a group, the states along its last axis; else a list of values a group.
+            concat_hidden_vals: one array a group, the states along its last axis; else a list of
+                values a group.
         """
         results = []
         for group, jaxpr in zip(self.hidden_groups, self.y_to_hidden_group_jaxprs, strict=True):
             missing = [v for v in jaxpr.constvars if v not in const_vals]
             if missing:
                 raise InputError(
-                    f"`const_vals` lacks {len(missing)} of the {len(jaxpr.constvars)} variables that hidden group "
-                    f"{group.index} reads: {', '.join(map(str, missing))}. Return them from the step with "
-                    "`module_info.add_jaxpr_outs(...)`."
+                    f"`const_vals` lacks {len(missing)} of the {len(jaxpr.constvars)} variables "
+                    f"that hidden group {group.index} reads: {', '.join(map(str, missing))}. "
+                    "Return them from the step with `module_info.add_jaxpr_outs(...)`."
                 )
             env = {v: const_vals[v] for v in jaxpr.constvars}
             env[jaxpr.invars[0]] = y_val
@@ -93,7 +100,9 @@ class HiddenParamOpRelation:
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
 
-def build_relations(minfo: ModuleInfo, structure: StepStructure, groups: Sequence[HiddenGroup]) -> list[HiddenParamOpRelation]:
+def build_relations(
+    minfo: ModuleInfo, structure: StepStructure, groups: Sequence[HiddenGroup]
+) -> list[HiddenParamOpRelation]:
     """The relations of a step, in the order of its equations."""
     readers = _readers(minfo.jaxpr.eqns)
     group_of = {path: group for group in groups for path in group.hidden_paths}
@@ -108,7 +117,9 @@ def build_relations(minfo: ModuleInfo, structure: StepStructure, groups: Sequenc
     return relations
 
 
-def _relation(minfo, contact: Contact, y: Var, readers, paths, groups, held) -> HiddenParamOpRelation:
+def _relation(
+    minfo, contact: Contact, y: Var, readers, paths, groups, held
+) -> HiddenParamOpRelation:
     keys = _leaf_keys(minfo, contact, readers)
     path_of = minfo.invar_to_weight_path
     return HiddenParamOpRelation(
@@ -116,13 +127,19 @@ def _relation(minfo, contact: Contact, y: Var, readers, paths, groups, held) -> 
         x_var=None if isinstance(contact.x, Literal) else contact.x,
         y_var=y,
         hidden_groups=tuple(groups),
-        y_to_hidden_group_jaxprs=tuple(_to_hidden(minfo.jaxpr, y, g, held[g.index]) for g in groups),
+        y_to_hidden_group_jaxprs=tuple(
+            _to_hidden(minfo.jaxpr, y, g, held[g.index]) for g in groups
+        ),
         connected_hidden_paths=tuple(paths),
         eqn_params=dict(contact.eqn.params),
         trainable_vars=keys,
         trainable_paths={k: path_of[v] for k, v in keys.items()},
-        trainable_leaf_indices={k: minfo.weight_path_to_invars[path_of[v]].index(v) for k, v in keys.items()},
-        trainable_param_states={k: minfo.retrieved_model_states[path_of[v]] for k, v in keys.items()},
+        trainable_leaf_indices={
+            k: minfo.weight_path_to_invars[path_of[v]].index(v) for k, v in keys.items()
+        },
+        trainable_param_states={
+            k: minfo.retrieved_model_states[path_of[v]] for k, v in keys.items()
+        },
         weight_view=contact.view,
         contact_index=contact.index,
     )
@@ -143,15 +160,23 @@ def _fed_paths(y: Var, structure: StepStructure) -> list[Path]:
 
 
 def _leaf_keys(minfo: ModuleInfo, contact: Contact, readers) -> dict[str, Var]:
-    """The leaves a view is computed from, keyed `weight`, `weight_1`, … (`bias` where the view is only added)."""
-    leaves = [v for v in reads_of(contact.view.eqns, [contact.view.var]) if v in minfo.invar_to_weight_path]
+    """The leaves a view is computed from, keyed `weight`, `weight_1`, … (`bias` where the view is
+    only added).
+    """
+    leaves = [
+        v
+        for v in reads_of(contact.view.eqns, [contact.view.var])
+        if v in minfo.invar_to_weight_path
+    ]
     added = all(e.primitive.name in ("add", "add_any") for e in readers.get(contact.y, ()))
     base = "bias" if contact.x is None and added else "weight"
     return {base if n == 0 else f"{base}_{n}": v for n, v in enumerate(leaves)}
 
 
 def _with_stops(group: HiddenGroup) -> tuple[JaxprEqn, ...]:
-    """A group's core, with the operands that are cuts read through an equation that stops their gradient."""
+    """A group's core, with the operands that are cuts read through an equation that stops their
+    gradient.
+    """
     eqns: list[JaxprEqn] = []
     for eqn in group.core.eqns:
         invars = list(eqn.invars)
@@ -165,7 +190,8 @@ def _with_stops(group: HiddenGroup) -> tuple[JaxprEqn, ...]:
 
 
 def _to_hidden(jaxpr: Jaxpr, y: Var, group: HiddenGroup, core: Sequence[JaxprEqn]) -> Jaxpr:
-    # The other pieces of a split product are given too: the equation that makes them would make `y` as well.
+    # The other pieces of a split product are given too: the equation that makes them would make `y`
+    # as well.
     beside = next((eqn.outvars for eqn in core if y in eqn.outvars), [y])
     chosen = needed_equations(core, group.hidden_outvars, given=beside)
     constvars = [v for v in reads_of(chosen, group.hidden_outvars) if v is not y]
@@ -174,11 +200,16 @@ def _to_hidden(jaxpr: Jaxpr, y: Var, group: HiddenGroup, core: Sequence[JaxprEqn
 
 def find_hidden_param_op_relations_from_minfo(minfo: ModuleInfo) -> list[HiddenParamOpRelation]:
     """The relations of a traced step."""
-    from etrace_bridge.compiler.graph import compile_graph_from_minfo  # the graph is made of relations
+    # The graph is made of relations
+    from etrace_bridge.compiler.graph import compile_graph_from_minfo
 
-    return list(compile_graph_from_minfo(minfo, include_hidden_perturb=False).hidden_param_op_relations)
+    return list(
+        compile_graph_from_minfo(minfo, include_hidden_perturb=False).hidden_param_op_relations
+    )
 
 
-def find_hidden_param_op_relations_from_module(model: brainstate.nn.Module, *args: Any, **kwargs: Any) -> list[HiddenParamOpRelation]:
+def find_hidden_param_op_relations_from_module(
+    model: brainstate.nn.Module, *args: Any, **kwargs: Any
+) -> list[HiddenParamOpRelation]:
     """The relations of a model."""
     return find_hidden_param_op_relations_from_minfo(extract_module_info(model, *args, **kwargs))

@@ -10,7 +10,13 @@ import brainstate
 
 from etrace_bridge._tables import html_table, text_table
 from etrace_bridge.compiler.certificate import Cut, ParameterCertificate
-from etrace_bridge.compiler.diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel, Path, show_path
+from etrace_bridge.compiler.diagnostics import (
+    CompilationRecord,
+    DiagnosticKind,
+    DiagnosticLevel,
+    Path,
+    show_path,
+)
 from etrace_bridge.compiler.records import contact_name
 
 if TYPE_CHECKING:
@@ -21,12 +27,18 @@ _VERDICTS = {"exact": "exact", "approximate": "approximate", "none": "without gr
 
 
 def render_report(graph: ETraceGraph) -> str:
-    """Parameters with their gradients, hidden groups with their states, and the numbered cuts they refer to."""
+    """Parameters with their gradients, hidden groups with their states, and the numbered cuts they
+    refer to.
+    """
     cuts = _numbered_cuts(graph)
     rows = _rows(graph, cuts)
     parts = [_title(rows), "", *text_table(_HEADER, rows), "", *_groups(graph)]
     if cuts:
-        parts += ["", "Cuts: from -> where credit is not followed, because positions of the state mix -> into"]
+        parts += [
+            "",
+            "Cuts: from -> where credit is not followed, because positions of the state mix -> "
+            "into",
+        ]
         parts += [f"  [{n}] {text}" for text, n in cuts.values()]
     notes = [r for r in graph.diagnostics if r.level != DiagnosticLevel.INFO and not _is_shown(r)]
     if notes:
@@ -69,12 +81,19 @@ def _is_shown(record: CompilationRecord) -> bool:
     return record.kind in (DiagnosticKind.UPSTREAM, DiagnosticKind.UNUSED_PARAMETER)
 
 
-def _row(graph: ETraceGraph, certificate: ParameterCertificate, cuts: dict) -> tuple[str, str, str, str]:
+def _row(
+    graph: ETraceGraph, certificate: ParameterCertificate, cuts: dict
+) -> tuple[str, str, str, str]:
     contacts = [c for c in graph.structure.use.contacts if certificate.path in c.view.paths]
     names = [contact_name(c) for c in contacts]
     counted = [f"{names.count(n)} x {n}" if names.count(n) > 1 else n for n in dict.fromkeys(names)]
     groups = ", ".join(f"{n}: {graph.hidden_groups[n].name}" for n in certificate.groups)
-    return show_path(certificate.path), ", ".join(counted) or "-", groups or "-", _gradient(certificate, cuts)
+    return (
+        show_path(certificate.path),
+        ", ".join(counted) or "-",
+        groups or "-",
+        _gradient(certificate, cuts),
+    )
 
 
 def _gradient(certificate: ParameterCertificate, cuts: dict) -> str:
@@ -101,15 +120,20 @@ def _numbered_cuts(graph: ETraceGraph) -> dict[tuple, tuple[str, int]]:
     texts: dict[tuple, str] = {}
     for record in graph.explain(kind=DiagnosticKind.CUT):
         sources = (*record.context["from"], *record.context["parameters"])
-        texts[_key(record.context["edge"], ())] = _cut_text(sources, record.context["cut"], record.context["into"])
+        texts[_key(record.context["edge"], ())] = _cut_text(
+            sources, record.context["cut"], record.context["into"]
+        )
     for certificate in graph.certificate().values():
         for drop in certificate.drops:
-            texts.setdefault(_key(drop.cut.edge, drop.into), _cut_text((drop.source,), drop.cut, (drop.into,)))
+            texts.setdefault(
+                _key(drop.cut.edge, drop.into), _cut_text((drop.source,), drop.cut, (drop.into,))
+            )
     return {key: (text, n) for n, (key, text) in enumerate(texts.items(), 1)}
 
 
 def _cut_text(sources: Sequence[Path], cut: Cut, into: Sequence[Path]) -> str:
-    short = replace(cut, line="/".join(cut.line.split("/")[-2:]))  # the folder and file are enough to find it
+    # the folder and file are enough to find it
+    short = replace(cut, line="/".join(cut.line.split("/")[-2:]))
     return f"{_names(sources)} -> {short} -> {_names(into)}"
 
 
@@ -123,9 +147,15 @@ def _groups(graph: ETraceGraph) -> list[str]:
     for group in graph.hidden_groups:
         for n, (leaf, state) in enumerate(zip(group.leaves, group.hidden_states, strict=True)):
             held = f"{leaf.count} states in one" if leaf.count > 1 else ""
-            rows.append((str(group.index) if n == 0 else "", show_path(leaf.path), str(state.value.shape), held))
+            rows.append(
+                (
+                    str(group.index) if n == 0 else "",
+                    show_path(leaf.path),
+                    str(state.value.shape),
+                    held,
+                )
+            )
     header = ("hidden group", "state", "shape", "packed")
     if not any(row[3] for row in rows):
         header, rows = header[:3], [row[:3] for row in rows]
     return text_table(header, rows)
-

@@ -1,4 +1,6 @@
-"""Rewrites of a step that is already in plain equations: the same values, in a form that is better for traces and compiled loops."""
+"""Rewrites of a step that is already in plain equations: the same values, in a form that is better
+for traces and compiled loops.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from etrace_bridge.compiler.jaxpr import evaluate, read
 
 
 def slices_to_splits(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Slices that tile a value become one `split`, whose transpose is a concatenation and not a sum of pads."""
+    """Slices that tile a value become one `split`, whose transpose is a concatenation and not a sum
+    of pads.
+    """
     jaxpr = closed.jaxpr
     slices: dict[Var, list[JaxprEqn]] = {}
     for eqn in jaxpr.eqns:
@@ -57,7 +61,9 @@ def _tiling(v: Var, eqns: list[JaxprEqn]) -> tuple[int, list[int], list[int]] | 
     return axis, [a for a, _ in ordered], [b - a for a, b in ordered]
 
 
-def _rewritten(closed: ClosedJaxpr, on_equation: Callable[[JaxprEqn, list[Any]], list[Any] | None]) -> ClosedJaxpr:
+def _rewritten(
+    closed: ClosedJaxpr, on_equation: Callable[[JaxprEqn, list[Any]], list[Any] | None]
+) -> ClosedJaxpr:
     """The step traced again, with another meaning for some equations."""
     jaxpr = closed.jaxpr
 
@@ -66,4 +72,10 @@ def _rewritten(closed: ClosedJaxpr, on_equation: Callable[[JaxprEqn, list[Any]],
         evaluate(jaxpr.eqns, env, on_equation)
         return [read(env, v) for v in jaxpr.outvars]
 
-    return make_jaxpr_closed(flat, *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in jaxpr.invars))
+    return make_jaxpr_closed(
+        flat,
+        *(
+            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
+            for v in jaxpr.invars
+        ),
+    )

@@ -1,8 +1,9 @@
-"""Products with a sparse matrix (JAX's, brainunit's and brainevent's), as a dense view of the weight and a plain product.
+"""Products with a sparse matrix (JAX's, brainunit's and brainevent's), as a dense view of the
+weight and a plain product.
 
-The values of a sparse matrix are a parameter, its positions are fixed. So the matrix is a weight view
-like any other, and the product a contact that every rule knows. Its trace has the size of the dense
-matrix.
+The values of a sparse matrix are a parameter, its positions are fixed. So the matrix is a weight
+view like any other, and the product a contact that every rule knows. Its trace has the size of the
+dense matrix.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import numpy as np
 
 from etrace_bridge._jax_compat import JaxprEqn, is_concrete
 
-_BY_ROW_STARTS = frozenset({"csr_matmat", "csr_matvec", "csrmm", "csrmv"})  # operands: values, columns, row starts, dense
+# operands: values, columns, row starts, dense
+_BY_ROW_STARTS = frozenset({"csr_matmat", "csr_matvec", "csrmm", "csrmv"})
 _BY_POSITION = frozenset({"coo_matmat", "coo_matvec"})  # operands: values, rows, columns, dense
 
 
@@ -31,7 +33,12 @@ def dense_product(eqn: JaxprEqn, values: Any, second: Any, third: Any, dense: An
     if eqn.primitive.name in _BY_POSITION:
         rows, columns, shape = second, third, params["spinfo"].shape
     else:
-        rows, columns, shape = np.repeat(np.arange(len(third) - 1), np.diff(third)), second, params["shape"]
-    values = jnp.broadcast_to(values, rows.shape)  # brainevent's matrices may have one value for all
+        rows, columns, shape = (
+            np.repeat(np.arange(len(third) - 1), np.diff(third)),
+            second,
+            params["shape"],
+        )
+    # brainevent's matrices may have one value for all
+    values = jnp.broadcast_to(values, rows.shape)
     matrix = jnp.zeros(tuple(shape), values.dtype).at[rows, columns].add(values)
     return [(matrix.T if params["transpose"] else matrix) @ dense]

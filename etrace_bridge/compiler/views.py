@@ -11,7 +11,12 @@ from etrace_bridge.compiler.contacts import ContactForm, contact_form
 from etrace_bridge.compiler.diagnostics import Path, show_path
 from etrace_bridge.compiler.jaxpr import evaluate, reads_of, variables
 from etrace_bridge.compiler.module_info import ModuleInfo
-from etrace_bridge.compiler.primitives import is_elementwise, is_float, is_structural, passes_derivative
+from etrace_bridge.compiler.primitives import (
+    is_elementwise,
+    is_float,
+    is_structural,
+    passes_derivative,
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,8 @@ class WeightView:
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a contact's output that the rest of the step reads: the whole of it, one gate, or a spread copy.
+    """A piece of a contact's output that the rest of the step reads: the whole of it, one gate, or
+    a spread copy.
 
     Attributes:
         var: the piece's variable.
@@ -93,12 +99,16 @@ def find_weight_use(minfo: ModuleInfo) -> WeightUse:
     """Follows parameters through the step until each meets data."""
     eqns = minfo.jaxpr.eqns
     order = {p: i for i, p in enumerate(minfo.weight_path_to_invars)}
-    paths: dict[Var, tuple[Path, ...]] = {v: (p,) for v, p in minfo.invar_to_weight_path.items() if is_float(v)}
+    paths: dict[Var, tuple[Path, ...]] = {
+        v: (p,) for v, p in minfo.invar_to_weight_path.items() if is_float(v)
+    }
     data = {v for v in minfo.jaxpr.invars if v not in paths}
     producer: dict[Var, int] = {}
     found: dict[tuple[int, int], None] = {}
     for i, eqn in enumerate(eqns):
-        weight_operands = [k for k, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in paths]
+        weight_operands = [
+            k for k, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in paths
+        ]
         if any(v in data for v in variables(eqn.invars)):
             data.update(eqn.outvars)
             for k in weight_operands:
@@ -106,7 +116,11 @@ def find_weight_use(minfo: ModuleInfo) -> WeightUse:
             continue
         if weight_operands and passes_derivative(eqn):
             joined = {p for k in weight_operands for p in paths[eqn.invars[k]]}
-            paths.update((v, tuple(sorted(joined, key=order.__getitem__))) for v in eqn.outvars if is_float(v))
+            paths.update(
+                (v, tuple(sorted(joined, key=order.__getitem__)))
+                for v in eqn.outvars
+                if is_float(v)
+            )
         producer.update((v, i) for v in eqn.outvars)
     contacts = []
     readers = _readers(minfo)
@@ -127,7 +141,9 @@ def find_weight_use(minfo: ModuleInfo) -> WeightUse:
     return WeightUse(paths, tuple(contacts), by_eqn)
 
 
-def _equations_of(var: Var, eqns: Sequence[JaxprEqn], producer: dict[Var, int]) -> tuple[JaxprEqn, ...]:
+def _equations_of(
+    var: Var, eqns: Sequence[JaxprEqn], producer: dict[Var, int]
+) -> tuple[JaxprEqn, ...]:
     """The equations without data that make a view."""
     found: set[int] = set()
     pending = [var]
@@ -150,7 +166,9 @@ def _readers(minfo: ModuleInfo) -> dict[Var, list[JaxprEqn | None]]:
     return readers
 
 
-def _find_parts(y: Var, form: ContactForm, readers: dict[Var, list[JaxprEqn | None]]) -> tuple[Part, ...]:
+def _find_parts(
+    y: Var, form: ContactForm, readers: dict[Var, list[JaxprEqn | None]]
+) -> tuple[Part, ...]:
     whole = (Part(y, form),)
     users = readers.get(y, [])
     if form.shape(form.out) != y.aval.shape or any(u is None for u in users) or not users:
@@ -169,13 +187,17 @@ def _gates(form: ContactForm, eqn: JaxprEqn) -> tuple[Part, ...] | None:
         return None
     parts, start = [], 0
     for var, size in zip(eqn.outvars, eqn.params["sizes"], strict=True):
-        parts.append(Part(var, replace(form, sizes={**form.sizes, letter: int(size)}), letter, start))
+        parts.append(
+            Part(var, replace(form, sizes={**form.sizes, letter: int(size)}), letter, start)
+        )
         start += int(size)
     return tuple(parts)
 
 
 def _spread_part(y: Var, form: ContactForm, eqn: JaxprEqn) -> Part:
-    """A product whose values each feed many positions, spread first: the new axes are letters of the output alone."""
+    """A product whose values each feed many positions, spread first: the new axes are letters of
+    the output alone.
+    """
     shape, dims = eqn.outvars[0].aval.shape, eqn.params["broadcast_dimensions"]
     fresh = iter(c for c in "ABCDEFGHIJ")
     out, sizes, dropped = [""] * len(shape), dict(form.sizes), set()
@@ -192,14 +214,24 @@ def _spread_part(y: Var, form: ContactForm, eqn: JaxprEqn) -> Part:
     def keep(letters: str) -> str:
         return "".join(c for c in letters if c not in dropped)
 
-    spread = replace(form, sizes=sizes, out="".join(out), view=keep(form.view), feature=keep(form.feature))
+    spread = replace(
+        form, sizes=sizes, out="".join(out), view=keep(form.view), feature=keep(form.feature)
+    )
     return Part(eqn.outvars[0], spread)
 
 
-def _contact_site(eqn: JaxprEqn, index: int, operand: int, producer: dict[Var, int]) -> tuple[int, int]:
-    """(equation, operand) at which the view enters: the spreading equation for element-wise and structural uses."""
+def _contact_site(
+    eqn: JaxprEqn, index: int, operand: int, producer: dict[Var, int]
+) -> tuple[int, int]:
+    """(equation, operand) at which the view enters: the spreading equation for element-wise and
+    structural uses.
+    """
     joins = is_elementwise(eqn) or is_structural(eqn)
-    if joins and eqn.primitive.name not in ("gather", "dynamic_slice") and eqn.invars[operand] in producer:
+    if (
+        joins
+        and eqn.primitive.name not in ("gather", "dynamic_slice")
+        and eqn.invars[operand] in producer
+    ):
         return producer[eqn.invars[operand]], 0
     return index, operand
 

@@ -1,11 +1,23 @@
 """From a torch module to a brainstate module: torch's own forward code, traced."""
 
 import etrace_bridge._precision  # noqa: F401 - before anything imports brainstate
-from etrace_bridge.frontend.borders import held_shape, living, to_host, to_jax, to_real_jax, to_torch
+from etrace_bridge.frontend.borders import (
+    held_shape,
+    living,
+    to_host,
+    to_jax,
+    to_real_jax,
+    to_torch,
+)
 from etrace_bridge.frontend.hooks import apply_parameter_hooks
 from etrace_bridge.frontend.module import BridgedModule, BufferState, wrap
 from etrace_bridge.frontend.ops import register_op
-from etrace_bridge.frontend.ops.ranges import InputRange, check_ranges, input_name, trace_with_ranges
+from etrace_bridge.frontend.ops.ranges import (
+    InputRange,
+    check_ranges,
+    input_name,
+    trace_with_ranges,
+)
 from etrace_bridge.frontend.outer import unwrapped
 from etrace_bridge.frontend.reference import TorchRun, run_torch
 from etrace_bridge.frontend.state import Adapter, register_adapter, supported_layers

@@ -1,4 +1,6 @@
-"""Finding state that a model keeps in attributes and buffers: run a step, compare, and check how the state starts."""
+"""Finding state that a model keeps in attributes and buffers: run a step, compare, and check how
+the state starts.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Attribute:
 
 
 def read_attributes(model: nn.Module) -> dict[tuple[int, str], Attribute]:
-    """Copy what every module of a model keeps in attributes and buffers, parameters and submodules aside."""
+    """Copy what every module of a model keeps in attributes and buffers, parameters and submodules
+    aside.
+    """
     found = {}
     for module in model.modules():
         items = {**{k: v for k, v in module.__dict__.items() if k not in _OWN}, **module._buffers}
@@ -77,21 +81,37 @@ def find_attribute_slots(
         Attributes that hold tensors, and those that hold Python values.
     """
     modules = {id(module): module for module in model.modules()}
-    rng = torch.get_rng_state()  # every step draws the same random numbers, so that two steps can be compared
+    # Every step draws the same random numbers, so that two steps can be compared
+    rng = torch.get_rng_state()
     before = read_attributes(model)
     first_output = step()
     after = read_attributes(model)
-    shaped = {key: flatten_state(now.value) for key, now in after.items() if all(len(path) < _DEPTH for path in now.others)}
+    shaped = {
+        key: flatten_state(now.value)
+        for key, now in after.items()
+        if all(len(path) < _DEPTH for path in now.others)
+    }
     torch.set_rng_state(rng)
     second_output = step()
     third = read_attributes(model)
-    changed = [key for key, now in after.items() if key in shaped and now.tensors and _differs(before.get(key), now)]
-    numbers = [key for key in shaped if key in third and _changing(before.get(key), after[key], third[key])]
+    changed = [
+        key
+        for key, now in after.items()
+        if key in shaped and now.tensors and _differs(before.get(key), now)
+    ]
+    numbers = [
+        key for key in shaped if key in third and _changing(before.get(key), after[key], third[key])
+    ]
     if not changed and not numbers:
-        if not _has_generator(after) and not _equal(flatten_state(second_output)[0], flatten_state(first_output)[0]):
+        if not _has_generator(after) and not _equal(
+            flatten_state(second_output)[0], flatten_state(first_output)[0]
+        ):
             raise messages.unseen_state([])
         return [], []
-    slots = [_slot(modules[i], name, before.get((i, name)), after[i, name], shaped[i, name], paths[i]) for i, name in changed]
+    slots = [
+        _slot(modules[i], name, before.get((i, name)), after[i, name], shaped[i, name], paths[i])
+        for i, name in changed
+    ]
     _check_shapes(third, after, changed, slots)
     python = []
     for key in numbers:
@@ -103,8 +123,12 @@ def find_attribute_slots(
             slot.later = values[1:]
         tensors = tuple(t for _, t in leaves)
         labels = _changing(before.get(key), after[key], third[key])
-        python.append(PythonAttribute(modules[i], name, paths[i], values, tensors, labels, slot is None))
-    found = _Found(slots, python, {key: after[key] for key in changed}, {key: third[key] for key in changed})
+        python.append(
+            PythonAttribute(modules[i], name, paths[i], values, tensors, labels, slot is None)
+        )
+    found = _Found(
+        slots, python, {key: after[key] for key in changed}, {key: third[key] for key in changed}
+    )
     _check_start(found, model, step, reset, rng, first_output, second_output, _has_generator(after))
     return slots, python
 
@@ -122,7 +146,11 @@ class _Found:
 def _changing(before: Attribute | None, now: Attribute, third: Attribute) -> tuple[Path, ...]:
     """Paths of the Python values of an attribute that a step changes."""
     old = {} if before is None else before.others
-    first = [path for path, value in now.others.items() if before is not None and old.get(path, _ABSENT) != value]
+    first = [
+        path
+        for path, value in now.others.items()
+        if before is not None and old.get(path, _ABSENT) != value
+    ]
     again = [path for path, value in now.others.items() if third.others.get(path, _ABSENT) != value]
     new = [path for path in third.others if path not in now.others and path not in now.tensors]
     return tuple(dict.fromkeys([*first, *again, *new]))
@@ -130,7 +158,11 @@ def _changing(before: Attribute | None, now: Attribute, third: Attribute) -> tup
 
 def _far(now: Any, later: Any) -> Any:
     """What counters would be after very many steps: some models behave differently only then."""
-    if isinstance(now, (int, float)) and isinstance(later, (int, float)) and not isinstance(later, bool):
+    if (
+        isinstance(now, (int, float))
+        and isinstance(later, (int, float))
+        and not isinstance(later, bool)
+    ):
         return later + 1_000_000 * (later - now)
     items, others = children(now), children(later)
     if items is None or others is None or [key for key, _ in items] != [key for key, _ in others]:
@@ -139,18 +171,26 @@ def _far(now: Any, later: Any) -> Any:
 
 
 def _has_generator(found: dict[tuple[int, str], Attribute]) -> bool:
-    """Whether a module draws from a generator of its own: its steps then differ by chance, and that is not state."""
+    """Whether a module draws from a generator of its own: its steps then differ by chance, and that
+    is not state.
+    """
     return any(isinstance(attribute.value, torch.Generator) for attribute in found.values())
 
 
 def _differs(before: Attribute | None, now: Attribute) -> bool:
     if before is None or set(before.tensors) != set(now.tensors):
         return True
-    # batch norm's kernel writes its statistics without counting the write, so versions are not enough
-    return any(before.identity[p] != now.identity[p] or not torch.equal(before.tensors[p], now.tensors[p]) for p in now.tensors)
+    # batch norm's kernel writes its statistics without counting the write, so versions are not
+    # enough
+    return any(
+        before.identity[p] != now.identity[p] or not torch.equal(before.tensors[p], now.tensors[p])
+        for p in now.tensors
+    )
 
 
-def _slot(module: nn.Module, name: str, before: Attribute | None, after: Attribute, shaped: Any, path: str) -> AttributeSlot:
+def _slot(
+    module: nn.Module, name: str, before: Attribute | None, after: Attribute, shaped: Any, path: str
+) -> AttributeSlot:
     adapter = find_adapter(module)
     prefix = tuple(path.split(".")) if path else ()
     found, skeleton = shaped  # made before a later step changed the containers
@@ -183,9 +223,10 @@ def _check_shapes(third: dict, after: dict, changed: list, slots: list[Attribute
         shapes = [tuple(t.shape) for t in after[key].tensors.values()]
         if again is None or [tuple(t.shape) for t in again.tensors.values()] != shapes:
             raise StateError(
-                f"Attribute `{slot.name}` of module `{slot.path or '(root)'}` changes its shape or structure from step "
-                f"to step (a list that grows, a history). One step is compiled once, so a state must keep its shape. "
-                f"Keep a tensor of fixed shape, or store histories outside the model."
+                f"Attribute `{slot.name}` of module `{slot.path or '(root)'}` changes its shape or "
+                "structure from step to step (a list that grows, a history). One step is compiled "
+                "once, so a state must keep its shape. Keep a tensor of fixed shape, or store "
+                "histories outside the model."
             )
 
 
@@ -199,7 +240,9 @@ def _check_start(
     second_output: Any,
     by_chance: bool,
 ) -> None:
-    """Run the first two steps again from the values found; they must give what the model itself gave."""
+    """Run the first two steps again from the values found; they must give what the model itself
+    gave.
+    """
     slots, python = found.slots, found.python
 
     def repeats(states: list[list[torch.Tensor]], output: Any, attributes: dict) -> bool:
@@ -212,28 +255,42 @@ def _check_start(
         again = flatten_state(step())[0]
         now = read_attributes(model)
         return _equal(again, flatten_state(output)[0]) and all(
-            _equal(list(now[key].tensors.items()), list(then.tensors.items())) for key, then in attributes.items()
+            _equal(list(now[key].tensors.items()), list(then.tensors.items()))
+            for key, then in attributes.items()
         )
 
-    if not repeats([[leaf.initial.clone() for leaf in slot.leaves] for slot in slots], first_output, found.after):
+    if not repeats(
+        [[leaf.initial.clone() for leaf in slot.leaves] for slot in slots],
+        first_output,
+        found.after,
+    ):
         counters = [a.label for a in python if a.goes_on]
         if counters:
             raise messages.python_state(counters)
-        names = ", ".join([f"`{'.'.join(leaf.path)}`" for slot in slots for leaf in slot.leaves] + [f"`{a.label}`" for a in python])
+        names = ", ".join(
+            [f"`{'.'.join(leaf.path)}`" for slot in slots for leaf in slot.leaves]
+            + [f"`{a.label}`" for a in python]
+        )
         raise StateError(
-            f"The first step of the model could not be reproduced from a guessed initial state ({names}): it does "
-            f"something else when its state does not exist yet. Set the attributes to their initial tensors before "
-            f"`wrap`, with the batch size that will be used (for example by one call of the model's own reset "
-            f"function)."
+            "The first step of the model could not be reproduced from a guessed initial state "
+            f"({names}): it does something else when its state does not exist yet. Set the "
+            "attributes to their initial tensors before `wrap`, with the batch size that will be "
+            "used (for example by one call of the model's own reset function)."
         )
     states = [[tensor.detach().clone() for tensor in slot.get()] for slot in slots]
-    # Twice, because the first step was run as often as the second by now: something that alternates would not show.
-    if not by_chance and not all(repeats([[t.clone() for t in s] for s in states], second_output, found.third) for _ in range(2)):
+    # Twice, because the first step was run as often as the second by now: something that alternates
+    # would not show.
+    if not by_chance and not all(
+        repeats([[t.clone() for t in s] for s in states], second_output, found.third)
+        for _ in range(2)
+    ):
         raise messages.unseen_state([".".join(leaf.path) for slot in slots for leaf in slot.leaves])
 
 
 def _equal(a: list, b: list) -> bool:
     return len(a) == len(b) and all(
-        x.shape == y.shape and torch.allclose(x, y, rtol=1e-4, atol=1e-6, equal_nan=True) if x.is_floating_point() else torch.equal(x, y)
+        x.shape == y.shape and torch.allclose(x, y, rtol=1e-4, atol=1e-6, equal_nan=True)
+        if x.is_floating_point()
+        else torch.equal(x, y)
         for (_, x), (_, y) in zip(a, b, strict=True)
     )

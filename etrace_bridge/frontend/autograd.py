@@ -1,4 +1,6 @@
-"""`torch.autograd.Function` as a JAX function with the same gradient, in forward and in reverse mode."""
+"""`torch.autograd.Function` as a JAX function with the same gradient, in forward and in reverse
+mode.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,29 @@ from jax import lax
 
 from etrace_bridge._jax_compat import ClosedJaxpr, evaluate_jaxpr
 from etrace_bridge.frontend import messages
-from etrace_bridge.frontend.complex import from_parts, is_complex, part_shapes, split_into_parts, to_parts
+from etrace_bridge.frontend.complex import (
+    from_parts,
+    is_complex,
+    part_shapes,
+    split_into_parts,
+    to_parts,
+)
 from etrace_bridge.frontend.tensor import TracedTensor
 from etrace_bridge.frontend.tracer import active
 
 
 def plain_attribute(cls: type, name: str) -> Any:
-    """Give a class attribute of a Function as the class defines it, also while `functions.py` stands in front of it."""
+    """Give a class attribute of a Function as the class defines it, also while `functions.py`
+    stands in front of it.
+    """
     return type.__getattribute__(cls, name)
 
 
 def defines_setup_context(cls: type) -> bool:
     """Tell whether `forward` takes no `ctx` because the class sets it up separately."""
-    return plain_attribute(cls, "setup_context") is not plain_attribute(torch.autograd.Function, "setup_context")
+    return plain_attribute(cls, "setup_context") is not plain_attribute(
+        torch.autograd.Function, "setup_context"
+    )
 
 
 class Context:
@@ -44,7 +56,9 @@ class Context:
         self.output_grad_dtypes: tuple[torch.dtype | None, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse what torch's `ctx` has and this one does not; every other missing name is the model's own."""
+        """Refuse what torch's `ctx` has and this one does not; every other missing name is the
+        model's own.
+        """
         if hasattr(torch.autograd.function.BackwardCFunction, name):
             raise messages.context_attribute(name, active().place())
         raise AttributeError(name)
@@ -60,7 +74,9 @@ class Context:
 
     @property
     def input_grad_buffers(self) -> tuple[None, ...]:
-        """Buffers to add gradients to: none here, so `backward` returns them, as it does in torch when it runs first."""
+        """Buffers to add gradients to: none here, so `backward` returns them, as it does in torch
+        when it runs first.
+        """
         return (None,) * len(self.needs_input_grad)
 
     def save_for_forward(self, *tensors: Any) -> None:
@@ -79,18 +95,26 @@ class Context:
         self.materialize_grads = value
 
     def set_output_grad_dtype(self, *dtypes: torch.dtype | None) -> None:
-        """Choose the dtype in which `backward` gets the gradient of each returned value; None for that of the gradient."""
+        """Choose the dtype in which `backward` gets the gradient of each returned value; None for
+        that of the gradient.
+        """
         self.output_grad_dtypes = dtypes
 
 
 def apply_function(cls: type, args: tuple, kwargs: dict) -> Any:
-    """Run a Function's forward on traced tensors and give the result the gradient of its own `backward`."""
+    """Run a Function's forward on traced tensors and give the result the gradient of its own
+    `backward`.
+    """
     tracer = active()
     slots = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
     values = [tracer.read(args[i]) for i in slots]
     traced = [tracer.find(args[i]) for i in slots]
     needs = tuple(
-        isinstance(a, torch.Tensor) and (t := tracer.find(a)) is not None and t.differentiable and torch.is_grad_enabled() for a in args
+        isinstance(a, torch.Tensor)
+        and (t := tracer.find(a)) is not None
+        and t.differentiable
+        and torch.is_grad_enabled()
+        for a in args
     )
     call = _prepared(cls, args, kwargs, slots, values, needs, tracer.functions)
     outputs = call.function(*values)
@@ -102,8 +126,18 @@ def apply_function(cls: type, args: tuple, kwargs: dict) -> Any:
     return call.pack([TracedTensor(o, origin=origin, differentiable=grad) for o in outputs])
 
 
-def _prepared(cls: type, args: tuple, kwargs: dict, slots: list[int], values: list, needs: tuple[bool, ...], known: dict) -> _FunctionCall:
-    """Trace a call, or give an earlier one of this trace with the same class, shapes and other arguments."""
+def _prepared(
+    cls: type,
+    args: tuple,
+    kwargs: dict,
+    slots: list[int],
+    values: list,
+    needs: tuple[bool, ...],
+    known: dict,
+) -> _FunctionCall:
+    """Trace a call, or give an earlier one of this trace with the same class, shapes and other
+    arguments.
+    """
     others = tuple((i, type(a), a) for i, a in enumerate(args) if i not in slots)
     key = (
         cls,
@@ -120,16 +154,22 @@ def _prepared(cls: type, args: tuple, kwargs: dict, slots: list[int], values: li
         return _FunctionCall(cls, args, kwargs, slots, needs)
 
 
-def _write_dirty(call: _FunctionCall, tracer: Any, args: tuple, slots: list[int], outputs: list) -> None:
+def _write_dirty(
+    call: _FunctionCall, tracer: Any, args: tuple, slots: list[int], outputs: list
+) -> None:
     """Write outputs that `forward` made in place back into the inputs they came from."""
     for position, output in call.dirty:
         tracer.find(args[slots[position]]).write(outputs[output])
 
 
 class _FunctionCall:
-    """One call of a Function: its forward, and its backward as a function of inputs and cotangents, as closed jaxprs."""
+    """One call of a Function: its forward, and its backward as a function of inputs and cotangents,
+    as closed jaxprs.
+    """
 
-    def __init__(self, cls: type, args: tuple, kwargs: dict, slots: list[int], needs: tuple[bool, ...]) -> None:
+    def __init__(
+        self, cls: type, args: tuple, kwargs: dict, slots: list[int], needs: tuple[bool, ...]
+    ) -> None:
         self.cls, self.args, self.kwargs, self.slots, self.needs = cls, args, kwargs, slots, needs
         self.structure: Any = None
         self.differentiable_outputs: list[bool] = []
@@ -140,13 +180,18 @@ class _FunctionCall:
         """Put output tensors into the structure that `forward` returned."""
         if isinstance(self.structure, tuple):
             waiting = iter(tensors)
-            return tuple(next(waiting) if is_tensor else other for is_tensor, other in self.structure)
+            return tuple(
+                next(waiting) if is_tensor else other for is_tensor, other in self.structure
+            )
         return tensors[0]
 
     def _forward(self, values: list[Any]) -> tuple[Context, list[Any]]:
         ctx = Context(self.needs)
         inputs = list(self.args)
-        tensors = [TracedTensor(v, differentiable=self.needs[i]) for i, v in zip(self.slots, values, strict=True)]
+        tensors = [
+            TracedTensor(v, differentiable=self.needs[i])
+            for i, v in zip(self.slots, values, strict=True)
+        ]
         for i, tensor in zip(self.slots, tensors, strict=True):
             inputs[i] = tensor
         with torch.no_grad():
@@ -156,13 +201,21 @@ class _FunctionCall:
             else:
                 returned = plain_attribute(self.cls, "forward")(ctx, *inputs, **self.kwargs)
         outputs = returned if isinstance(returned, tuple) else (returned,)
-        self.structure = tuple((isinstance(o, torch.Tensor), o) for o in outputs) if isinstance(returned, tuple) else None
+        self.structure = (
+            tuple((isinstance(o, torch.Tensor), o) for o in outputs)
+            if isinstance(returned, tuple)
+            else None
+        )
         found = [o for o in outputs if isinstance(o, torch.Tensor)]
         self.dirty = [
-            (tensors.index(t), _index(found, t)) for t in ctx.dirty if _index(found, t) is not None and _index(tensors, t) is not None
+            (tensors.index(t), _index(found, t))
+            for t in ctx.dirty
+            if _index(found, t) is not None and _index(tensors, t) is not None
         ]
         skip = [id(t) for t in ctx.non_differentiable]
-        self.differentiable_outputs = [(o.is_floating_point() or o.is_complex()) and id(o) not in skip for o in found]
+        self.differentiable_outputs = [
+            (o.is_floating_point() or o.is_complex()) and id(o) not in skip for o in found
+        ]
         return ctx, found
 
     def _outputs(self, *values: Any) -> list[Any]:
@@ -170,7 +223,9 @@ class _FunctionCall:
             return [tracer.read(o) for o in self._forward(list(values))[1]]
 
     def _cotangents(self, values: tuple, cotangents: tuple) -> list[Any]:
-        """Run forward for its saved tensors, then `backward`; give a cotangent for each floating input."""
+        """Run forward for its saved tensors, then `backward`; give a cotangent for each floating
+        input.
+        """
         with _inside_function() as tracer:
             return self._run_backward(tracer, values, cotangents)
 
@@ -181,10 +236,15 @@ class _FunctionCall:
             TracedTensor(next(waiting) if wanted else jnp.zeros(o.shape, tracer.read(o).dtype))
             for o, wanted in zip(outputs, self.differentiable_outputs, strict=True)
         ]
-        grads = [_with_dtype(g, d) for g, d in itertools.zip_longest(self._all_positions(grads), ctx.output_grad_dtypes)]
+        grads = [
+            _with_dtype(g, d)
+            for g, d in itertools.zip_longest(self._all_positions(grads), ctx.output_grad_dtypes)
+        ]
         boxed = getattr(self.cls, "boxed_grads_call", False)
         with torch.no_grad():  # as torch runs it, unless a second derivative is asked for
-            returned = _backward_of(self.cls)(ctx, grads) if boxed else _backward_of(self.cls)(ctx, *grads)
+            returned = (
+                _backward_of(self.cls)(ctx, grads) if boxed else _backward_of(self.cls)(ctx, *grads)
+            )
         returned = returned if isinstance(returned, tuple) else (returned,)
         result = []
         for slot, value in zip(self.slots, values, strict=True):
@@ -202,15 +262,21 @@ class _FunctionCall:
         return [next(waiting) if is_tensor else None for is_tensor, _ in self.structure]
 
     def _differentiable(self) -> Callable:
-        """Build the JAX function: `custom_jvp` by transposing `backward`, or `custom_vjp` if that is not linear.
+        """Build the JAX function: `custom_jvp` by transposing `backward`, or `custom_vjp` if that
+        is not linear.
 
-        The function is one of real numbers, complex values in two parts: torch's gradient by a complex value consists of the
-        derivatives by its two parts, so no convention for complex derivatives is needed.
+        The function is one of real numbers, complex values in two parts: torch's gradient by a
+        complex value consists of the derivatives by its two parts, so no convention for complex
+        derivatives is needed.
         """
         avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in self._values()]
         forward = jax.make_jaxpr(self._outputs)(*avals)
         outputs, wanted = forward.out_avals, self.differentiable_outputs
-        cts = [jax.ShapeDtypeStruct(o.shape, o.dtype) for o, w in zip(outputs, wanted, strict=True) if w]
+        cts = [
+            jax.ShapeDtypeStruct(o.shape, o.dtype)
+            for o, w in zip(outputs, wanted, strict=True)
+            if w
+        ]
         if not cts or not any(self.needs):
             return lambda *values: evaluate_jaxpr(forward, *values)
         backward = jax.make_jaxpr(self._cotangents)(tuple(avals), tuple(cts))
@@ -218,13 +284,24 @@ class _FunctionCall:
             return self._with_backward(forward, backward, avals, tuple(cts), wanted)
         wanted = [w for o, w in zip(outputs, wanted, strict=True) for _ in part_shapes([o])]
         split = self._with_backward(
-            split_into_parts(forward), split_into_parts(backward), part_shapes(avals), tuple(part_shapes(cts)), wanted
+            split_into_parts(forward),
+            split_into_parts(backward),
+            part_shapes(avals),
+            tuple(part_shapes(cts)),
+            wanted,
         )
         return lambda *values: from_parts(split(*to_parts(values)), outputs)
 
-    def _with_backward(self, forward: ClosedJaxpr, backward: ClosedJaxpr, avals: list, cts: tuple, wanted: list[bool]) -> Callable:
-        run_forward = lambda *values: evaluate_jaxpr(forward, *values)  # noqa: E731
-        run_backward = lambda values, c: evaluate_jaxpr(backward, *values, *c)  # noqa: E731
+    def _with_backward(
+        self,
+        forward: ClosedJaxpr,
+        backward: ClosedJaxpr,
+        avals: list,
+        cts: tuple,
+        wanted: list[bool],
+    ) -> Callable:
+        run_forward = lambda *values: evaluate_jaxpr(forward, *values)
+        run_backward = lambda values, c: evaluate_jaxpr(backward, *values, *c)
         run_forward.__name__ = run_backward.__name__ = self.cls.__name__
         if _is_linear(run_backward, avals, cts):
             return _with_jvp(run_forward, run_backward, cts, wanted)
@@ -266,7 +343,11 @@ def _sum_to(grad: Any, value: Any) -> Any:
     if grad.shape != value.shape:
         extra = grad.ndim - value.ndim
         grad = grad.sum(axis=tuple(range(extra))) if extra > 0 else grad
-        stretched = tuple(i for i, (g, v) in enumerate(zip(grad.shape, value.shape, strict=True)) if v == 1 and g != 1)
+        stretched = tuple(
+            i
+            for i, (g, v) in enumerate(zip(grad.shape, value.shape, strict=True))
+            if v == 1 and g != 1
+        )
         grad = grad.sum(axis=stretched, keepdims=True) if stretched else grad
         grad = jnp.broadcast_to(grad, value.shape)
     if is_complex(grad) and not is_complex(value):
@@ -283,21 +364,31 @@ def _is_linear(run_backward: Callable, avals: list, cts: tuple) -> bool:
     tangents = [a for a in avals if jnp.issubdtype(a.dtype, jnp.inexact)]
     try:
         jax.eval_shape(transpose, tuple(avals), tangents)
-    except Exception:  # JAX raises several kinds (NotImplementedError, AssertionError, TypeError) for a function that is not linear
+    except Exception:
+        # JAX raises several kinds (NotImplementedError, AssertionError, TypeError) for a function
+        # that is not linear
         return False
     return True
 
 
-def _with_jvp(run_forward: Callable, run_backward: Callable, cts: tuple, wanted: list[bool]) -> Callable:
+def _with_jvp(
+    run_forward: Callable, run_backward: Callable, cts: tuple, wanted: list[bool]
+) -> Callable:
     function = jax.custom_jvp(run_forward)
 
     @function.defjvp
     def jvp(primals: tuple, tangents: tuple) -> tuple:
         outputs = run_forward(*primals)
-        floating = [t for p, t in zip(primals, tangents, strict=True) if jnp.issubdtype(p.dtype, jnp.inexact)]
+        floating = [
+            t
+            for p, t in zip(primals, tangents, strict=True)
+            if jnp.issubdtype(p.dtype, jnp.inexact)
+        ]
         transposed = jax.linear_transpose(lambda *c: run_backward(primals, c), *cts)
         found = iter(transposed(floating))
-        return outputs, [next(found) if w else _zero_tangent(o) for o, w in zip(outputs, wanted, strict=True)]
+        return outputs, [
+            next(found) if w else _zero_tangent(o) for o, w in zip(outputs, wanted, strict=True)
+        ]
 
     return function
 
@@ -309,8 +400,13 @@ def _with_vjp(run_forward: Callable, run_backward: Callable, wanted: list[bool])
         return run_forward(*primals), primals
 
     def backward(primals: tuple, cotangents: list) -> tuple:
-        found = iter(run_backward(primals, tuple(c for c, w in zip(cotangents, wanted, strict=True) if w)))
-        return tuple(next(found) if jnp.issubdtype(p.dtype, jnp.inexact) else _zero_tangent(p) for p in primals)
+        found = iter(
+            run_backward(primals, tuple(c for c, w in zip(cotangents, wanted, strict=True) if w))
+        )
+        return tuple(
+            next(found) if jnp.issubdtype(p.dtype, jnp.inexact) else _zero_tangent(p)
+            for p in primals
+        )
 
     function.defvjp(forward, backward)
     return function

@@ -15,9 +15,11 @@ from etrace_bridge.frontend.ops.dtypes import JAX_TO_TORCH, TORCH_TO_JAX, to_jax
 
 
 def to_jax(array: Any) -> jax.Array:
-    """Copy a torch tensor, NumPy array or number into a JAX array of the same dtype; a JAX array is returned as it is.
+    """Copy a torch tensor, NumPy array or number into a JAX array of the same dtype; a JAX array is
+    returned as it is.
 
-    Memory is never shared: an in-place write in torch would otherwise change a JAX array, and race with computations on it.
+    Memory is never shared: an in-place write in torch would otherwise change a JAX array, and race
+    with computations on it.
     """
     if isinstance(array, jax.Array):
         return living(array)
@@ -30,21 +32,30 @@ def to_jax(array: Any) -> jax.Array:
 def living(array: jax.Array, name: str = "The array") -> jax.Array:
     """Give a JAX array, which may be traced, as it is; raise if its memory was given away."""
     if is_concrete(array) and array.is_deleted():
-        raise InputError(f"{name} is a JAX array that was deleted: it was donated to another computation. Pass a copy.")
+        raise InputError(
+            f"{name} is a JAX array that was deleted: it was donated to another computation. Pass "
+            "a copy."
+        )
     return array
 
 
 def to_host(array: Any, name: str = "The array") -> np.ndarray:
-    """Copy a torch tensor, NumPy array, number or list into a NumPy array of the dtype that JAX gives it in its current mode.
+    """Copy a torch tensor, NumPy array, number or list into a NumPy array of the dtype that JAX
+    gives it in its current mode.
 
     Args:
         array: What to copy.
         name: What it is, for errors; begins a sentence.
 
     Raises:
-        InputError: It is not an array of numbers in memory, or an integer does not fit into 32 bits.
+        InputError: It is not an array of numbers in memory, or an integer does not fit into 32
+            bits.
     """
-    source = _tensor_memory(array, name) if isinstance(array, torch.Tensor) else _number_array(array, name)
+    source = (
+        _tensor_memory(array, name)
+        if isinstance(array, torch.Tensor)
+        else _number_array(array, name)
+    )
     dtype = jax.dtypes.canonicalize_dtype(source.dtype.newbyteorder("="))
     if dtype.itemsize < source.dtype.itemsize and dtype.kind in "iu" and source.size:
         info = np.iinfo(dtype)
@@ -68,14 +79,19 @@ def _tensor_memory(tensor: torch.Tensor, name: str) -> np.ndarray:
         else ""
     )  # fmt: skip
     if kind:
-        raise InputError(f"{name} is a {kind} tensor. Pass a dense tensor with values in memory, of a plain numeric dtype.")
+        raise InputError(
+            f"{name} is a {kind} tensor. Pass a dense tensor with values in memory, of a plain "
+            "numeric dtype."
+        )
     tensor = tensor.detach()
     try:
         if tensor.dtype == torch.bfloat16:  # NumPy has no bfloat16 of its own
             return tensor.contiguous().view(torch.int16).numpy(force=True).view(jnp.bfloat16)
         return tensor.numpy(force=True)
     except Exception as error:
-        raise InputError(f"{name} is a `{type(tensor).__name__}` whose values cannot be read: {error}") from error
+        raise InputError(
+            f"{name} is a `{type(tensor).__name__}` whose values cannot be read: {error}"
+        ) from error
 
 
 def _number_array(array: Any, name: str) -> np.ndarray:
@@ -83,20 +99,30 @@ def _number_array(array: Any, name: str) -> np.ndarray:
     try:
         found = np.asarray(array)
     except Exception as error:
-        raise InputError(f"{name} is a `{type(array).__name__}`. Expected a torch tensor, a NumPy or a JAX array.") from error
+        raise InputError(
+            f"{name} is a `{type(array).__name__}`. Expected a torch tensor, a NumPy or a JAX "
+            "array."
+        ) from error
     if isinstance(array, np.ma.MaskedArray):
-        raise InputError(f"{name} is a masked array, and its mask would be lost. Fill it, and pass `mask=` where steps are to be left out.")
+        raise InputError(
+            f"{name} is a masked array, and its mask would be lost. Fill it, and pass `mask=` "
+            "where steps are to be left out."
+        )
     if found.dtype.newbyteorder("=") not in JAX_TO_TORCH:
         raise InputError(
-            f"{name} is a `{type(array).__name__}` of {found.dtype}, not of numbers in one rectangular block. "
-            "Expected a torch tensor, a NumPy or a JAX array."
+            f"{name} is a `{type(array).__name__}` of {found.dtype}, not of numbers in one "
+            "rectangular block. Expected a torch tensor, a NumPy or a JAX array."
         )
     return found
 
 
 def to_real_jax(tensor: torch.Tensor) -> jax.Array:
-    """Copy a torch tensor as the step holds it: a complex one as a real array with a last axis of real and imaginary part."""
-    return to_jax(torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor)
+    """Copy a torch tensor as the step holds it: a complex one as a real array with a last axis of
+    real and imaginary part.
+    """
+    return to_jax(
+        torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
+    )
 
 
 def held_shape(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -109,8 +135,8 @@ def to_torch(array: Any, like: torch.Tensor | None = None) -> torch.Tensor:
 
     Args:
         array: The array.
-        like: The tensor that the array belongs to (a parameter, for its value or gradient). If it is complex, the array is real
-            and has its real and imaginary parts along the last axis.
+        like: The tensor that the array belongs to (a parameter, for its value or gradient). If it
+            is complex, the array is real and has its real and imaginary parts along the last axis.
     """
     if like is not None and like.is_complex():
         return torch.view_as_complex(to_torch(array))

@@ -26,7 +26,9 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def intercepted_calls(handler: Handler) -> Iterator[None]:
-    """Send module calls of this thread to `handler(module, args, kwargs)`, which may use `plain_call` to go on."""
+    """Send module calls of this thread to `handler(module, args, kwargs)`, which may use
+    `plain_call` to go on.
+    """
     with LOCK:
         outer_call, outer_handler = nn.Module.__call__, getattr(_local, "handler", None)
         nn.Module.__call__, _local.handler = _call, handler
@@ -37,16 +39,32 @@ def intercepted_calls(handler: Handler) -> Iterator[None]:
 
 
 def as_written() -> contextlib.AbstractContextManager:
-    """Run what `torch.compile` has compiled as it was written; nothing to do where it was never used, since it imports much."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+    """Run what `torch.compile` has compiled as it was written; nothing to do where it was never
+    used, since it imports much.
+    """
+    return (
+        torch.compiler.set_stance("force_eager")
+        if "torch._dynamo" in sys.modules
+        else contextlib.nullcontext()
+    )
 
 
 class DefinedMemory(TorchFunctionMode):
-    """Fill uninitialized tensors with NaN, so that two runs of a model can be compared: it may return what it never writes."""
+    """Fill uninitialized tensors with NaN, so that two runs of a model can be compared: it may
+    return what it never writes.
+    """
 
-    _CREATE = {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty, torch.Tensor.new_empty_strided}
+    _CREATE = {
+        torch.empty,
+        torch.empty_like,
+        torch.empty_strided,
+        torch.Tensor.new_empty,
+        torch.Tensor.new_empty_strided,
+    }
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         if func in self._CREATE and type(out) is torch.Tensor and out.device.type != "meta":
             with torch.no_grad():

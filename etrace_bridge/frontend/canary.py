@@ -1,8 +1,10 @@
-"""The private parts of torch, JAX, brainstate and torch2jax that this package relies on, each with a check of what it must do.
+"""The private parts of torch, JAX, brainstate and torch2jax that this package relies on, each with
+a check of what it must do.
 
-`HOOKS` is the list of them. `check_hooks` runs once per process, at the first `wrap`: a version in which one of them has
-changed is refused by name, before it can give a wrong gradient. What fails by itself with an error (`torch._decomp`,
-`Optimizer._opt_called`, an option of the compiler) is not listed.
+`HOOKS` is the list of them. `check_hooks` runs once per process, at the first `wrap`: a version in
+which one of them has changed is refused by name, before it can give a wrong gradient. What fails by
+itself with an error (`torch._decomp`, `Optimizer._opt_called`, an option of the compiler) is not
+listed.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ class Hook:
 
 @functools.cache
 def check_hooks() -> None:
-    """Raise `NotSupportedError` for the first hook that does not hold; the second call does nothing."""
+    """Raise `NotSupportedError` for the first hook that does not hold; the second call does
+    nothing.
+    """
     for hook in HOOKS:
         cause = None
         try:
@@ -67,7 +71,9 @@ def check_hooks() -> None:
 
 @contextlib.contextmanager
 def _plain_surroundings() -> Iterator[None]:
-    """Keep out what the caller is in: `no_grad`, `inference_mode`, warnings as errors. (A JAX trace does no harm: nothing runs.)"""
+    """Keep out what the caller is in: `no_grad`, `inference_mode`, warnings as errors. (A JAX trace
+    does no harm: nothing runs.)
+    """
     with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -75,11 +81,16 @@ def _plain_surroundings() -> Iterator[None]:
 
 def _refusal(hook: Hook, cause: Exception | None) -> str:
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in LIBRARIES)
-    why = "does not do what it did" if cause is None else f"failed with {type(cause).__name__}: {cause}"
+    why = (
+        "does not do what it did"
+        if cause is None
+        else f"failed with {type(cause).__name__}: {cause}"
+    )
     return (
-        f"{hook.name} {why}, in {versions} on Python {platform.python_version()}. The bridge relies on it for {hook.needed_for}, "
-        f"and gradients would be wrong without it. Install versions that were tested: `pip install 'etrace-bridge'` with its "
-        f"own bounds (see Install in the README), and please report this."
+        f"{hook.name} {why}, in {versions} on Python {platform.python_version()}. The bridge "
+        f"relies on it for {hook.needed_for}, and gradients would be wrong without it. Install "
+        "versions that were tested: `pip install 'etrace-bridge'` with its own bounds (see "
+        "Install in the README), and please report this."
     )
 
 
@@ -125,17 +136,23 @@ def _functions() -> bool:
     def model(x: Tensor) -> Tensor:
         with torch.no_grad():
             constant = _Declared.apply(x) + _bound_before(x)
-        return _Declared.apply(x) + 10 * _bound_before(x) + _DeclaredApart.apply(x) + 7000 * constant
+        return (
+            _Declared.apply(x) + 10 * _bound_before(x) + _DeclaredApart.apply(x) + 7000 * constant
+        )
 
     return _product(jax.make_jaxpr(jax.grad(trace_function(model)))(_ONE * 2)) == 2 * (3 + 30 + 500)
 
 
 def _product(closed: Any) -> float:
-    """Evaluate the gradient of the above at 2 operation by operation: compiling would take longer than all checks."""
+    """Evaluate the gradient of the above at 2 operation by operation: compiling would take longer
+    than all checks.
+    """
     rules = {"mul": np.multiply, "add_any": np.add}
     jaxpr = compat.remove_dead_equations(closed.jaxpr)
-    values = dict.fromkeys(jaxpr.invars, 2.0) | dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    read = lambda v: v.val if isinstance(v, compat.Literal) else values[v]  # noqa: E731
+    values = dict.fromkeys(jaxpr.invars, 2.0) | dict(
+        zip(jaxpr.constvars, closed.consts, strict=True)
+    )
+    read = lambda v: v.val if isinstance(v, compat.Literal) else values[v]
     for eqn in jaxpr.eqns:
         values[eqn.outvars[0]] = rules[eqn.primitive.name](*map(read, eqn.invars))
     return float(read(jaxpr.outvars[0]))
@@ -168,7 +185,8 @@ def _traced(function: Callable, tracer: Tracer | None = None) -> tuple[str, ...]
 def _torch_calls() -> bool:
     weight, tracer = nn.Parameter(torch.ones(())), Tracer()
     tracer.track(weight, TracedTensor(jnp.asarray(np.ones(()))))
-    on_parameter = _traced(lambda x: torch.sin(weight), tracer)  # no traced argument: only the mode can see it
+    # no traced argument: only the mode can see it
+    on_parameter = _traced(lambda x: torch.sin(weight), tracer)
     return on_parameter == ("sin",) and _traced(torch.sin) == ("sin",)
 
 
@@ -183,15 +201,27 @@ def _aten_calls() -> bool:
 def _plain_reads() -> bool:
     def shares_memory(x: Tensor) -> bool:
         with torch._C.DisableTorchFunction():
-            return x.view(1).untyped_storage().data_ptr() == x.untyped_storage().data_ptr() and type(x + x) is Tensor
+            return (
+                x.view(1).untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+                and type(x + x) is Tensor
+            )
 
     with tracing(Tracer()):
         return shares_memory(torch.zeros(()))
 
 
 def _op_names() -> bool:
-    names = (torch.ops.aten.add, torch.ops.aten.add.Tensor, torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.nn.functional.relu)
-    return all(registry.lookup(name) is not None for name in names) and callable(torch.ops.aten.add.Tensor.decompose)
+    names = (
+        torch.ops.aten.add,
+        torch.ops.aten.add.Tensor,
+        torch.add,
+        torch.Tensor.add,
+        torch.Tensor.__add__,
+        torch.nn.functional.relu,
+    )
+    return all(registry.lookup(name) is not None for name in names) and callable(
+        torch.ops.aten.add.Tensor.decompose
+    )
 
 
 def _hook_tables() -> bool:
@@ -204,7 +234,12 @@ def _hook_tables() -> bool:
     parameter.register_post_accumulate_grad_hook(hook)
     module.register_full_backward_hook(hook)
     module.register_full_backward_pre_hook(hook)
-    tables = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks, module._backward_hooks, module._backward_pre_hooks)
+    tables = (
+        parameter._backward_hooks,
+        parameter._post_accumulate_grad_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
     return all(hook in (table or {}).values() for table in tables)
 
 
@@ -230,11 +265,23 @@ def _jaxprs() -> bool:
     whole = closed.jaxpr
     part = compat.sub_jaxpr(whole, whole.eqns, whole.invars, whole.outvars[1:], whole.constvars)
     part = compat.remove_dead_equations(part)
-    kept = len(part.invars) == 2 and len(part.constvars) == len(closed.consts) == 1 and "sin" not in str(part)
-    again = compat.ClosedJaxpr(compat.sub_jaxpr(part, part.eqns, part.invars[:1], part.outvars, part.constvars), closed.consts)
+    kept = (
+        len(part.invars) == 2
+        and len(part.constvars) == len(closed.consts) == 1
+        and "sin" not in str(part)
+    )
+    again = compat.ClosedJaxpr(
+        compat.sub_jaxpr(part, part.eqns, part.invars[:1], part.outvars, part.constvars),
+        closed.consts,
+    )
     copied = jax.make_jaxpr(lambda x: compat.evaluate_jaxpr(again, x))(2.0)
-    names = lambda jaxpr: [eqn.primitive.name for eqn in jaxpr.eqns]  # noqa: E731
-    return kept and len(again.jaxpr.invars) == 1 and names(copied.jaxpr) == names(part) and "mul" in names(part)
+    names = lambda jaxpr: [eqn.primitive.name for eqn in jaxpr.eqns]
+    return (
+        kept
+        and len(again.jaxpr.invars) == 1
+        and names(copied.jaxpr) == names(part)
+        and "mul" in names(part)
+    )
 
 
 def _equations() -> bool:
@@ -247,7 +294,12 @@ def _equations() -> bool:
     (eqn,) = jax.make_jaxpr(jax.named_scope("canary")(lambda x: compat.copy_p.bind(x)))(1.0).eqns
     (bound,) = jax.make_jaxpr(bind)(1.0).eqns
     scopes = compat.module_scope(eqn), compat.module_scope(bound)
-    return known == [False] and bound.primitive is compat.copy_p and scopes == ("canary", "canary") and "canary" in compat.user_line(bound)
+    return (
+        known == [False]
+        and bound.primitive is compat.copy_p
+        and scopes == ("canary", "canary")
+        and "canary" in compat.user_line(bound)
+    )
 
 
 # ---- brainstate and torch2jax
@@ -269,26 +321,65 @@ def _states() -> bool:
     stateful.make_jaxpr(1.0)
     closed, states = stateful.get_jaxpr(1.0), stateful.get_states(1.0)
     sizes = len(closed.jaxpr.invars), len(closed.jaxpr.outvars)
-    return {id(s) for s in states} == {id(counter.weight), id(counter.count)} and sizes == (3, 3) and hasattr(counter.count, "stack_level")
+    return (
+        {id(s) for s in states} == {id(counter.weight), id(counter.count)}
+        and sizes == (3, 3)
+        and hasattr(counter.count, "stack_level")
+    )
 
 
 def _torch2jax_rules() -> bool:
     rule = torch2jax.HANDLED_FUNCTIONS[torch.tanh]
-    names = [eqn.primitive.name for eqn in jax.make_jaxpr(lambda x: rule(torch2jax.Torchish(x)).value)(1.0).eqns]
-    return names == ["tanh"] and issubclass(torch2jax.TorchishMode, torch.overrides.TorchFunctionMode)
+    names = [
+        eqn.primitive.name
+        for eqn in jax.make_jaxpr(lambda x: rule(torch2jax.Torchish(x)).value)(1.0).eqns
+    ]
+    return names == ["tanh"] and issubclass(
+        torch2jax.TorchishMode, torch.overrides.TorchFunctionMode
+    )
 
 
 HOOKS = (
-    Hook("`torch.autograd.Function.apply`", "the gradients that Functions declare (surrogate gradients)", _functions),
+    Hook(
+        "`torch.autograd.Function.apply`",
+        "the gradients that Functions declare (surrogate gradients)",
+        _functions,
+    ),
     Hook("`torch.nn.Module.__call__`", "the states of inner modules", _module_calls),
-    Hook("`__torch_function__` of torch's modes and subclasses", "seeing every torch call of a model", _torch_calls),
-    Hook("`torch._C.DisableTorchFunctionSubclass`", "computing a torch call by its aten pieces", _aten_calls),
-    Hook("`torch._C.DisableTorchFunction`", "reading a tensor's memory while tracing", _plain_reads),
-    Hook("the names of torch's functions and `torch.ops.aten`", "finding the JAX rule of a torch call", _op_names),
+    Hook(
+        "`__torch_function__` of torch's modes and subclasses",
+        "seeing every torch call of a model",
+        _torch_calls,
+    ),
+    Hook(
+        "`torch._C.DisableTorchFunctionSubclass`",
+        "computing a torch call by its aten pieces",
+        _aten_calls,
+    ),
+    Hook(
+        "`torch._C.DisableTorchFunction`", "reading a tensor's memory while tracing", _plain_reads
+    ),
+    Hook(
+        "the names of torch's functions and `torch.ops.aten`",
+        "finding the JAX rule of a torch call",
+        _op_names,
+    ),
     Hook("`Tensor._backward_hooks` and its relatives", "hooks on gradients", _hook_tables),
     Hook("`Tensor._version` and `Module._buffers`", "finding the states of a model", _memory),
-    Hook("`jax._src.interpreters.partial_eval.dce_jaxpr` and `Jaxpr.replace`", "taking programs apart", _jaxprs),
-    Hook("`jax._src.source_info_util` and `JaxprEqn.ctx`", "running single equations of a program", _equations),
+    Hook(
+        "`jax._src.interpreters.partial_eval.dce_jaxpr` and `Jaxpr.replace`",
+        "taking programs apart",
+        _jaxprs,
+    ),
+    Hook(
+        "`jax._src.source_info_util` and `JaxprEqn.ctx`",
+        "running single equations of a program",
+        _equations,
+    ),
     Hook("`brainstate.transform.StatefulFunction`", "the program of a step", _states),
-    Hook("`torch2jax.HANDLED_FUNCTIONS`", "torch calls without a rule of the bridge", _torch2jax_rules),
+    Hook(
+        "`torch2jax.HANDLED_FUNCTIONS`",
+        "torch calls without a rule of the bridge",
+        _torch2jax_rules,
+    ),
 )

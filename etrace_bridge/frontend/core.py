@@ -1,4 +1,6 @@
-"""The torch side of a bridged module: what its tensors are, how its step runs, the steps traced so far."""
+"""The torch side of a bridged module: what its tensors are, how its step runs, the steps traced so
+far.
+"""
 
 from __future__ import annotations
 
@@ -51,17 +53,24 @@ class Core:
         self.tensors: list[NamedTensor] = named_tensors(model)
         self.tensor_paths = {to_path(n.name) for n in self.tensors}
         self.step_tensors = step_tensors(model)
-        self.assumed_batch_first: bool | None = None  # what callers were told before a step's input was known
+        # What callers were told before a step's input was known
+        self.assumed_batch_first: bool | None = None
         self._guessed_batch_first: bool | None = None
 
     def inputs_for(self, batch_size: int | None) -> tuple[tuple | None, bool]:
-        """Give one step of input for a batch size, and whether it is guessed from the layers' sizes."""
+        """Give one step of input for a batch size, and whether it is guessed from the layers'
+        sizes.
+        """
         if self.options.example_input is not None:
-            return tuple(examples.with_batch(x, batch_size) for x in self.options.example_input), False
+            return tuple(
+                examples.with_batch(x, batch_size) for x in self.options.example_input
+            ), False
         return examples.guess_inputs(self.model, batch_size), True
 
     def guess_batch_first(self) -> bool:
-        """Tell whether sequences are batch-first before an input is known: by the layers, else by a guessed input."""
+        """Tell whether sequences are batch-first before an input is known: by the layers, else by a
+        guessed input.
+        """
         if self._guessed_batch_first is None:
             known = discover.static_batch_first(self.model, self.options.batch_first)
             self._guessed_batch_first = self._plan_says_batch_first() if known is None else known
@@ -88,7 +97,11 @@ class Core:
             batched=batch_size is not None,
             tensors=self.step_tensors,
         )
-        state = None if options.state is None else examples.given_state(options.state, batch_size, self.float_dtype, detach=False)
+        state = (
+            None
+            if options.state is None
+            else examples.given_state(options.state, batch_size, self.float_dtype, detach=False)
+        )
         plan.start_parameters = find_start_parameters(self.model, inputs, plan, state)
         return plan
 
@@ -98,7 +111,9 @@ class Core:
         return tuple(module.training for module in self.model.modules())
 
     def drop_unread_states(self, session: Session) -> None:
-        """Trace the step once, take states that it never reads out of the plan, and note whether it is random."""
+        """Trace the step once, take states that it never reads out of the plan, and note whether it
+        is random.
+        """
         step = self.traced_step(session, tuple(to_jax(x) for x in session.inputs))
         session.plan.uses_random = step.uses_key
         if session.plan.python:
@@ -108,13 +123,22 @@ class Core:
             session.steps.clear()
 
     def _check_python_attributes(self, session: Session, step: TracedStep) -> None:
-        """Trace again with the Python values of the next step, and of a step far away: the program must be the same."""
+        """Trace again with the Python values of the next step, and of a step far away: the program
+        must be the same.
+        """
         labels = [attribute.label for attribute in session.plan.python]
         inputs = tuple(to_jax(x) for x in session.inputs)
         for which in (1, 2):
             try:
-                again = trace_step(self.model, dataclasses.replace(session.plan, later=which), self.step_tensors, inputs)
-            except Exception as error:  # the model's own, or ours: a counter that ran out of a list, an operation of another branch
+                again = trace_step(
+                    self.model,
+                    dataclasses.replace(session.plan, later=which),
+                    self.step_tensors,
+                    inputs,
+                )
+            except Exception as error:
+                # the model's own, or ours: a counter that ran out of a list, an operation of
+                # another branch
                 raise messages.python_state(labels) from error
             if str(again.jaxpr) != str(step.jaxpr):
                 raise messages.python_state(labels)
@@ -135,9 +159,21 @@ class Core:
 
     @property
     def float_dtype(self) -> torch.dtype:
-        """The dtype of the model's first floating parameter or buffer; of a complex one, that of its parts."""
-        return next((n.tensor.dtype.to_real() for n in self.tensors if n.tensor.is_floating_point() or n.tensor.is_complex()), torch.get_default_dtype())
+        """The dtype of the model's first floating parameter or buffer; of a complex one, that of
+        its parts.
+        """
+        return next(
+            (
+                n.tensor.dtype.to_real()
+                for n in self.tensors
+                if n.tensor.is_floating_point() or n.tensor.is_complex()
+            ),
+            torch.get_default_dtype(),
+        )
 
     def example_like(self, values: tuple) -> tuple[torch.Tensor, ...]:
         """Make torch tensors of the shapes of some inputs, which may be traced."""
-        return tuple(to_torch(v) if is_concrete(v) else examples.example_tensor(v.shape, v.dtype) for v in values)
+        return tuple(
+            to_torch(v) if is_concrete(v) else examples.example_tensor(v.shape, v.dtype)
+            for v in values
+        )

@@ -10,9 +10,13 @@ from jax import lax
 
 
 def replace_value(old: Any, new: Any) -> Any:
-    """Give the value of `new` with the gradient of `old`: what an in-place write under `torch.no_grad` does."""
+    """Give the value of `new` with the gradient of `old`: what an in-place write under
+    `torch.no_grad` does.
+    """
     if jnp.iscomplexobj(old):
-        return lax.complex(_replace(lax.real(old), lax.real(new)), _replace(lax.imag(old), lax.imag(new)))
+        return lax.complex(
+            _replace(lax.real(old), lax.real(new)), _replace(lax.imag(old), lax.imag(new))
+        )
     return _replace(old, new)
 
 

@@ -1,4 +1,6 @@
-"""Finding out how a torch model runs one step, by running it: what it consumes, where its state is, how the state starts."""
+"""Finding out how a torch model runs one step, by running it: what it consumes, where its state is,
+how the state starts.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,23 @@ from torch import nn
 from etrace_bridge._errors import BridgeError, InputError, NotSupportedError, StateError
 from etrace_bridge.frontend import messages
 from etrace_bridge.frontend.attributes import find_attribute_slots
-from etrace_bridge.frontend.calls import LOCK, DefinedMemory, as_written, intercepted_calls, plain_call
+from etrace_bridge.frontend.calls import (
+    LOCK,
+    DefinedMemory,
+    as_written,
+    intercepted_calls,
+    plain_call,
+)
 from etrace_bridge.frontend.examples import random_like, scaled, with_sample_changed
 from etrace_bridge.frontend.names import NamedTensor
-from etrace_bridge.frontend.plan import ArgumentSlot, StateLeaf, StepPlan, TimeAxis, add_time_axis, native_call
+from etrace_bridge.frontend.plan import (
+    ArgumentSlot,
+    StateLeaf,
+    StepPlan,
+    TimeAxis,
+    add_time_axis,
+    native_call,
+)
 from etrace_bridge.frontend.root import find_root_adapter, same_tensors
 from etrace_bridge.frontend.snapshot import restored
 from etrace_bridge.frontend.state import (
@@ -61,10 +76,13 @@ class Recorder:
         adapter = self._root_adapter if module is self._root else find_adapter(module)
         if adapter is None:
             return plain_call(module, *args, **kwargs)
-        rest, _, given = bind_state_arguments(module.forward, adapter.arguments(module), args, kwargs)
+        rest, _, given = bind_state_arguments(
+            module.forward, adapter.arguments(module), args, kwargs
+        )
         index = self._counts.get(id(module), 0)
         self._counts[id(module)] = index + 1
-        call = Call(module, adapter, index, _copied(rest), _copied(given), None)  # the call may write to its arguments
+        # the call may write to its arguments
+        call = Call(module, adapter, index, _copied(rest), _copied(given), None)
         self.calls.append(call)
         call.returned = plain_call(module, *args, **kwargs)
         return call.returned
@@ -87,13 +105,15 @@ def find_plan(
 ) -> StepPlan:
     """Find how one step of a model runs.
 
-    A model whose `forward` takes one step, or whose state lives in layers that the bridge knows, runs as it is, with its state
-    put in and taken out. Of any other model that takes sequences, the step is found in the program of a whole sequence.
+    A model whose `forward` takes one step, or whose state lives in layers that the bridge knows,
+    runs as it is, with its state put in and taken out. Of any other model that takes sequences, the
+    step is found in the program of a whole sequence.
 
     Args:
         model: The torch model; it is left as it was.
         inputs: One time step of each input, as torch tensors.
-        state: The initial state of the root module's state arguments, for one that does not accept None.
+        state: The initial state of the root module's state arguments, for one that does not accept
+            None.
         sequence: Whether `forward` consumes sequences; None to find out.
         batch_first: Where the batch axis of a sequence is; None to find out.
         batched: Inputs have a batch axis.
@@ -114,14 +134,24 @@ def find_plan(
         except Exception as error:
             if sequence is False or not _may_take_sequences(model, error):
                 raise
-            if not isinstance(error, BridgeError) and _runs_alone(model, inputs):  # so it takes steps, and a later one fails
+            # so it takes steps, and a later one fails
+            if not isinstance(error, BridgeError) and _runs_alone(model, inputs):
                 raise
             failure: Exception | None = error
         else:
-            if layout is not None or plan.leaves or sequence is False or not _may_take_sequences(model, None):
+            if (
+                layout is not None
+                or plan.leaves
+                or sequence is False
+                or not _may_take_sequences(model, None)
+            ):
                 return plan
             failure = None
-        layouts = [layout] if layout is not None else [*(["batch_first"] if batched else []), "time_major"]
+        layouts = (
+            [layout]
+            if layout is not None
+            else [*(["batch_first"] if batched else []), "time_major"]
+        )
         if layout is None and batch_first is not None:
             layouts = ["batch_first" if batch_first else "time_major"]
         found = _plan_loop(model, inputs, layouts, state, batched, tensors, failure)
@@ -139,20 +169,26 @@ def _runs_alone(model: nn.Module, inputs: tuple) -> bool:
 
 
 def _may_take_sequences(model: nn.Module, error: Exception | None) -> bool:
-    """Whether it is worth trying a model on whole sequences after one step failed, or after it showed no state."""
+    """Whether it is worth trying a model on whole sequences after one step failed, or after it
+    showed no state.
+    """
     known = find_adapter(model)
     if known is not None and (known.arguments(model) or known.sequence(model) is not None):
         return False
     return error is None or not isinstance(error, BridgeError) or isinstance(error, _MAY_BE_A_LOOP)
 
 
-def _plan_in_layout(model: nn.Module, inputs: tuple, layout: str | None, state: Any, batched: bool) -> StepPlan:
+def _plan_in_layout(
+    model: nn.Module, inputs: tuple, layout: str | None, state: Any, batched: bool
+) -> StepPlan:
     """Find how a model runs whose state is in arguments, attributes and layers with an adapter."""
     paths = {id(module): path for path, module in model.named_modules()}
     plan = StepPlan(layout=layout)
     with restored(model, values=False):
         batch_axis = None if not batched else int(plan.layout == "time_major")
-        plan.root, given = find_root_adapter(model, add_time_axis(inputs, plan.layout), state, batch_axis)
+        plan.root, given = find_root_adapter(
+            model, add_time_axis(inputs, plan.layout), state, batch_axis
+        )
     if plan.layout is None and batched:
         _check_batch(model, inputs, plan, given)
     plan.output_time_axes = find_time_axes(model, inputs, plan, given)
@@ -184,14 +220,21 @@ def _plan_loop(
 
     reasons: list[Exception] = []
     stateless = None
-    batch = next((x.shape[0] for x in inputs if isinstance(x, torch.Tensor) and x.dim()), None) if batched else None
+    batch = (
+        next((x.shape[0] for x in inputs if isinstance(x, torch.Tensor) and x.dim()), None)
+        if batched
+        else None
+    )
     for layout in layouts:
         plan = StepPlan(layout=layout)
         try:
             with restored(model, values=False):
                 batch_axis = None if not batched else int(layout == "time_major")
-                plan.root, given = find_root_adapter(model, repeat_in_time(inputs, layout, 5), state, batch_axis)
-            _call_root(model, plan, given, repeat_in_time(inputs, layout, 5), Recorder())  # torch must take this layout
+                plan.root, given = find_root_adapter(
+                    model, repeat_in_time(inputs, layout, 5), state, batch_axis
+                )
+            # torch must take this layout
+            _call_root(model, plan, given, repeat_in_time(inputs, layout, 5), Recorder())
             plan.loop = find_loop(model, tensors, inputs, plan, given, batch)
         except Exception as error:  # the model does not take this layout, or looks ahead in it
             reasons.append(error)
@@ -200,21 +243,35 @@ def _plan_loop(
         if plan.loop.leaves:
             return plan
         stateless = stateless or plan
-    known = [error for error in reasons if isinstance(error, BridgeError) and not isinstance(error, InputError)]
+    known = [
+        error
+        for error in reasons
+        if isinstance(error, BridgeError) and not isinstance(error, InputError)
+    ]
     if failure is None:
-        about_time = [error for error in known if isinstance(error, (NotSupportedError, StateError))]
+        about_time = [
+            error for error in known if isinstance(error, (NotSupportedError, StateError))
+        ]
         if about_time:
-            warnings.warn(messages.stateless_step(type(model).__name__, about_time[0]), stacklevel=2)
+            warnings.warn(
+                messages.stateless_step(type(model).__name__, about_time[0]), stacklevel=2
+            )
         return None
     if stateless is not None and not known:
         return stateless
-    if isinstance(failure, BridgeError) and not isinstance(failure, (messages.BatchInOrder, messages.NotChained)):
+    if isinstance(failure, BridgeError) and not isinstance(
+        failure, (messages.BatchInOrder, messages.NotChained)
+    ):
         raise failure
     raise (known[0] if known else failure)
 
 
-def _call_root(model: nn.Module, plan: StepPlan, given: tuple | None, args: tuple, recorder: Recorder) -> Any:
-    """Call the model on plain tensors with its initial state, if it takes one and the state is known."""
+def _call_root(
+    model: nn.Module, plan: StepPlan, given: tuple | None, args: tuple, recorder: Recorder
+) -> Any:
+    """Call the model on plain tensors with its initial state, if it takes one and the state is
+    known.
+    """
     root = plan.root
     names = () if root is None else root.arguments(model)
     states = given
@@ -225,7 +282,9 @@ def _call_root(model: nn.Module, plan: StepPlan, given: tuple | None, args: tupl
         return plan.call_from(model, args, None if states is None else _copied(states))
 
 
-def _find_attribute_slots(model: nn.Module, inputs: tuple, plan: StepPlan, paths: dict[int, str]) -> tuple[list, list]:
+def _find_attribute_slots(
+    model: nn.Module, inputs: tuple, plan: StepPlan, paths: dict[int, str]
+) -> tuple[list, list]:
     """Find state in attributes, with argument states at their initial values."""
     start = [leaf.initial for leaf in plan.leaves]
     with contextlib.ExitStack() as stack:
@@ -235,12 +294,17 @@ def _find_attribute_slots(model: nn.Module, inputs: tuple, plan: StepPlan, paths
             stack.enter_context(restored(model, values=False))
 
         reset()
-        return find_attribute_slots(model, lambda: plan.run(model, inputs, start, native_call(model))[0], reset, paths)
+        return find_attribute_slots(
+            model, lambda: plan.run(model, inputs, start, native_call(model))[0], reset, paths
+        )
 
 
 def _check_chaining(model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple | None) -> None:
-    """Run a random sequence at once and step by step: a state that the bridge does not carry, or a look ahead, would show."""
-    for module in model.modules():  # dropout differs from run to run; batch statistics are part of what the model computes
+    """Run a random sequence at once and step by step: a state that the bridge does not carry, or a
+    look ahead, would show.
+    """
+    # Dropout differs from run to run; batch statistics are part of what the model computes
+    for module in model.modules():
         if not isinstance(module, nn.modules.batchnorm._NormBase):
             module.training = False
     for scale in (1.0, 5.0, 30.0):  # a spiking model that is silent agrees with everything
@@ -248,28 +312,39 @@ def _check_chaining(model: nn.Module, inputs: tuple, plan: StepPlan, given: tupl
             return
 
 
-def _check_sequence(model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple | None, scale: float) -> bool:
+def _check_sequence(
+    model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple | None, scale: float
+) -> bool:
     """Compare one sequence with its steps; give whether an output was all zeros."""
     length, axis = _unused_length(inputs), 1 if plan.layout == "batch_first" else 0
     steps = [scaled(tuple(random_like(x, step) for x in inputs), scale) for step in range(length)]
-    whole = [torch.stack(x, min(axis, x[0].dim())) if isinstance(x[0], torch.Tensor) else x[0] for x in zip(*steps, strict=True)]
+    whole = [
+        torch.stack(x, min(axis, x[0].dim())) if isinstance(x[0], torch.Tensor) else x[0]
+        for x in zip(*steps, strict=True)
+    ]
     returned = _call_root(model, plan, given, tuple(whole), Recorder())
     expected = flatten_state(plan.output_of(model, returned))[0]
     with restored(model, values=False):
         states = [leaf.initial.clone() for leaf in plan.leaves]
         for step, x in enumerate(steps):
             output, states = plan.run(model, x, states, native_call(model))
-            for (_, found), (_, wanted), axis in zip(flatten_state(output)[0], expected, plan.output_time_axes, strict=True):
+            for (_, found), (_, wanted), axis in zip(
+                flatten_state(output)[0], expected, plan.output_time_axes, strict=True
+            ):
                 if axis is None and step < length - 1:
                     continue
                 wanted = wanted if axis is None else axis.select(wanted, step)
                 if not torch.allclose(found, wanted, rtol=1e-3, atol=1e-5, equal_nan=True):
-                    raise messages.not_chained(type(model).__name__, [".".join(leaf.path) for leaf in plan.leaves])
+                    raise messages.not_chained(
+                        type(model).__name__, [".".join(leaf.path) for leaf in plan.leaves]
+                    )
     return any(not bool(tensor.any()) for _, tensor in expected)
 
 
 def _check_batch(model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple | None) -> None:
-    """Raise if a step reads the samples of a batch one after the other: then the first axis is time."""
+    """Raise if a step reads the samples of a batch one after the other: then the first axis is
+    time.
+    """
     size = next((x.shape[0] for x in inputs if isinstance(x, torch.Tensor) and x.dim()), 1)
     if size < 3:  # with two samples, "reads the first one" and "in order" look the same
         return
@@ -278,11 +353,22 @@ def _check_batch(model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple |
     for sample in (None, 0, 1, size - 1):
         changed = tuple(with_sample_changed(x, 0, size, sample) for x in base)
         try:
-            runs.append([t for _, t in flatten_state(_call_root(model, plan, given, changed, Recorder()))[0]])
+            runs.append(
+                [
+                    t
+                    for _, t in flatten_state(_call_root(model, plan, given, changed, Recorder()))[
+                        0
+                    ]
+                ]
+            )
         except Exception:  # the call itself will be judged where the states are looked for
             return
     for plain, *others in zip(*runs, strict=False):
-        if plain.dim() and plain.shape[0] == size and all(plain.shape == other.shape for other in others):
+        if (
+            plain.dim()
+            and plain.shape[0] == size
+            and all(plain.shape == other.shape for other in others)
+        ):
             rows = [(plain != other).reshape(size, -1).any(1).tolist() for other in others]
             if rows == [[row >= sample for row in range(size)] for sample in (0, 1, size - 1)]:
                 raise messages.reads_batch_in_order(type(model).__name__)
@@ -303,11 +389,19 @@ def check_modules(model: nn.Module) -> None:
 # ---- what `forward` consumes
 
 
-def find_layout(model: nn.Module, inputs: tuple, sequence: bool | None, batch_first: bool | None) -> str | None:
-    """Tell whether a model consumes sequences, and in which layout, by giving it one and watching its recurrent layers."""
+def find_layout(
+    model: nn.Module, inputs: tuple, sequence: bool | None, batch_first: bool | None
+) -> str | None:
+    """Tell whether a model consumes sequences, and in which layout, by giving it one and watching
+    its recurrent layers.
+    """
     adapter = find_adapter(model)
     own = adapter.sequence(model) if adapter is not None else None
-    inner = [found for m in model.modules() if (a := find_adapter(m)) is not None and (found := a.sequence(m)) is not None]
+    inner = [
+        found
+        for m in model.modules()
+        if (a := find_adapter(m)) is not None and (found := a.sequence(m)) is not None
+    ]
     if sequence is False:
         return None
     if own is not None:
@@ -319,7 +413,9 @@ def find_layout(model: nn.Module, inputs: tuple, sequence: bool | None, batch_fi
         return None
     candidates = [chosen] if chosen else list(dict.fromkeys([*inner, "time_major", "batch_first"]))
     if inner:
-        return next((layout for layout in candidates if _layers_see_time(model, inputs, layout)), None)
+        return next(
+            (layout for layout in candidates if _layers_see_time(model, inputs, layout)), None
+        )
     return "time_major" if _loops_over_first_axis(model, inputs) else None
 
 
@@ -344,7 +440,9 @@ def _layers_see_time(model: nn.Module, inputs: tuple, layout: str) -> bool:
 
 
 def _loops_over_first_axis(model: nn.Module, inputs: tuple) -> bool:
-    """Tell whether `forward` calls its cells once for each entry of the first axis: then that axis is time."""
+    """Tell whether `forward` calls its cells once for each entry of the first axis: then that axis
+    is time.
+    """
     if not any((a := find_adapter(m)) is not None and a.arguments(m) for m in model.modules()):
         return False
     counts = []
@@ -352,7 +450,12 @@ def _loops_over_first_axis(model: nn.Module, inputs: tuple) -> bool:
         recorder = Recorder()
         try:
             with restored(model, values=False), intercepted_calls(recorder):
-                first = [x[:1].expand(size, *x.shape[1:]).contiguous() if isinstance(x, torch.Tensor) and x.dim() else x for x in inputs]
+                first = [
+                    x[:1].expand(size, *x.shape[1:]).contiguous()
+                    if isinstance(x, torch.Tensor) and x.dim()
+                    else x
+                    for x in inputs
+                ]
                 model(*fill_missing(model.forward, tuple(first)))
         except Exception:  # another call convention; the step itself will tell
             return False
@@ -363,7 +466,10 @@ def _loops_over_first_axis(model: nn.Module, inputs: tuple) -> bool:
 def repeat_in_time(inputs: tuple, layout: str | None, length: int) -> tuple:
     """Make sequences that repeat one time step."""
     axis = 1 if layout == "batch_first" else 0
-    return tuple(torch.stack([x] * length, min(axis, x.dim())) if isinstance(x, torch.Tensor) else x for x in inputs)
+    return tuple(
+        torch.stack([x] * length, min(axis, x.dim())) if isinstance(x, torch.Tensor) else x
+        for x in inputs
+    )
 
 
 def _unused_length(inputs: tuple, skip: int = 0) -> int:
@@ -371,8 +477,11 @@ def _unused_length(inputs: tuple, skip: int = 0) -> int:
     return [length for length in _LENGTHS if length not in sizes][skip]
 
 
-def find_time_axes(model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple | None) -> tuple[TimeAxis | None, ...]:
-    """Find the time axis of each output tensor: the axis whose size follows the length of the sequence.
+def find_time_axes(
+    model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple | None
+) -> tuple[TimeAxis | None, ...]:
+    """Find the time axis of each output tensor: the axis whose size follows the length of the
+    sequence.
 
     An axis of several times that size has time and batch in it, in the order of the layout.
     """
@@ -383,7 +492,9 @@ def find_time_axes(model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple
         length = _unused_length(inputs, skip)
         args = repeat_in_time(inputs, plan.layout, length)
         returned = _call_root(model, plan, given, args, Recorder())
-        shapes.append([tuple(t.shape) for _, t in flatten_state(plan.output_of(model, returned))[0]])
+        shapes.append(
+            [tuple(t.shape) for _, t in flatten_state(plan.output_of(model, returned))[0]]
+        )
     axes: list[TimeAxis | None] = []
     for short, long in zip(*shapes, strict=True):
         changed = [i for i, (a, b) in enumerate(zip(short, long, strict=True)) if a != b]
@@ -391,30 +502,48 @@ def find_time_axes(model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple
             axes.append(None)
             continue
         together = max(1, long[changed[0]] // length)
-        axes.append(TimeAxis(changed[0], together, 1) if plan.layout == "batch_first" else TimeAxis(changed[0], 1, together))
+        axes.append(
+            TimeAxis(changed[0], together, 1)
+            if plan.layout == "batch_first"
+            else TimeAxis(changed[0], 1, together)
+        )
     return tuple(axes)
 
 
 # ---- state in arguments
 
 
-def _find_argument_slots(model: nn.Module, inputs: tuple, plan: StepPlan, paths: dict[int, str], given: tuple | None) -> None:
-    """Make a slot for every call whose state the bridge has to carry: the root's, and those inside a sequence model."""
+def _find_argument_slots(
+    model: nn.Module, inputs: tuple, plan: StepPlan, paths: dict[int, str], given: tuple | None
+) -> None:
+    """Make a slot for every call whose state the bridge has to carry: the root's, and those inside
+    a sequence model.
+    """
     recorder = Recorder(model, plan.root)
     _call_root(model, plan, given, add_time_axis(inputs, plan.layout), recorder)
     for call in recorder.calls:
         carried = call.module is model or plan.layout is not None
         if carried and call.adapter.arguments(call.module):
             with restored(model, values=False):
-                plan.arguments.append(_argument_slot(call, paths[id(call.module)], _inner_starts(recorder.calls, call)))
+                plan.arguments.append(
+                    _argument_slot(
+                        call, paths[id(call.module)], _inner_starts(recorder.calls, call)
+                    )
+                )
     plan.arguments.sort(key=lambda slot: slot.module is not model)
 
 
 def _inner_starts(calls: Sequence[Call], outer: Call) -> dict[int, torch.Tensor]:
-    """Give the initial values of states that inner layers made for themselves, by `id` of the new states that came out."""
+    """Give the initial values of states that inner layers made for themselves, by `id` of the new
+    states that came out.
+    """
     found = {}
     for call in calls:
-        if call is outer or not call.adapter.arguments(call.module) or any(value is not None for value in call.given):
+        if (
+            call is outer
+            or not call.adapter.arguments(call.module)
+            or any(value is not None for value in call.given)
+        ):
             continue
         values = call.adapter.initial(call.module, call.inputs)
         new = flatten_state(call.adapter.split(call.module, call.returned)[1])[0]
@@ -427,43 +556,72 @@ def _inner_starts(calls: Sequence[Call], outer: Call) -> dict[int, torch.Tensor]
 def _argument_slot(call: Call, path: str, inner: dict[int, torch.Tensor]) -> ArgumentSlot:
     adapter = call.adapter
     names = adapter.arguments(call.module)
-    values = None if all(value is None for value in call.given) else adapter.adopt(call.module, call.given)
+    values = (
+        None
+        if all(value is None for value in call.given)
+        else adapter.adopt(call.module, call.given)
+    )
     if values is None or not _keeps_shape(values, adapter.split(call.module, call.returned)[1]):
         # no state was passed, or a placeholder that the module itself replaces in its first step
         values = adapter.initial(call.module, call.inputs)
         if values is None:
             values = zero_state(call.module, adapter, call.inputs, call.returned, path, inner)
-    prefix = (*(path.split(".") if path else ()), *((f"call{call.index + 1}",) if call.index else ()))
+    prefix = (
+        *(path.split(".") if path else ()),
+        *((f"call{call.index + 1}",) if call.index else ()),
+    )
     skeletons, leaves = [], []
     for name, value in zip(names, values, strict=True):
         found, skeleton = flatten_state(value)
         skeletons.append(skeleton)
         for local, (_, tensor) in zip(state_names(name, [p for p, _ in found]), found, strict=True):
             local = adapter.state_path(call.module, local)
-            leaves.append(StateLeaf((*prefix, *local), tensor.detach().clone(), adapter.is_hidden(call.module, local)))
+            leaves.append(
+                StateLeaf(
+                    (*prefix, *local),
+                    tensor.detach().clone(),
+                    adapter.is_hidden(call.module, local),
+                )
+            )
     return ArgumentSlot(call.module, call.index, adapter, tuple(skeletons), leaves)
 
 
 def _keeps_shape(before: tuple, after: tuple) -> bool:
-    return [t.shape for _, t in flatten_state(before)[0]] == [t.shape for _, t in flatten_state(after)[0]]
+    return [t.shape for _, t in flatten_state(before)[0]] == [
+        t.shape for _, t in flatten_state(after)[0]
+    ]
 
 
 def zero_state(
-    module: nn.Module, adapter: Adapter, inputs: tuple, returned: Any, path: str, known: dict[int, torch.Tensor] | None = None
+    module: nn.Module,
+    adapter: Adapter,
+    inputs: tuple,
+    returned: Any,
+    path: str,
+    known: dict[int, torch.Tensor] | None = None,
 ) -> tuple:
-    """Make a state of zeros like the one a module returned, and check that the module starts from it: output and new state agree.
+    """Make a state of zeros like the one a module returned, and check that the module starts from
+    it: output and new state agree.
 
     `known` has the initial values that are known, by `id` of the new states.
     """
     names = adapter.arguments(module)
     leaves, skeleton = flatten_state(adapter.split(module, returned)[1])
     starts = [(known or {}).get(id(t)) for _, t in leaves]
-    zeros = unflatten_state(skeleton, [torch.zeros_like(t) if s is None else s.clone() for (_, t), s in zip(leaves, starts, strict=True)])
-    if not same_tensors(returned, call_with_state(module, names, inputs, {}, zeros, module.forward)):
+    zeros = unflatten_state(
+        skeleton,
+        [
+            torch.zeros_like(t) if s is None else s.clone()
+            for (_, t), s in zip(leaves, starts, strict=True)
+        ],
+    )
+    if not same_tensors(
+        returned, call_with_state(module, names, inputs, {}, zeros, module.forward)
+    ):
         raise StateError(
-            f"Module `{path or '(root)'}` ({type(module).__name__}) starts from a state that is not zero when "
-            f"`{names[0]}` is None, and the bridge cannot see which. Pass `wrap(model, state=lambda batch_size: ...)`, "
-            f"or register an adapter with `initial`."
+            f"Module `{path or '(root)'}` ({type(module).__name__}) starts from a state that is "
+            f"not zero when `{names[0]}` is None, and the bridge cannot see which. Pass "
+            "`wrap(model, state=lambda batch_size: ...)`, or register an adapter with `initial`."
         )
     return zeros
 

@@ -1,4 +1,6 @@
-"""Computing one torch call on traced tensors: by our rule, by torch itself, or by the aten pieces torch makes of it."""
+"""Computing one torch call on traced tensors: by our rule, by torch itself, or by the aten pieces
+torch makes of it.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +126,9 @@ _CONCRETE = frozenset(
 _COMPARISONS = frozenset(("gt", "ge", "lt", "le", "eq", "ne"))
 # They change a tensor's shape, not its memory: a traced tensor keeps its shape.
 _RESHAPING = frozenset(("squeeze_", "unsqueeze_", "t_", "transpose_", "swapaxes_", "swapdims_"))
-_GRAD_FLAGS = frozenset(("requires_grad", "requires_grad_", "retain_grad", "detach_", "register_hook"))
+_GRAD_FLAGS = frozenset(
+    ("requires_grad", "requires_grad_", "retain_grad", "detach_", "register_hook")
+)
 _SHAPE_ONLY = frozenset(
     [
         "zeros_like",
@@ -179,14 +183,20 @@ _RANDOM = frozenset(
 
 
 class BridgeMode(torch2jax.TorchishMode):
-    """Sees every torch call while tracing, also those on parameters and those that make new tensors."""
+    """Sees every torch call while tracing, also those on parameters and those that make new
+    tensors.
+    """
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         return dispatch(func, args, kwargs or {})
 
 
 def dispatch(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Compute one torch call: by our rule, by torch itself if no traced value takes part, else by its aten pieces."""
+    """Compute one torch call: by our rule, by torch itself if no traced value takes part, else by
+    its aten pieces.
+    """
     tracer = current()
     name = _name(func)
     if tracer is None:
@@ -198,7 +208,9 @@ def dispatch(func: Callable, args: tuple, kwargs: dict) -> Any:
             return func(*args, **kwargs)
     rule = registry.lookup(func)
     live = _any_live(tracer, args) or _any_live(tracer, kwargs)
-    if name in ("__eq__", "__ne__") and not isinstance(args[1], (torch.Tensor, bool, int, float, complex)):
+    if name in ("__eq__", "__ne__") and not isinstance(
+        args[1], (torch.Tensor, bool, int, float, complex)
+    ):
         return name == "__ne__"
     if not live and not (rule is not None and rule.name in _RANDOM):
         return func(*args, **kwargs)
@@ -209,10 +221,13 @@ def dispatch(func: Callable, args: tuple, kwargs: dict) -> Any:
     if name in _CONCRETE and (rule is None or name not in ("item", "equal")):
         raise messages.needs_value(name, tracer.place())
     if name in _SHAPE_ONLY and not (_any_live(tracer, args[1:]) or _any_live(tracer, kwargs)):
-        return func(_stand_in(args[0]), *args[1:], **kwargs)  # a constant: known while tracing, and no state
+        # a constant: known while tracing, and no state
+        return func(_stand_in(args[0]), *args[1:], **kwargs)
     if name == "__getitem__" and masked.is_mask_of(args[1], args[0]):
         source, mask = tracer.traced(args[0]), args[1]
-        return masked.MaskedTensor.select(source.value, mask.value, tracer.place(), source.origin | mask.origin)
+        return masked.MaskedTensor.select(
+            source.value, mask.value, tracer.place(), source.origin | mask.origin
+        )
     special = _SPECIAL.get(func)
     if special is not None:
         return special(tracer, *args, **kwargs)
@@ -245,30 +260,41 @@ def dispatch_aten(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def _decompose(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Compute an op without a rule by the ops that torch itself makes of it; `NotImplemented` if torch knows none.
+    """Compute an op without a rule by the ops that torch itself makes of it; `NotImplemented` if
+    torch knows none.
 
-    First by the C++ code of a composite op, then by torch's registered decompositions, where a `prims` op stands for the aten op
-    of the same name.
+    First by the C++ code of a composite op, then by torch's registered decompositions, where a
+    `prims` op stands for the aten op of the same name.
     """
     decomposed = func.decompose(*args, **kwargs)
     if decomposed is not NotImplemented:
         return decomposed
     from torch._decomp import decomposition_table  # slow to import, and rarely needed
 
-    return decomposition_table[func](*args, **kwargs) if func in decomposition_table else NotImplemented
+    return (
+        decomposition_table[func](*args, **kwargs)
+        if func in decomposition_table
+        else NotImplemented
+    )
 
 
 def _apply_masked(tracer: Tracer, func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
     """Compute on the elements under a mask, and write them back: `x[mask] = f(x[mask])`."""
     first = next(t for t in tensors_in((args, kwargs)) if isinstance(t, masked.MaskedTensor))
     rule, origin = registry.lookup(func), _origin(tracer, (args, kwargs))
-    if name == "__setitem__" and args[2] is first and getattr(tracer.find(args[1]), "value", None) is first.mask:
+    if (
+        name == "__setitem__"
+        and args[2] is first
+        and getattr(tracer.find(args[1]), "value", None) is first.mask
+    ):
         target = tracer.read(args[0])
         _write(tracer, args[0], masked.write_back(target, first.mask, first.full), origin)
         return None
-    if rule is None or not masked.can_compute(rule.name, list(tensors_in((args, kwargs))), first.mask):
+    if rule is None or not masked.can_compute(
+        rule.name, list(tensors_in((args, kwargs))), first.mask
+    ):
         raise messages.masked_selection(name, first.place, tracer.place())
-    full = lambda t: t.full if isinstance(t, masked.MaskedTensor) else tracer.read(t)  # noqa: E731
+    full = lambda t: t.full if isinstance(t, masked.MaskedTensor) else tracer.read(t)
     result = _run(tracer, rule, map_tensors(full, args), map_tensors(full, kwargs))
     if rule.writes_input(args, kwargs):
         first.full = result
@@ -291,13 +317,19 @@ def _name(func: Callable) -> str:
 
 
 def _apply(tracer: Tracer, rule: registry.OpRule, args: tuple, kwargs: dict) -> Any:
-    """Run a rule on values and wrap what it gives as torch would: a new tensor, a view or the written input."""
+    """Run a rule on values and wrap what it gives as torch would: a new tensor, a view or the
+    written input.
+    """
     origin = _origin(tracer, args) | _origin(tracer, kwargs)
     out = kwargs.get("out")
     if out is not None:
         kwargs = {name: value for name, value in kwargs.items() if name != "out"}
     values, named = _to_values(tracer, args), _to_values(tracer, kwargs)
-    result = _compare(tracer, rule, values) if rule.name in _COMPARISONS and not named else _run(tracer, rule, values, named)
+    result = (
+        _compare(tracer, rule, values)
+        if rule.name in _COMPARISONS and not named
+        else _run(tracer, rule, values, named)
+    )
     if rule.writes:
         result, *written = result
         for target, value in zip(rule.written(args, kwargs), written, strict=True):
@@ -323,7 +355,10 @@ def _apply(tracer: Tracer, rule: registry.OpRule, args: tuple, kwargs: dict) -> 
 
 def _compare(tracer: Tracer, rule: registry.OpRule, values: tuple) -> Any:
     """Compute a comparison once, so that a mask that is written twice is one mask."""
-    key = (rule.name, *[(type(v), v) if isinstance(v, (bool, int, float)) else id(v) for v in values])
+    key = (
+        rule.name,
+        *[(type(v), v) if isinstance(v, (bool, int, float)) else id(v) for v in values],
+    )
     if key not in tracer.comparisons:
         tracer.comparisons[key] = (
             _run(tracer, rule, values, {}),
@@ -336,7 +371,9 @@ def _run(tracer: Tracer, rule: registry.OpRule, values: tuple, named: dict) -> A
     try:
         return rule.rule(*values, **named)
     except BridgeError as error:
-        if isinstance(error, (TracingError, UnsupportedOpError, NotSupportedError)) and " at " not in str(error):
+        if isinstance(
+            error, (TracingError, UnsupportedOpError, NotSupportedError)
+        ) and " at " not in str(error):
             raise type(error)(f"{error}\nIn {tracer.place()}.") from error
         raise
     except _NEEDS_VALUE as error:
@@ -346,7 +383,11 @@ def _run(tracer: Tracer, rule: registry.OpRule, values: tuple, named: dict) -> A
 
 
 def _stop_gradient(value: Any) -> Any:
-    return lax.stop_gradient(value) if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.inexact) else value
+    return (
+        lax.stop_gradient(value)
+        if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.inexact)
+        else value
+    )
 
 
 def _wrap(result: Any, origin: int) -> Any:
@@ -359,7 +400,14 @@ def _wrap(result: Any, origin: int) -> Any:
     return result
 
 
-def _wrap_views(rule: registry.OpRule, source: TracedTensor, values: tuple, named: dict, result: Any, origin: int) -> Any:
+def _wrap_views(
+    rule: registry.OpRule,
+    source: TracedTensor,
+    values: tuple,
+    named: dict,
+    result: Any,
+    origin: int,
+) -> Any:
     rest = values[1:]
     if isinstance(result, (list, tuple)):
         views = [
@@ -378,7 +426,9 @@ def _wrap_views(rule: registry.OpRule, source: TracedTensor, values: tuple, name
 
 
 def _write(tracer: Tracer, target: torch.Tensor, value: Any, origin: int) -> torch.Tensor:
-    """Write a value into a tensor as torch's in-place ops do: same shape, same dtype, gradients kept under `no_grad`."""
+    """Write a value into a tensor as torch's in-place ops do: same shape, same dtype, gradients
+    kept under `no_grad`.
+    """
     traced = tracer.traced(target)
     tracer.refuse_parameter_write(traced)
     old = traced.value
@@ -386,8 +436,14 @@ def _write(tracer: Tracer, target: torch.Tensor, value: Any, origin: int) -> tor
     if value.shape != old.shape:
         if np.broadcast_shapes(value.shape, old.shape) != old.shape:
             raise messages.inplace_shape(tuple(old.shape), tuple(value.shape), tracer.place())
-        value = lax.broadcast_in_dim(value, old.shape, tuple(range(old.ndim - value.ndim, old.ndim)))
-    if not torch.is_grad_enabled() and not tracer.inside_function and jnp.issubdtype(old.dtype, jnp.inexact):
+        value = lax.broadcast_in_dim(
+            value, old.shape, tuple(range(old.ndim - value.ndim, old.ndim))
+        )
+    if (
+        not torch.is_grad_enabled()
+        and not tracer.inside_function
+        and jnp.issubdtype(old.dtype, jnp.inexact)
+    ):
         value = replace_value(old, value)
     traced.write(value, origin=origin)
     return target
@@ -397,7 +453,9 @@ def _write_out(tracer: Tracer, out: Any, result: Any, origin: int) -> Any:
     """Write results into the tensors of an `out=` argument."""
     if isinstance(out, torch.Tensor):
         return _write(tracer, out, result, origin)
-    return type(out)([_write(tracer, target, value, origin) for target, value in zip(out, result, strict=True)])
+    return type(out)(
+        [_write(tracer, target, value, origin) for target, value in zip(out, result, strict=True)]
+    )
 
 
 def _grad_flag(tracer: Tracer, func: Callable, name: str, args: tuple) -> Any:
@@ -431,7 +489,9 @@ def _to_values(tracer: Tracer, value: Any) -> Any:
 
 def _to_traced(tracer: Tracer, value: Any) -> Any:
     """Replace tensors that stand for traced ones, so that torch's own code dispatches on them."""
-    return map_tensors(lambda tensor: tracer.find(tensor) if tracer.find(tensor) is not None else tensor, value)
+    return map_tensors(
+        lambda tensor: tracer.find(tensor) if tracer.find(tensor) is not None else tensor, value
+    )
 
 
 # ---- calls that are neither computation nor metadata
@@ -443,11 +503,15 @@ def _get_data(tracer: Tracer, tensor: torch.Tensor) -> TracedTensor:
     if id(source.value) not in tracer.data_values:
         tracer.data_values[id(source.value)] = source.value, lax.stop_gradient(source.value)
     value = tracer.data_values[id(source.value)][1]
-    return TracedTensor(value, base=source, view=lax.stop_gradient, origin=source.origin, differentiable=False)
+    return TracedTensor(
+        value, base=source, view=lax.stop_gradient, origin=source.origin, differentiable=False
+    )
 
 
 def _set_data(tracer: Tracer, tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """`x.data = y`: a new value, the old gradient; nothing if `y` is what `x.data` gave (a bound that is not set, say)."""
+    """`x.data = y`: a new value, the old gradient; nothing if `y` is what `x.data` gave (a bound
+    that is not set, say).
+    """
     known = tracer.data_values.get(id(tracer.traced(tensor).value))
     if known is not None and tracer.read(value) is known[1]:
         return
@@ -459,7 +523,12 @@ def _set_part(part: Any) -> Callable:
     """`z.real = x`, `z.imag = x`: a write through the view."""
 
     def write(tracer: Tracer, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        _write(tracer, dispatch(part.__get__, (tracer.traced(tensor),), {}), tracer.read(value), _origin(tracer, value))
+        _write(
+            tracer,
+            dispatch(part.__get__, (tracer.traced(tensor),), {}),
+            tracer.read(value),
+            _origin(tracer, value),
+        )
 
     return write
 
@@ -471,6 +540,13 @@ _SPECIAL: dict[Callable, Callable] = {
     torch.Tensor.data.__set__: _set_data,
 }
 # torch2jax's own rules serve where ours are silent; those with known faults stay out.
-# (Its attention knows neither training nor the weights; torch's own Python code for it is traced instead.)
-_WRONG_IN_TORCH2JAX = (torch.tensor, torch.nn.functional.gelu, torch.nn.functional.multi_head_attention_forward)
-_FROM_TORCH2JAX = {f: rule for f, rule in torch2jax.HANDLED_FUNCTIONS.items() if f not in _WRONG_IN_TORCH2JAX}
+# (Its attention knows neither training nor the weights; torch's own Python code for it is traced
+# instead.)
+_WRONG_IN_TORCH2JAX = (
+    torch.tensor,
+    torch.nn.functional.gelu,
+    torch.nn.functional.multi_head_attention_forward,
+)
+_FROM_TORCH2JAX = {
+    f: rule for f, rule in torch2jax.HANDLED_FUNCTIONS.items() if f not in _WRONG_IN_TORCH2JAX
+}

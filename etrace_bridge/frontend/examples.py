@@ -1,4 +1,6 @@
-"""Inputs and initial states to try a model with: guessed from its layers, random, or given by the user."""
+"""Inputs and initial states to try a model with: guessed from its layers, random, or given by the
+user.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,26 @@ from etrace_bridge.frontend.state import flatten_state, unflatten_state
 def guess_inputs(model: nn.Module, batch_size: int | None) -> tuple[torch.Tensor, ...] | None:
     """Make an input from the size of the first layer that states one; None if no layer does."""
     batch = () if batch_size is None else (batch_size,)
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
-    first = next((m for m in model.modules() if m is not model and next(m.children(), None) is None), None)
+    dtype = next(
+        (p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype()
+    )
+    first = next(
+        (m for m in model.modules() if m is not model and next(m.children(), None) is None), None
+    )
     for module in (first, *model.modules()) if isinstance(first, nn.Embedding) else model.modules():
         if isinstance(module, nn.modules.conv._ConvNd):
             return None
         if isinstance(module, nn.Embedding):
             count = batch[0] if batch else 1
             return ((torch.arange(count) % module.num_embeddings).reshape(batch),)
-        size = next((s for name in ("in_features", "input_size") if isinstance(s := getattr(module, name, None), int)), None)
+        size = next(
+            (
+                s
+                for name in ("in_features", "input_size")
+                if isinstance(s := getattr(module, name, None), int)
+            ),
+            None,
+        )
         if size is not None:
             return (example_tensor((*batch, size), dtype),)
     return None
@@ -37,22 +50,39 @@ def example_tensor(shape: tuple[int, ...], dtype: Any) -> torch.Tensor:
 
 
 def random_like(x: Any, step: int) -> Any:
-    """Give random numbers of the shape of an input, other ones for each step; of indices, those of the example, moved along."""
+    """Give random numbers of the shape of an input, other ones for each step; of indices, those of
+    the example, moved along.
+    """
     if not isinstance(x, torch.Tensor):
         return x
     if not (x.is_floating_point() or x.is_complex()):
         return x.roll(step, 0) if x.dim() else x
-    return torch.randn(x.shape, generator=torch.Generator().manual_seed(step + 1), dtype=torch.float64).to(x.dtype)
+    return torch.randn(
+        x.shape, generator=torch.Generator().manual_seed(step + 1), dtype=torch.float64
+    ).to(x.dtype)
 
 
 def scaled(inputs: tuple, scale: float) -> tuple:
     """Multiply the floating inputs of a step."""
-    return tuple(x * scale if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()) else x for x in inputs)
+    return tuple(
+        x * scale
+        if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
+        else x
+        for x in inputs
+    )
 
 
 def with_sample_changed(x: Any, axis: int, size: int, sample: int | None = 0) -> Any:
-    """Change one sample of an input whose batch axis has this size, indices to other ones in their range; None changes nothing."""
-    if sample is None or not isinstance(x, torch.Tensor) or x.dim() <= axis or x.shape[axis] != size or x.dtype == torch.bool:
+    """Change one sample of an input whose batch axis has this size, indices to other ones in their
+    range; None changes nothing.
+    """
+    if (
+        sample is None
+        or not isinstance(x, torch.Tensor)
+        or x.dim() <= axis
+        or x.shape[axis] != size
+        or x.dtype == torch.bool
+    ):
         return x
     changed = x.clone()
     part = changed.select(axis, sample)
@@ -63,10 +93,14 @@ def with_sample_changed(x: Any, axis: int, size: int, sample: int | None = 0) ->
 
 
 def share_changed(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
-    """Give the share of elements in which two lists of tensors differ; all of them, if shapes depend on values."""
+    """Give the share of elements in which two lists of tensors differ; all of them, if shapes
+    depend on values.
+    """
     if [t.shape for t in a] != [t.shape for t in b]:
         return 1.0
-    return sum(int((s != t).sum()) for s, t in zip(a, b, strict=True)) / max(1, sum(s.numel() for s in a))
+    return sum(int((s != t).sum()) for s, t in zip(a, b, strict=True)) / max(
+        1, sum(s.numel() for s in a)
+    )
 
 
 def with_batch(x: torch.Tensor, batch_size: int | None) -> torch.Tensor:
@@ -77,9 +111,13 @@ def with_batch(x: torch.Tensor, batch_size: int | None) -> torch.Tensor:
 
 
 def given_state(state: Any, batch_size: int | None, dtype: torch.dtype, detach: bool = True) -> Any:
-    """Give the user's initial state for a batch size, floating tensors in the model's dtype, constant or as it was made."""
+    """Give the user's initial state for a batch size, floating tensors in the model's dtype,
+    constant or as it was made.
+    """
     if type(state) is dict and any(_is_maker(value) for value in state.values()):
-        return {name: given_state(value, batch_size, dtype, detach) for name, value in state.items()}
+        return {
+            name: given_state(value, batch_size, dtype, detach) for name, value in state.items()
+        }
     made = state(batch_size) if _is_maker(state) else state
     leaves, skeleton = flatten_state(made)
     tensors = [t.detach() if detach else t for _, t in leaves]

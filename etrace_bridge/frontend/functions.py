@@ -1,9 +1,11 @@
 """Seeing every call of a `torch.autograd.Function` while tracing, however its `apply` was bound.
 
-Which class defines `apply`, and whether it is Python or C, differs between torch versions, and `spike = Spike.apply` keeps
-the method it was given. What every version does inside `apply` is the contract of a Function: look up `cls._backward_cls`
-and make `ctx` from it, turn gradients off, look up `cls.forward` and call it, then `cls.setup_context` if the class defines
-it. So the bridge answers these lookups on the class and leaves `apply` alone. `canary.py` checks that torch still makes them.
+Which class defines `apply`, and whether it is Python or C, differs between torch versions, and
+`spike = Spike.apply` keeps the method it was given. What every version does inside `apply` is the
+contract of a Function: look up `cls._backward_cls` and make `ctx` from it, turn gradients off, look
+up `cls.forward` and call it, then `cls.setup_context` if the class defines it. So the bridge
+answers these lookups on the class and leaves `apply` alone. `canary.py` checks that torch still
+makes them.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ _local = threading.local()
 
 @contextlib.contextmanager
 def intercepted_functions() -> Iterator[None]:
-    """Send Functions that are applied to traced tensors to `apply_function`; the caller holds `calls.LOCK`."""
+    """Send Functions that are applied to traced tensors to `apply_function`; the caller holds
+    `calls.LOCK`.
+    """
     if _meta.__getattribute__ is _lookup:  # a trace inside a trace
         yield
         return
@@ -38,13 +42,16 @@ def intercepted_functions() -> Iterator[None]:
 
 
 def _lookup(cls: type, name: str) -> Any:
-    """Give a class attribute of a Function; in a thread that is tracing, with the bridge in front of what `apply` calls."""
+    """Give a class attribute of a Function; in a thread that is tracing, with the bridge in front
+    of what `apply` calls.
+    """
     value = plain_attribute(cls, name)
     tracer = current() if name in ("_backward_cls", "forward", "setup_context") else None
     if tracer is None:
         return value
     if name == "_backward_cls":
-        _local.applied = cls, torch.is_grad_enabled()  # of the caller: torch turns gradients off next
+        # Of the caller: torch turns gradients off next
+        _local.applied = cls, torch.is_grad_enabled()
         return value
     if name == "forward":
         return _bridged_forward(tracer, cls, value)
@@ -52,14 +59,17 @@ def _lookup(cls: type, name: str) -> Any:
 
 
 def _bridged_forward(tracer: Tracer, cls: type, forward: Callable) -> Callable:
-    """Stand in for `forward`: run the whole call on JAX values if `apply` calls it with a traced tensor."""
+    """Stand in for `forward`: run the whole call on JAX values if `apply` calls it with a traced
+    tensor.
+    """
 
     @functools.wraps(forward)
     def bridged(*args: Any, **kwargs: Any) -> Any:
         applied, grad_enabled = getattr(_local, "applied", (None, False))
         _local.applied = None, False
         given = args if defines_setup_context(cls) else args[1:]
-        if applied is not cls or not _any_traced(tracer, given):  # called by its name, or on constants
+        # called by its name, or on constants
+        if applied is not cls or not _any_traced(tracer, given):
             return forward(*args, **kwargs)
         with torch.set_grad_enabled(grad_enabled):
             result = apply_function(cls, given, kwargs)
@@ -76,7 +86,8 @@ def _bridged_setup(tracer: Tracer, setup_context: Callable) -> Callable:
     @functools.wraps(setup_context)
     def bridged(ctx: Any, inputs: tuple, output: Any) -> None:
         if isinstance(ctx, torch.autograd.function.FunctionCtx) and _any_traced(tracer, inputs):
-            ctx.mark_non_differentiable(*tensors_in(output))  # torch need not record what JAX differentiates
+            # torch need not record what JAX differentiates
+            ctx.mark_non_differentiable(*tensors_in(output))
         else:
             setup_context(ctx, inputs, output)
 

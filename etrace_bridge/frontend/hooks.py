@@ -1,4 +1,6 @@
-"""Hooks that a model has on its parameters: torch runs them on the final gradient, so they are applied there and not traced."""
+"""Hooks that a model has on its parameters: torch runs them on the final gradient, so they are
+applied there and not traced.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,11 @@ import torch
 from torch import nn
 
 
-def apply_parameter_hooks(model: nn.Module, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Give gradients as torch would leave them in `.grad`: after the hooks that `parameter.register_hook` added.
+def apply_parameter_hooks(
+    model: nn.Module, gradients: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Give gradients as torch would leave them in `.grad`: after the hooks that
+    `parameter.register_hook` added.
 
     Args:
         model: The torch model.

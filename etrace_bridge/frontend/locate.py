@@ -17,7 +17,10 @@ from etrace_bridge._jax_compat import user_line as traced_line
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _FOREIGN = (
-    *(os.path.join(os.path.dirname(os.path.abspath(str(package.__file__))), "") for package in (torch, jax, torch2jax)),
+    *(
+        os.path.join(os.path.dirname(os.path.abspath(str(package.__file__))), "")
+        for package in (torch, jax, torch2jax)
+    ),
     _PACKAGE,
 )
 _ADAPTERS = f"{os.sep}adapters{os.sep}"
@@ -38,7 +41,9 @@ def equation_line(eqn: JaxprEqn) -> str:
 
 
 def user_line() -> str:
-    """Describe the innermost line of user code that is running now, as `file.py:12, in forward: code`."""
+    """Describe the innermost line of user code that is running now, as `file.py:12, in forward:
+    code`.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         filename = frame.f_code.co_filename
@@ -51,6 +56,11 @@ def user_line() -> str:
 
 
 def raised_inside(model: object, error: BaseException) -> bool:
-    """Tell whether an error left a call of the model: a method of it, its own or one of torch's, is in the traceback."""
+    """Tell whether an error left a call of the model: a method of it, its own or one of torch's, is
+    in the traceback.
+    """
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    return any(frame.f_locals.get("self") is model and not frame.f_code.co_filename.startswith(_PACKAGE) for frame in frames)
+    return any(
+        frame.f_locals.get("self") is model and not frame.f_code.co_filename.startswith(_PACKAGE)
+        for frame in frames
+    )

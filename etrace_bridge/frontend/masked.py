@@ -1,4 +1,6 @@
-"""`x[mask]` with a traced mask: its size is not known, but `x[mask] = f(x[mask])` is, and models write it."""
+"""`x[mask]` with a traced mask: its size is not known, but `x[mask] = f(x[mask])` is, and models
+write it.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,15 @@ from etrace_bridge.frontend.ops.dtypes import cast
 from etrace_bridge.frontend.tensor import TracedTensor, torch_dtype
 
 _ELEMENTWISE = frozenset(
-    "add sub rsub mul div rdiv neg abs exp log log1p sin cos tanh sigmoid relu pow rpow sqrt rsqrt square sign clamp "
-    "to "
+    "add sub rsub mul div rdiv neg abs exp log log1p sin cos tanh sigmoid relu pow rpow sqrt "
+    "rsqrt square sign clamp to "
     "float double reciprocal clone detach F.relu F.sigmoid F.tanh add_ sub_ mul_ div_ pow_ neg_ clamp_".split()
 )
 
 
 class MaskedTensor(TracedTensor):
-    """The elements of a tensor where a mask holds: the whole tensor's values and the mask, until they are written back.
+    """The elements of a tensor where a mask holds: the whole tensor's values and the mask, until
+    they are written back.
 
     Attributes:
         full: Values of the shape of the mask, meaningless where it does not hold.
@@ -40,13 +43,20 @@ class MaskedTensor(TracedTensor):
 
 def is_mask_of(index: Any, source: Any) -> bool:
     """Tell whether an index is one traced boolean mask of the whole tensor."""
-    return isinstance(index, TracedTensor) and index.dtype == torch.bool and index.shape == source.shape
+    return (
+        isinstance(index, TracedTensor)
+        and index.dtype == torch.bool
+        and index.shape == source.shape
+    )
 
 
 def can_compute(rule_name: str, others: list[Any], mask: Any) -> bool:
-    """Tell whether an op on masked elements is element by element, with numbers or elements of the same mask."""
+    """Tell whether an op on masked elements is element by element, with numbers or elements of the
+    same mask.
+    """
     return rule_name in _ELEMENTWISE and all(
-        other.mask is mask if isinstance(other, MaskedTensor) else other.dim() == 0 for other in others
+        other.mask is mask if isinstance(other, MaskedTensor) else other.dim() == 0
+        for other in others
     )
 
 

@@ -27,7 +27,9 @@ from etrace_bridge.frontend.tree import insert, lookup, outside_traces, remove
 
 
 class BufferState(brainstate.State):
-    """A tensor that a step reads or carries and that no rule trains: a buffer, a frozen parameter, running statistics."""
+    """A tensor that a step reads or carries and that no rule trains: a buffer, a frozen parameter,
+    running statistics.
+    """
 
 
 class KeyState(brainstate.State):
@@ -37,11 +39,13 @@ class KeyState(brainstate.State):
 class BridgedModule(brainstate.nn.Module):
     """A torch model as a brainstate module: calling it runs one time step.
 
-    Made by `wrap`. Its `ParamState`s are the torch parameters, under their torch names split at the dots; its `HiddenState`s are
-    the recurrent tensors, under their module's path and their own name.
+    Made by `wrap`. Its `ParamState`s are the torch parameters, under their torch names split at the
+    dots; its `HiddenState`s are the recurrent tensors, under their module's path and their own
+    name.
 
     Attributes:
-        model: The torch model, never changed by the bridge (`load_into` copies weights back on request).
+        model: The torch model, never changed by the bridge (`load_into` copies weights back on
+            request).
         parameter_names: Names of the trained parameters, in `named_parameters()` order.
         batch_first: The model consumes sequences as `(batch, time, ...)`.
     """
@@ -64,17 +68,25 @@ class BridgedModule(brainstate.nn.Module):
 
     @property
     def parameter_names(self) -> tuple[str, ...]:
-        """Names of the trained parameters, in `named_parameters()` order; a tied parameter has its first name."""
+        """Names of the trained parameters, in `named_parameters()` order; a tied parameter has its
+        first name.
+        """
         return tuple(named.name for named in self._core.tensors if named.trained)
 
     @property
     def tied_names(self) -> dict[str, tuple[str, ...]]:
         """All names of each parameter that has more than one, by its first name."""
-        return {named.name: named.names for named in self._core.tensors if named.parameter and len(named.names) > 1}
+        return {
+            named.name: named.names
+            for named in self._core.tensors
+            if named.parameter and len(named.names) > 1
+        }
 
     @property
     def batch_first(self) -> bool:
-        """Whether sequences for this model are `(batch, time, ...)` rather than `(time, batch, ...)`."""
+        """Whether sequences for this model are `(batch, time, ...)` rather than `(time, batch,
+        ...)`.
+        """
         if self._session is not None:
             return self._session.plan.layout == "batch_first"
         self._core.assumed_batch_first = self._core.guess_batch_first()
@@ -82,15 +94,21 @@ class BridgedModule(brainstate.nn.Module):
 
     @property
     def reduction(self) -> str | None:
-        """How the model's `forward` reduces its output over time: `"last"`, `"sum"`, `"mean"`, or None if it gives every step.
+        """How the model's `forward` reduces its output over time: `"last"`, `"sum"`, `"mean"`, or
+        None if it gives every step.
 
-        `net(x)` gives each step's own output: what `forward` would return if the sequence ended here (`"last"`), or what it
-        adds up (`"sum"`, `"mean"`). The loss of such a model belongs to the last step, or to the sum or mean of all outputs.
+        `net(x)` gives each step's own output: what `forward` would return if the sequence ended
+        here (`"last"`), or what it adds up (`"sum"`, `"mean"`). The loss of such a model belongs to
+        the last step, or to the sum or mean of all outputs.
         """
         plan = self._ready().plan
         if plan.layout is None or all(axis is not None for axis in plan.output_time_axes):
             return None
-        kinds = {"last"} if plan.loop is None else {kind for kind in plan.loop.reductions if kind is not None}
+        kinds = (
+            {"last"}
+            if plan.loop is None
+            else {kind for kind in plan.loop.reductions if kind is not None}
+        )
         return kinds.pop() if len(kinds) == 1 else "last"
 
     @property
@@ -104,20 +122,31 @@ class BridgedModule(brainstate.nn.Module):
         return tuple(leaf.path for leaf in self._ready().plan.leaves if leaf.hidden)
 
     def hidden_tensors(self, values: Sequence[Any]) -> dict[str, torch.Tensor]:
-        """Give the states of a step by name as torch tensors, complex where the model's are, from values in the step's order."""
+        """Give the states of a step by name as torch tensors, complex where the model's are, from
+        values in the step's order.
+        """
         leaves = self._ready().plan.leaves
-        return {to_name(leaf.path): to_torch(v, leaf.initial) for leaf, v in zip(leaves, values, strict=True)}
+        return {
+            to_name(leaf.path): to_torch(v, leaf.initial)
+            for leaf, v in zip(leaves, values, strict=True)
+        }
 
     @property
     def start_parameters(self) -> tuple[str, ...]:
-        """Parameters that do nothing but make the initial state: they get no gradient, since that state is a constant here."""
+        """Parameters that do nothing but make the initial state: they get no gradient, since that
+        state is a constant here.
+        """
         return self._ready().plan.start_parameters
 
     def __repr__(self) -> str:
         kind, trained = type(self.model).__name__, len(self.parameter_names)
         if self._session is None:
             return f"BridgedModule({kind}: {trained} trained parameters; no states yet)"
-        shapes = (f"{to_name(leaf.path)} {tuple(leaf.initial.shape)}" for leaf in self._session.plan.leaves if leaf.hidden)
+        shapes = (
+            f"{to_name(leaf.path)} {tuple(leaf.initial.shape)}"
+            for leaf in self._session.plan.leaves
+            if leaf.hidden
+        )
         return f"BridgedModule({kind}: {trained} trained parameters; states: {', '.join(shapes) or 'none'})"
 
     # ---- states
@@ -128,12 +157,13 @@ class BridgedModule(brainstate.nn.Module):
         Args:
             batch_size: Size of the batch axis; None for inputs without one.
 
-        If the shape of a state depends on the input and `wrap` was not given an `example_input`, the states are made at the
-        first call.
+        If the shape of a state depends on the input and `wrap` was not given an `example_input`,
+        the states are made at the first call.
         """
         inputs, guessed = self._core.inputs_for(batch_size)
         if self._session is not None and self._session.batch_size == batch_size:
-            inputs = self._session.inputs  # what the states were made for; if `guessed`, another shape may follow
+            # What the states were made for; if `guessed`, another shape may follow
+            inputs = self._session.inputs
         if inputs is None:
             self._session, self._pending = None, batch_size
             return
@@ -142,24 +172,41 @@ class BridgedModule(brainstate.nn.Module):
         except (InputError, RuntimeError, TypeError, ValueError, IndexError):
             if not guessed:
                 raise
-            self._session, self._pending = None, batch_size  # the guess was wrong: the first input will tell
+            # The guess was wrong: the first input will tell
+            self._session, self._pending = None, batch_size
 
     def reset_state(self, batch_size: int | None = None, **_: Any) -> None:
         """Put the hidden states back to their initial values."""
-        self.init_state(self._session.batch_size if batch_size is None and self._session is not None else batch_size)
+        self.init_state(
+            self._session.batch_size
+            if batch_size is None and self._session is not None
+            else batch_size
+        )
 
     def _start(self, inputs: tuple, batch_size: int | None, guessed: bool) -> None:
-        """Make the states for inputs of this shape, or put existing ones back to their initial values."""
+        """Make the states for inputs of this shape, or put existing ones back to their initial
+        values.
+        """
         old = self._session
-        same = old is not None and old.batch_size == batch_size and _same_shapes(old.inputs, inputs) and old.mode == self._core.mode
-        session = old if same and old is not None else self._plan_states(inputs, batch_size, guessed)
+        same = (
+            old is not None
+            and old.batch_size == batch_size
+            and _same_shapes(old.inputs, inputs)
+            and old.mode == self._core.mode
+        )
+        session = (
+            old if same and old is not None else self._plan_states(inputs, batch_size, guessed)
+        )
         session.guessed = guessed
         for leaf in session.plan.leaves:
-            if leaf.hidden or leaf.path not in self._core.tensor_paths:  # statistics in buffers outlive a sequence
+            # Statistics in buffers outlive a sequence
+            if leaf.hidden or leaf.path not in self._core.tensor_paths:
                 lookup(self._tree, leaf.path).value = to_real_jax(leaf.initial)
 
     def _start_from(self, values: tuple, batch_size: int | None) -> Session:
-        """Make the states for an input that the user gave; if the torch model does not take it, say so."""
+        """Make the states for an input that the user gave; if the torch model does not take it, say
+        so.
+        """
         examples = self._core.example_like(values)
         try:
             self._start(examples, batch_size, guessed=False)
@@ -168,16 +215,28 @@ class BridgedModule(brainstate.nn.Module):
         except Exception as error:
             if not locate.raised_inside(self.model, error):
                 raise messages.bridge_failed(type(self.model).__name__, error) from error
-            raise messages.model_fails(type(self.model).__name__, [tuple(x.shape) for x in examples], error) from error
+            raise messages.model_fails(
+                type(self.model).__name__, [tuple(x.shape) for x in examples], error
+            ) from error
         return self._ready()
 
     def _plan_states(self, inputs: tuple, batch_size: int | None, guessed: bool) -> Session:
-        """Find the plan of a step and bring the tree of states to it; states that fit keep their values."""
+        """Find the plan of a step and bring the tree of states to it; states that fit keep their
+        values.
+        """
         core = self._core
-        with jax.ensure_compile_time_eval():  # the states belong to the module, also if they are made during a trace
-            session = Session(batch_size, core.find_plan(inputs, batch_size), inputs, guessed, core.mode)
+        # The states belong to the module, also if they are made during a trace
+        with jax.ensure_compile_time_eval():
+            session = Session(
+                batch_size, core.find_plan(inputs, batch_size), inputs, guessed, core.mode
+            )
             assumed, layout = core.assumed_batch_first, session.plan.layout
-            if assumed is not None and layout is not None and assumed != (layout == "batch_first") and not guessed:
+            if (
+                assumed is not None
+                and layout is not None
+                and assumed != (layout == "batch_first")
+                and not guessed
+            ):
                 raise messages.other_layout(type(self.model).__name__, layout == "batch_first")
             core.drop_unread_states(session)
             old = {path: lookup(self._tree, path) for path in self._made}
@@ -192,7 +251,11 @@ class BridgedModule(brainstate.nn.Module):
                     state = outside_traces(kind(to_real_jax(leaf.initial)))
                 insert(self._tree, leaf.path, state, replace=BufferState)
             if session.plan.uses_random and lookup(self._tree, _KEY_PATH) is None:
-                insert(self._tree, _KEY_PATH, outside_traces(KeyState(jax.random.PRNGKey(core.options.seed))))
+                insert(
+                    self._tree,
+                    _KEY_PATH,
+                    outside_traces(KeyState(jax.random.PRNGKey(core.options.seed))),
+                )
         if session.plan.start_parameters:
             warnings.warn(messages.start_parameters(session.plan.start_parameters), stacklevel=4)
         self._session, self._pending = session, _NOT_INITIALISED
@@ -204,14 +267,20 @@ class BridgedModule(brainstate.nn.Module):
         for named in self._core.step_tensors:
             if lookup(self._tree, to_path(named.name)) is None:
                 kind = brainstate.ParamState if named.trained else BufferState
-                insert(self._tree, to_path(named.name), outside_traces(kind(to_real_jax(named.tensor))))
+                insert(
+                    self._tree, to_path(named.name), outside_traces(kind(to_real_jax(named.tensor)))
+                )
 
     def _ready(self) -> Session:
         if self._session is None:
             raise StateError(
-                "The hidden states of this module do not exist yet. Call `net.init_state(batch_size=...)` before the "
-                "first step"
-                + (", and run `net(x)` once, since their shape depends on the input." if self._pending is not _NOT_INITIALISED else ".")
+                "The hidden states of this module do not exist yet. Call "
+                "`net.init_state(batch_size=...)` before the first step"
+                + (
+                    ", and run `net(x)` once, since their shape depends on the input."
+                    if self._pending is not _NOT_INITIALISED
+                    else "."
+                )
             )
         return self._session
 
@@ -221,11 +290,13 @@ class BridgedModule(brainstate.nn.Module):
         """Run one time step.
 
         Args:
-            *inputs: One time step of each input, `(batch, ...)`, as torch tensors, NumPy or JAX arrays.
+            *inputs: One time step of each input, `(batch, ...)`, as torch tensors, NumPy or JAX
+                arrays.
 
         Returns:
-            The model's output for this step, as JAX arrays in the structure torch returns, state and time axis taken away. What
-            is no tensor in it is None: a step is traced once, so a number would be that of the first step.
+            The model's output for this step, as JAX arrays in the structure torch returns, state
+            and time axis taken away. What is no tensor in it is None: a step is traced once, so a
+            number would be that of the first step.
         """
         values = tuple(self._core.as_input(x) for x in inputs)
         session = self._session_for(values)
@@ -233,7 +304,10 @@ class BridgedModule(brainstate.nn.Module):
         states = [lookup(self._tree, leaf.path) for leaf in session.plan.leaves]
         key = lookup(self._tree, _KEY_PATH) if step.uses_key else None
         outputs, new_states, new_key = step(
-            self._tensor_values(step), [s.value for s in states], None if key is None else key.value, values
+            self._tensor_values(step),
+            [s.value for s in states],
+            None if key is None else key.value,
+            values,
         )
         for state, value in zip(states, new_states, strict=True):
             state.value = value
@@ -241,16 +315,22 @@ class BridgedModule(brainstate.nn.Module):
             key.value = new_key
         return pack_output(step, outputs)
 
-    def _tensor_values(self, step: TracedStep, instead: Mapping[str, Any] = MappingProxyType({})) -> list[Any]:
+    def _tensor_values(
+        self, step: TracedStep, instead: Mapping[str, Any] = MappingProxyType({})
+    ) -> list[Any]:
         """Read the parameters and buffers that a step reads, and touch no others."""
         return [
-            instead[named.name] if named.name in instead else lookup(self._tree, to_path(named.name)).value
+            instead[named.name]
+            if named.name in instead
+            else lookup(self._tree, to_path(named.name)).value
             for named, used in zip(self._core.step_tensors, step.used_tensors, strict=True)
             if used
         ]
 
     def traced_step(self, *inputs: Any) -> TracedStep:
-        """Give the step as a closed jaxpr for inputs of this shape, traced at most once per shape and mode."""
+        """Give the step as a closed jaxpr for inputs of this shape, traced at most once per shape
+        and mode.
+        """
         return self._core.traced_step(self._ready(), inputs)
 
     def functional_step(self, *inputs: Any) -> tuple[tuple[str, ...], Callable]:
@@ -260,24 +340,29 @@ class BridgedModule(brainstate.nn.Module):
             *inputs: One time step of each input, for shapes and dtypes.
 
         Returns:
-            The state names, and `step(parameters, states, *inputs) -> (output arrays, new states)`, where `parameters` is
-            `{torch name: array}` (missing ones are taken from this module) and `states` a list in the order of the names. Complex
-            parameters and states are real arrays with a last axis of real and imaginary part.
+            The state names, and `step(parameters, states, *inputs) -> (output arrays, new states)`,
+            where `parameters` is `{torch name: array}` (missing ones are taken from this module)
+            and `states` a list in the order of the names. Complex parameters and states are real
+            arrays with a last axis of real and imaginary part.
         """
         step, session = self.traced_step(*inputs), self._ready()
 
-        def run(parameters: Mapping[str, Any], states: Sequence[Any], *xs: Any) -> tuple[list[Any], list[Any]]:
+        def run(
+            parameters: Mapping[str, Any], states: Sequence[Any], *xs: Any
+        ) -> tuple[list[Any], list[Any]]:
             key = lookup(self._tree, _KEY_PATH).value if step.uses_key else None
             return step(self._tensor_values(step, parameters), states, key, xs)[:2]
 
         return tuple(".".join(leaf.path) for leaf in session.plan.leaves), run
 
     def steady_step(self, *inputs: Any) -> SteadyStep:
-        """Give the compiled step with its values in plain lists: the fast way to run a stream without learning.
+        """Give the compiled step with its values in plain lists: the fast way to run a stream
+        without learning.
 
-        `brainstate.transform.jit(net)` reads and writes every state at each call, which takes longer than a small model's step.
-        This starts from the module's weights and states of now; `write_back()` puts the states into the module. `inputs` are
-        one time step of each input, for shapes and dtypes.
+        `brainstate.transform.jit(net)` reads and writes every state at each call, which takes
+        longer than a small model's step. This starts from the module's weights and states of now;
+        `write_back()` puts the states into the module. `inputs` are one time step of each input,
+        for shapes and dtypes.
         """
         values = tuple(self._core.as_input(x) for x in inputs)
         session = self._session_for(values)
@@ -305,14 +390,23 @@ class BridgedModule(brainstate.nn.Module):
         if self._session is None and not isinstance(self._pending, _NotInitialised):
             self._start_from(values, self._pending)
         session = self._ready()
-        if session.mode != self._core.mode:  # `model.train()` or `.eval()` since: other layers are random or keep statistics
+        # `model.train()` or `.eval()` since: other layers are random or keep statistics
+        if session.mode != self._core.mode:
             session = self._plan_states(session.inputs, session.batch_size, session.guessed)
-        if len(values) == len(session.inputs) and all(v.shape == tuple(x.shape) for v, x in zip(values, session.inputs, strict=True)):
+        if len(values) == len(session.inputs) and all(
+            v.shape == tuple(x.shape) for v, x in zip(values, session.inputs, strict=True)
+        ):
             return session
-        fits = session.batch_size is None or all(v.ndim > 0 and v.shape[0] == session.batch_size for v in values)
+        fits = session.batch_size is None or all(
+            v.ndim > 0 and v.shape[0] == session.batch_size for v in values
+        )
         if session.guessed and fits and all(is_concrete(v) for v in values):
             return self._start_from(values, session.batch_size)
-        raise messages.wrong_input([tuple(v.shape) for v in values], [tuple(x.shape) for x in session.inputs], session.batch_size)
+        raise messages.wrong_input(
+            [tuple(v.shape) for v in values],
+            [tuple(x.shape) for x in session.inputs],
+            session.batch_size,
+        )
 
     def ensure_state(self, *inputs: Any) -> None:
         """Make the hidden states for inputs of this shape, unless they exist already.
@@ -328,12 +422,20 @@ class BridgedModule(brainstate.nn.Module):
     # ---- torch state dicts
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Give the current parameters and buffers as copies, under all their torch names, as the torch model's `state_dict` does."""
+        """Give the current parameters and buffers as copies, under all their torch names, as the
+        torch model's `state_dict` does.
+        """
         current: dict[str, torch.Tensor] = {}
         for named in self._core.tensors:
             state = lookup(self._tree, to_path(named.name))
-            same = isinstance(state, brainstate.State) and state.value.shape == held_shape(named.tensor)
-            value = to_torch(state.value, named.tensor).to(named.tensor.dtype) if same else named.tensor.detach().clone()
+            same = isinstance(state, brainstate.State) and state.value.shape == held_shape(
+                named.tensor
+            )
+            value = (
+                to_torch(state.value, named.tensor).to(named.tensor.dtype)
+                if same
+                else named.tensor.detach().clone()
+            )
             current.update(dict.fromkeys(named.names, value))
         return {name: current[name] for name in self.model.state_dict() if name in current}
 
@@ -354,7 +456,9 @@ class BridgedModule(brainstate.nn.Module):
             if not given or not isinstance(state, brainstate.State):
                 continue
             if tuple(given[0].shape) != tuple(named.tensor.shape):
-                raise messages.wrong_shape(named.name, tuple(given[0].shape), tuple(named.tensor.shape))
+                raise messages.wrong_shape(
+                    named.name, tuple(given[0].shape), tuple(named.tensor.shape)
+                )
             if given[0].is_complex() != named.tensor.is_complex():
                 raise messages.wrong_kind(named.name, given[0].dtype, named.tensor.dtype)
             if state.value.shape == held_shape(named.tensor):
@@ -380,14 +484,17 @@ def wrap(
 ) -> BridgedModule:
     """Turn a torch module, as it is, into a brainstate module that runs one time step per call.
 
-    The module's own `forward` code is traced, so what runs is what the user wrote; the module itself is never changed.
+    The module's own `forward` code is traced, so what runs is what the user wrote; the module
+    itself is never changed.
 
     Args:
-        module: Any `torch.nn.Module`: recurrent layers, cells, spiking layers, or a model that contains them.
-        state: The initial state, only for a module `forward(x, state)` that does not accept `None` as state: a callable
-            `batch_size -> state` in torch tensors, or an example of a state.
-        example_input: One time step of input `(batch, ...)`, or a tuple for several inputs. Needed only if states must exist before
-            the first call and their shape depends on the input (convolutions, spiking layers without sizes).
+        module: Any `torch.nn.Module`: recurrent layers, cells, spiking layers, or a model that
+            contains them.
+        state: The initial state, only for a module `forward(x, state)` that does not accept `None`
+            as state: a callable `batch_size -> state` in torch tensors, or an example of a state.
+        example_input: One time step of input `(batch, ...)`, or a tuple for several inputs. Needed
+            only if states must exist before the first call and their shape depends on the input
+            (convolutions, spiking layers without sizes).
         sequence: Whether `forward` consumes sequences; found out if None.
         batch_first: Where the batch axis of such sequences is; found out if None.
         seed: Seed of the random key for dropout and other random layers.
@@ -397,7 +504,8 @@ def wrap(
     """
     if not isinstance(module, nn.Module):
         raise InputError(
-            f"`wrap` takes a `torch.nn.Module`, not `{type(module).__name__}`. For a stateless torch function use `eb.trace_function`."
+            f"`wrap` takes a `torch.nn.Module`, not `{type(module).__name__}`. For a stateless "
+            "torch function use `eb.trace_function`."
         )
     module = unwrapped(module)
     check_hooks()
@@ -407,7 +515,10 @@ def wrap(
     examples = None
     if example_input is not None:
         items = example_input if isinstance(example_input, tuple) else (example_input,)
-        examples = tuple(x.detach().clone() if isinstance(x, torch.Tensor) else to_torch(to_jax(x)) for x in items)
+        examples = tuple(
+            x.detach().clone() if isinstance(x, torch.Tensor) else to_torch(to_jax(x))
+            for x in items
+        )
     return BridgedModule(module, WrapOptions(state, examples, sequence, batch_first, seed))
 
 
@@ -415,14 +526,18 @@ def wrap(
 
 
 def _state_kind(leaf: StateLeaf) -> type[brainstate.State]:
-    """Choose the kind of a state; a complex one is a group of two hidden states, its real and its imaginary part."""
+    """Choose the kind of a state; a complex one is a group of two hidden states, its real and its
+    imaginary part.
+    """
     if not leaf.hidden:
         return BufferState
     return brainstate.HiddenGroupState if leaf.initial.is_complex() else brainstate.HiddenState
 
 
 def _same_shapes(a: tuple, b: tuple) -> bool:
-    return len(a) == len(b) and all(x.shape == y.shape and x.dtype == y.dtype for x, y in zip(a, b, strict=True))
+    return len(a) == len(b) and all(
+        x.shape == y.shape and x.dtype == y.dtype for x, y in zip(a, b, strict=True)
+    )
 
 
 def _flatten(net: BridgedModule) -> tuple[list[tuple[str, Any]], tuple]:

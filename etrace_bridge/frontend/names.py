@@ -1,4 +1,6 @@
-"""Torch names and brainstate paths: `gru.weight_ih_l0` is `('gru', 'weight_ih_l0')`, tied tensors have one path and many names."""
+"""Torch names and brainstate paths: `gru.weight_ih_l0` is `('gru', 'weight_ih_l0')`, tied tensors
+have one path and many names.
+"""
 
 from __future__ import annotations
 
@@ -69,8 +71,14 @@ def named_tensors(model: nn.Module) -> list[NamedTensor]:
 
 
 def step_tensors(model: nn.Module) -> list[NamedTensor]:
-    """List the parameters and buffers that are inputs of a step; integer buffers are constants of its program."""
-    return [n for n in named_tensors(model) if n.trained or n.tensor.is_floating_point() or n.tensor.is_complex()]
+    """List the parameters and buffers that are inputs of a step; integer buffers are constants of
+    its program.
+    """
+    return [
+        n
+        for n in named_tensors(model)
+        if n.trained or n.tensor.is_floating_point() or n.tensor.is_complex()
+    ]
 
 
 def check_dtypes(model: nn.Module) -> None:
@@ -78,8 +86,9 @@ def check_dtypes(model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise NotSupportedError(
-                f"`{name}` has no shape yet: a lazy layer takes its sizes from its first input. Run the model once (`model(x)`, with an "
-                "input as `forward` takes it) before it is wrapped."
+                f"`{name}` has no shape yet: a lazy layer takes its sizes from its first input. "
+                "Run the model once (`model(x)`, with an input as `forward` takes it) before it "
+                "is wrapped."
             )
         try:
             to_jax_dtype(tensor.dtype)

@@ -1,4 +1,6 @@
-"""What may stand around a model: wrappers that only say how it runs, and arguments that a step cannot fill."""
+"""What may stand around a model: wrappers that only say how it runs, and arguments that a step
+cannot fill.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from etrace_bridge._errors import InputError
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Give the model inside `torch.compile`, `DataParallel` and `DistributedDataParallel`: its code and parameters are the same."""
+    """Give the model inside `torch.compile`, `DataParallel` and `DistributedDataParallel`: its code
+    and parameters are the same.
+    """
     while True:
         if isinstance(model, (DataParallel, DistributedDataParallel)):
             model = model.module
@@ -27,6 +31,7 @@ def check_arguments(model: nn.Module) -> None:
         if parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty:
             kind = type(model).__name__
             raise InputError(
-                f"`{kind}.forward` needs `{name}` as a keyword. A step gets its inputs by position: `net(x, ...)`. Put the model into a "
-                f"small one whose `forward(self, x, {name})` calls `self.model(x, {name}={name})`, and wrap that."
+                f"`{kind}.forward` needs `{name}` as a keyword. A step gets its inputs by "
+                "position: `net(x, ...)`. Put the model into a small one whose `forward(self, x, "
+                f"{name})` calls `self.model(x, {name}={name})`, and wrap that."
             )

@@ -1,4 +1,6 @@
-"""What is known about one step of a torch model: where its state lives, what it consumes, and how to call it."""
+"""What is known about one step of a torch model: where its state lives, what it consumes, and how
+to call it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ if TYPE_CHECKING:
 class TimeAxis:
     """Where an output has its steps: along one axis, which is read as `(outer, steps, inner)`.
 
-    Models that flatten time and batch to one axis (`y.view(-1, classes)`) have an `outer` or `inner` of the batch size.
+    Models that flatten time and batch to one axis (`y.view(-1, classes)`) have an `outer` or
+    `inner` of the batch size.
     """
 
     axis: int
@@ -41,12 +44,18 @@ class TimeAxis:
 
     def select(self, value: Any, step: int) -> Any:
         """Give one step of a tensor or array."""
-        before, after, width = value.shape[: self.axis], value.shape[self.axis + 1 :], self.outer * self.inner
+        before, after, width = (
+            value.shape[: self.axis],
+            value.shape[self.axis + 1 :],
+            self.outer * self.inner,
+        )
         if value.shape[self.axis] == width:  # the only step
             return value.squeeze(self.axis) if width == 1 else value
         if width == 1:
             return value[(slice(None),) * self.axis + (step,)]
-        split = value.reshape(*before, self.outer, value.shape[self.axis] // width, self.inner, *after)
+        split = value.reshape(
+            *before, self.outer, value.shape[self.axis] // width, self.inner, *after
+        )
         return split[(slice(None),) * (self.axis + 1) + (step,)].reshape(*before, width, *after)
 
 
@@ -113,9 +122,13 @@ class AttributeSlot:
     later: tuple[Any, ...] = ()
 
     def put(self, tensors: Sequence[torch.Tensor], which: int = 0) -> None:
-        """Set the attribute, without the checks of `nn.Module.__setattr__`; `which` as for `PythonAttribute.put`."""
+        """Set the attribute, without the checks of `nn.Module.__setattr__`; `which` as for
+        `PythonAttribute.put`.
+        """
         holder = self.module._buffers if self.name in self.module._buffers else self.module.__dict__
-        holder[self.name] = unflatten_state(self.later[which - 1] if which and self.later else self.skeleton, tensors)
+        holder[self.name] = unflatten_state(
+            self.later[which - 1] if which and self.later else self.skeleton, tensors
+        )
 
     def get(self) -> list[torch.Tensor]:
         """Read the attribute's tensors."""
@@ -131,8 +144,8 @@ class PythonAttribute:
         module: The torch module.
         name: The attribute.
         path: The module's path.
-        values: What it is after one, after two and after very many steps, with holes for tensors. A step must be the same
-            for all of them.
+        values: What it is after one, after two and after very many steps, with holes for tensors. A
+            step must be the same for all of them.
         tensors: What fills the holes: parameters, constants.
         where: Paths inside the attribute of what changes; `()` is the attribute itself.
         whole: No slot sets this attribute.
@@ -150,11 +163,16 @@ class PythonAttribute:
     def label(self) -> str:
         """The full name of what changes."""
         full = f"{self.path}.{self.name}" if self.path else self.name
-        return full + "".join(f"[{key}]" if key.isdigit() else f"[{key!r}]" for key in (self.where[0] if self.where else ()))
+        return full + "".join(
+            f"[{key}]" if key.isdigit() else f"[{key!r}]"
+            for key in (self.where[0] if self.where else ())
+        )
 
     @property
     def goes_on(self) -> bool:
-        """Whether the second step changes it too: a counter, and not a flag that the first step sets."""
+        """Whether the second step changes it too: a counter, and not a flag that the first step
+        sets.
+        """
         return repr(self.values[0]) != repr(self.values[1])
 
     def put(self, which: int) -> None:
@@ -172,12 +190,14 @@ class StepPlan:
         attributes: State in attributes.
         python: Python values in attributes that change from step to step.
         layout: None if the model takes one time step, else `"time_major"` or `"batch_first"`.
-        output_time_axes: For each tensor of a sequence model's output, where its steps are, or None.
+        output_time_axes: For each tensor of a sequence model's output, where its steps are, or
+            None.
         root: The adapter of the root module, given or found, or None.
         uses_random: The step draws random numbers.
         later: Which of their three values Python attributes get, to see whether that matters.
         start_parameters: Names of the parameters that do nothing but make the initial state.
-        loop: The step of a model that loops over time with its state in local variables; None for other models.
+        loop: The step of a model that loops over time with its state in local variables; None for
+            other models.
     """
 
     arguments: list[ArgumentSlot] = field(default_factory=list)
@@ -199,22 +219,33 @@ class StepPlan:
         return [leaf for slot in (*self.arguments, *self.attributes) for leaf in slot.leaves]
 
     def drop_unread(self, used: Sequence[bool], model: nn.Module) -> None:
-        """Drop slots none of whose tensors is read by the step: written only, or overruled by a state that the model passes."""
+        """Drop slots none of whose tensors is read by the step: written only, or overruled by a
+        state that the model passes.
+        """
         if self.loop is not None:
             return
         flags = iter(used)
-        read = [(slot, any(list(itertools.islice(flags, len(slot.leaves))))) for slot in (*self.arguments, *self.attributes)]
-        self.arguments = [s for s, r in read if isinstance(s, ArgumentSlot) and (r or s.module is model)]
+        read = [
+            (slot, any(list(itertools.islice(flags, len(slot.leaves)))))
+            for slot in (*self.arguments, *self.attributes)
+        ]
+        self.arguments = [
+            s for s, r in read if isinstance(s, ArgumentSlot) and (r or s.module is model)
+        ]
         self.attributes = [s for s, r in read if isinstance(s, AttributeSlot) and r]
 
-    def run(self, model: nn.Module, inputs: tuple, states: Sequence[Any], call: Callable) -> tuple[Any, list[Any]]:
+    def run(
+        self, model: nn.Module, inputs: tuple, states: Sequence[Any], call: Callable
+    ) -> tuple[Any, list[Any]]:
         """Run one step of the model, on plain or traced tensors.
 
         Args:
-            model: The root module, whose attributes may be changed: use `snapshot.restored` around it.
+            model: The root module, whose attributes may be changed: use `snapshot.restored` around
+                it.
             inputs: One time step of each input, without a time axis.
             states: One tensor per leaf.
-            call: Runs the model with an `Injector` handling its module calls: `native_call(model)`, or the tracer's.
+            call: Runs the model with an `Injector` handling its module calls: `native_call(model)`,
+                or the tracer's.
 
         Returns:
             The output (state taken away, time axis removed) and the new states.
@@ -227,7 +258,7 @@ class StepPlan:
             slot.put(states[position : position + len(slot.leaves)], self.later)
             position += len(slot.leaves)
         names = () if self.root is None else self.root.arguments(model)
-        given = lambda *args: args  # noqa: E731
+        given = lambda *args: args
         args = add_time_axis(inputs, self.layout)
         if names:  # the injector puts the state in the places of these
             args = call_with_state(given, names, args, {}, (None,) * len(names), model.forward)
@@ -235,10 +266,14 @@ class StepPlan:
         new_states = injector.new_states()
         for slot in self.attributes:
             new_states.extend(slot.get())
-        return remove_time_axis(self.output_of(model, returned), self.layout, self.output_time_axes), new_states
+        return remove_time_axis(
+            self.output_of(model, returned), self.layout, self.output_time_axes
+        ), new_states
 
     def call_from(self, model: nn.Module, inputs: tuple, given: tuple | None) -> Any:
-        """Call the model from the state that the user gave, or from none where `forward` makes its own."""
+        """Call the model from the state that the user gave, or from none where `forward` makes its
+        own.
+        """
         names = () if self.root is None else self.root.arguments(model)
         if self.root is None or not names:
             return model(*inputs)
@@ -250,8 +285,12 @@ class StepPlan:
         slot = next((slot for slot in self.arguments if slot.module is model), None)
         if slot is None:
             return model(*inputs)
-        states = slot.adapter.pack(model, slot.states([leaf.initial.clone() for leaf in slot.leaves]))
-        return call_with_state(model, slot.adapter.arguments(model), inputs, {}, states, model.forward)
+        states = slot.adapter.pack(
+            model, slot.states([leaf.initial.clone() for leaf in slot.leaves])
+        )
+        return call_with_state(
+            model, slot.adapter.arguments(model), inputs, {}, states, model.forward
+        )
 
     def output_of(self, model: nn.Module, returned: Any) -> Any:
         """Take the root's state out of what its `forward` returned."""
@@ -275,9 +314,12 @@ class Injector:
     """Handles module calls: gives modules their state arguments and catches the new values."""
 
     def __init__(self, plan: StepPlan, model: nn.Module, states: Sequence[Any]) -> None:
-        self.native = False  # plain tensors: torch's own kernels run, not the adapters' equations for them
+        # Plain tensors: torch's own kernels run, not the adapters' equations for them
+        self.native = False
         self._root, self._root_adapter = model, plan.root
-        self._slots: dict[tuple[int, int], ArgumentSlot] = {(id(s.module), s.call): s for s in plan.arguments}
+        self._slots: dict[tuple[int, int], ArgumentSlot] = {
+            (id(s.module), s.call): s for s in plan.arguments
+        }
         self._values: dict[tuple[int, int], list[Any]] = {}
         self._calls: dict[int, int] = {}
         position = 0
@@ -304,7 +346,9 @@ class Injector:
             if slot is not None and _origin(given) & STATE:
                 slot = None  # the model passes its own recurrent state: that one counts
             elif slot is not None and _origin(given) & INPUT:
-                raise messages.computed_initial_state(".".join(slot.leaves[0].path[:-1]), ", ".join(names))
+                raise messages.computed_initial_state(
+                    ".".join(slot.leaves[0].path[:-1]), ", ".join(names)
+                )
             states = given if slot is None else slot.states(self._values[key])
             if adapter.forward is not None and not self.native:
                 returned, new = adapter.forward(module, rest, states, **kept)
@@ -313,7 +357,9 @@ class Injector:
                 returned = call_with_state(original, names, rest, kept, states)
                 new = adapter.split(module, returned)[1] if slot is not None else ()
             if slot is not None:
-                self._values[key] = [tensor for value in new for _, tensor in flatten_state(value)[0]]
+                self._values[key] = [
+                    tensor for value in new for _, tensor in flatten_state(value)[0]
+                ]
             return returned
 
         module.__dict__["forward"] = forward  # so that torch's hooks run as for any call
@@ -324,7 +370,9 @@ class Injector:
 
 
 def _origin(given: tuple) -> int:
-    """What state values that a model passes depend on; 0 also for plain tensors, whose origin is not followed."""
+    """What state values that a model passes depend on; 0 also for plain tensors, whose origin is
+    not followed.
+    """
     found = 0
     for _, tensor in flatten_state(given)[0]:
         found |= getattr(tensor, "origin", 0)
@@ -338,7 +386,9 @@ def add_time_axis(inputs: tuple, layout: str | None) -> tuple:
     """Make a sequence of length one of each input tensor."""
     if layout is None:
         return inputs
-    return tuple(x.unsqueeze(_time_axis(x, layout)) if isinstance(x, torch.Tensor) else x for x in inputs)
+    return tuple(
+        x.unsqueeze(_time_axis(x, layout)) if isinstance(x, torch.Tensor) else x for x in inputs
+    )
 
 
 def _time_axis(x: torch.Tensor, layout: str) -> int:
@@ -350,5 +400,7 @@ def remove_time_axis(output: Any, layout: str | None, axes: tuple[TimeAxis | Non
     if layout is None:
         return output
     leaves, skeleton = flatten_state(output)
-    tensors = [t if axis is None else axis.select(t, 0) for (_, t), axis in zip(leaves, axes, strict=True)]
+    tensors = [
+        t if axis is None else axis.select(t, 0) for (_, t), axis in zip(leaves, axes, strict=True)
+    ]
     return unflatten_state(skeleton, tensors)

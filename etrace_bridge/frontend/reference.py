@@ -1,4 +1,6 @@
-"""Running a torch model over a sequence as a torch user would: the reference for everything the bridge computes."""
+"""Running a torch model over a sequence as a torch user would: the reference for everything the
+bridge computes.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ class TorchRun:
 
     Attributes:
         outputs: The output of each time step, in the structure that one bridged step gives.
-        states: `{state name: tensor}` after each step; only the last one (or none) where torch ran the whole sequence at once.
+        states: `{state name: tensor}` after each step; only the last one (or none) where torch ran
+            the whole sequence at once.
         seconds: Time of the run itself, without finding out how the model runs.
     """
 
@@ -48,23 +51,29 @@ def run_torch(
     batch_first: bool | None = None,
     stepwise: bool = False,
 ) -> TorchRun:
-    """Run the torch model itself over a sequence, time steps chained, gradients recorded, and leave it as it was.
+    """Run the torch model itself over a sequence, time steps chained, gradients recorded, and leave
+    it as it was.
 
-    A model that consumes sequences gets the whole sequence in one call, with torch's own kernels; any other model is called
-    once per step, its state passed from call to call or kept in its attributes.
+    A model that consumes sequences gets the whole sequence in one call, with torch's own kernels;
+    any other model is called once per step, its state passed from call to call or kept in its
+    attributes.
 
     Args:
         model: The torch model. Gradients of the outputs reach its own parameters.
-        xs: The input sequence, or a tuple of them: `(T, B, ...)`, or `(B, T, ...)` for a batch-first model.
+        xs: The input sequence, or a tuple of them: `(T, B, ...)`, or `(B, T, ...)` for a
+            batch-first model.
         state: As for `wrap`: the initial state, or a callable `batch_size -> state`.
         sequence: As for `wrap`.
         batch_first: As for `wrap`.
-        stepwise: Call a sequence model step by step too, with its layers' states carried by the bridge.
+        stepwise: Call a sequence model step by step too, with its layers' states carried by the
+            bridge.
     """
     sequences = xs if isinstance(xs, tuple) else (xs,)
     if not all(isinstance(x, torch.Tensor) and x.dim() >= 1 for x in sequences):
         raise InputError("`run_torch` takes torch tensors with a time axis.")
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
+    dtype = next(
+        (p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype()
+    )
 
     def find(first: bool) -> tuple[StepPlan, list[torch.Tensor]]:
         by_time = [x.transpose(0, 1) if first and x.dim() > 1 else x for x in sequences]
@@ -87,7 +96,8 @@ def run_torch(
         if known is None and plan.layout == "batch_first":
             plan, by_time = find(True)
         whole = plan.layout is not None and not stepwise
-        for slot in plan.attributes:  # copies, so that putting the model back does not write to tensors that autograd needs
+        # Copies, so that putting the model back does not write to tensors that autograd needs
+        for slot in plan.attributes:
             slot.put([leaf.initial.clone() for leaf in slot.leaves])
         begin = time.perf_counter()
         run = _run_whole(model, plan, sequences) if whole else _run_steps(model, plan, by_time)
@@ -101,7 +111,11 @@ def _run_steps(model: nn.Module, plan: StepPlan, by_time: list[torch.Tensor]) ->
     names = [".".join(leaf.path) for leaf in plan.leaves]
     for step in zip(*by_time, strict=True):
         output, states = plan.run(model, step, states, native_call(model))
-        outputs.append(unflatten_state(flatten_state(output)[1], [t.clone() for _, t in flatten_state(output)[0]]))
+        outputs.append(
+            unflatten_state(
+                flatten_state(output)[1], [t.clone() for _, t in flatten_state(output)[0]]
+            )
+        )
         trajectory.append(dict(zip(names, [s.clone() for s in states], strict=True)))
     return TorchRun(outputs, trajectory)
 
@@ -116,22 +130,42 @@ def _run_whole(model: nn.Module, plan: StepPlan, sequences: tuple) -> TorchRun:
         return [t for _, t in leaves], skeleton
 
     if plan.loop is not None and {"sum", "mean"} & set(plan.loop.reductions):
-        return TorchRun(_addends(plan.loop.reductions, [call(steps) for steps in range(1, length + 1)], plan.output_time_axes), [])
+        return TorchRun(
+            _addends(
+                plan.loop.reductions,
+                [call(steps) for steps in range(1, length + 1)],
+                plan.output_time_axes,
+            ),
+            [],
+        )
     axes = [axis for axis in plan.output_time_axes if axis is not None]
-    if len(axes) < len(plan.output_time_axes):  # the model gives its last step only: run every prefix
+    # the model gives its last step only: run every prefix
+    if len(axes) < len(plan.output_time_axes):
         outputs = []
         for steps in range(1, length + 1):
             tensors, skeleton = call(steps)
-            last = [t if a is None else a.select(t, -1) for t, a in zip(tensors, plan.output_time_axes, strict=True)]
+            last = [
+                t if a is None else a.select(t, -1)
+                for t, a in zip(tensors, plan.output_time_axes, strict=True)
+            ]
             outputs.append(unflatten_state(skeleton, last))
         return TorchRun(outputs, [])
     tensors, skeleton = call(length)
-    outputs = [unflatten_state(skeleton, [a.select(t, step) for t, a in zip(tensors, axes, strict=True)]) for step in range(length)]
+    outputs = [
+        unflatten_state(skeleton, [a.select(t, step) for t, a in zip(tensors, axes, strict=True)])
+        for step in range(length)
+    ]
     return TorchRun(outputs, [])
 
 
-def _addends(reductions: tuple[str | None, ...], prefixes: list[tuple[list[torch.Tensor], Any]], axes: tuple[TimeAxis | None, ...]) -> list[Any]:
-    """Give what sums and means over time add up at each step, from the results of all prefixes of a sequence."""
+def _addends(
+    reductions: tuple[str | None, ...],
+    prefixes: list[tuple[list[torch.Tensor], Any]],
+    axes: tuple[TimeAxis | None, ...],
+) -> list[Any]:
+    """Give what sums and means over time add up at each step, from the results of all prefixes of a
+    sequence.
+    """
     outputs = []
     for step, (tensors, skeleton) in enumerate(prefixes, 1):
         now = []
@@ -140,7 +174,9 @@ def _addends(reductions: tuple[str | None, ...], prefixes: list[tuple[list[torch
                 now.append(axis.select(tensor, -1))
             elif kind in ("sum", "mean") and step > 1:
                 before = prefixes[step - 2][0][i]
-                now.append(tensor - before if kind == "sum" else step * tensor - (step - 1) * before)
+                now.append(
+                    tensor - before if kind == "sum" else step * tensor - (step - 1) * before
+                )
             else:
                 now.append(tensor)
         outputs.append(unflatten_state(skeleton, now))

@@ -1,9 +1,12 @@
-"""Which arguments of a module's `forward` carry state, and where the new state comes back: found by what flows.
+"""Which arguments of a module's `forward` carry state, and where the new state comes back: found by
+what flows.
 
-A *reading* says which arguments are states and which part of the returned value becomes each of them at the next call. Every
-reading that the shapes allow is run for a few steps on random inputs. A reading is dropped if the call fails, if structure or
-shapes change, if the state has no effect, or if it mixes samples of the batch that one call keeps apart. If readings with
-different results are left, the code itself decides (an argument that `forward` assigns again and returns), else `wrap` refuses.
+A *reading* says which arguments are states and which part of the returned value becomes each of
+them at the next call. Every reading that the shapes allow is run for a few steps on random inputs.
+A reading is dropped if the call fails, if structure or shapes change, if the state has no effect,
+or if it mixes samples of the batch that one call keeps apart. If readings with different results
+are left, the code itself decides (an argument that `forward` assigns again and returns), else
+`wrap` refuses.
 """
 
 from __future__ import annotations
@@ -23,23 +26,36 @@ from etrace_bridge._errors import InputError, StateError
 from etrace_bridge.frontend import messages
 from etrace_bridge.frontend.examples import random_like, share_changed, with_sample_changed
 from etrace_bridge.frontend.snapshot import restored
-from etrace_bridge.frontend.state import Adapter, call_with_state, children, find_adapter, flatten_state, unflatten_state
+from etrace_bridge.frontend.state import (
+    Adapter,
+    call_with_state,
+    children,
+    find_adapter,
+    flatten_state,
+    unflatten_state,
+)
 
-Place = tuple[str, ...]  # keys from the returned value to a new state; see `_pick` for the two slices
+# keys from the returned value to a new state; see `_pick` for the two slices
+Place = tuple[str, ...]
 _REST, _MOST = "1:", ":-1"
 _STATE_NAME = re.compile(
     r"(.*_)?(h|hx|hs|h0|c|cx|cs|v|u|z|s|mem|syn|hidden|states?|memory|memories|carry|cell|membrane)(_.*|\d+|s)?|prev.*|.*prev|last.*"
 )
-_NO_STATE_NAME = re.compile(r"(.*_)?(mask|masks|length|lengths|label|labels|target|targets|weight|bias|generator|dtype|device)")
+_NO_STATE_NAME = re.compile(
+    r"(.*_)?(mask|masks|length|lengths|label|labels|target|targets|weight|bias|generator|dtype|device)"
+)
 _MOST_ARGUMENTS, _STEPS = 4, 3
-# What the code says about an argument and its new value: `forward` assigns the argument again and returns it; the returned
-# variable or field is named after the argument. Below: 1 if the argument's name is one that states often have, else 0.
+# What the code says about an argument and its new value: `forward` assigns the argument again and
+# returns it; the returned variable or field is named after the argument. Below: 1 if the argument's
+# name is one that states often have, else 0.
 _ASSIGNED, _NAMED = 3, 2
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One way to understand a `forward`: the state arguments, and the place of each in what is returned."""
+    """One way to understand a `forward`: the state arguments, and the place of each in what is
+    returned.
+    """
 
     names: tuple[str, ...]
     places: tuple[Place, ...]
@@ -50,7 +66,11 @@ class Reading:
         items = children(returned)
         if items is None or () in self.places:
             return first_tensor(returned), states
-        rest = [(key, value) for key, value in items if not any(_covers(place, key, items) for place in self.places)]
+        rest = [
+            (key, value)
+            for key, value in items
+            if not any(_covers(place, key, items) for place in self.places)
+        ]
         if not rest:
             return first_tensor(returned), states
         if isinstance(returned, dict):
@@ -58,8 +78,13 @@ class Reading:
         return (rest[0][1] if len(rest) == 1 else tuple(value for _, value in rest)), states
 
     def __str__(self) -> str:
-        where = ["the returned value" if not p else "returned" + "".join(f"[{k}]" for k in p) for p in self.places]
-        return " and ".join(f"`{name}` <- {place}" for name, place in zip(self.names, where, strict=True))
+        where = [
+            "the returned value" if not p else "returned" + "".join(f"[{k}]" for k in p)
+            for p in self.places
+        ]
+        return " and ".join(
+            f"`{name}` <- {place}" for name, place in zip(self.names, where, strict=True)
+        )
 
 
 class FoundAdapter(Adapter):
@@ -77,17 +102,22 @@ class FoundAdapter(Adapter):
         return self._reading.split(returned)
 
 
-def find_root_adapter(model: nn.Module, inputs: tuple, state: Any, batch_axis: int | None = None) -> tuple[Adapter | None, tuple | None]:
-    """Give the root module's adapter, registered or made for its `forward(x, state)`, and the state that the user gave.
+def find_root_adapter(
+    model: nn.Module, inputs: tuple, state: Any, batch_axis: int | None = None
+) -> tuple[Adapter | None, tuple | None]:
+    """Give the root module's adapter, registered or made for its `forward(x, state)`, and the state
+    that the user gave.
 
     Args:
         model: The root module, which the caller restores.
         inputs: The arguments of a call, without state.
-        state: The user's initial state, or None. A dict whose keys are arguments of `forward` gives one value for each.
+        state: The user's initial state, or None. A dict whose keys are arguments of `forward` gives
+            one value for each.
         batch_axis: The batch axis of the inputs; None if there is none.
 
     Returns:
-        The adapter (None if the root has no state arguments), and one value per state argument if the user gave a state.
+        The adapter (None if the root has no state arguments), and one value per state argument if
+        the user gave a state.
     """
     known = find_adapter(model)
     if known is not None and known.arguments(model):
@@ -97,8 +127,9 @@ def find_root_adapter(model: nn.Module, inputs: tuple, state: Any, batch_axis: i
     if not found:
         if state is not None and not is_by_name(state, ()):
             raise InputError(
-                f"`wrap` got a `state`, but `{type(model).__name__}.forward` has no argument for it besides its "
-                f"{len(inputs)} input(s). Leave `state` out; state in attributes and inside layers is found without it."
+                f"`wrap` got a `state`, but `{type(model).__name__}.forward` has no argument for "
+                f"it besides its {len(inputs)} input(s). Leave `state` out; state in attributes "
+                "and inside layers is found without it."
             )
         return known, None
     trials = Trials(model, inputs, state, batch_axis)
@@ -114,7 +145,10 @@ def _per_argument(state: Any, names: tuple[str, ...]) -> tuple:
     if len(names) == 1:
         return (state,)
     if not isinstance(state, (tuple, list)) or len(state) != len(names):
-        raise InputError(f"`forward` takes {len(names)} state arguments ({', '.join(names)}); `state` must be a tuple of as many values.")
+        raise InputError(
+            f"`forward` takes {len(names)} state arguments ({', '.join(names)}); `state` must be a "
+            "tuple of as many values."
+        )
     return tuple(state)
 
 
@@ -127,19 +161,43 @@ def is_by_name(state: Any, arguments: Sequence[str]) -> bool:
 
 
 def _candidates(model: nn.Module, num_inputs: int, state: Any) -> list[tuple[str, ...]]:
-    """List the sets of arguments that may be states, so that the inputs fill the other required ones."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = {name: p for name, p in inspect.signature(model.forward).parameters.items() if p.kind in kinds}
+    """List the sets of arguments that may be states, so that the inputs fill the other required
+    ones.
+    """
+    kinds = (
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.KEYWORD_ONLY,
+    )
+    parameters = {
+        name: p
+        for name, p in inspect.signature(model.forward).parameters.items()
+        if p.kind in kinds
+    }
     if is_by_name(state, tuple(parameters)):
         return [tuple(state)]
-    possible = [n for n, p in parameters.items() if p.default in (inspect.Parameter.empty, None) and not _NO_STATE_NAME.fullmatch(n)]
+    possible = [
+        n
+        for n, p in parameters.items()
+        if p.default in (inspect.Parameter.empty, None) and not _NO_STATE_NAME.fullmatch(n)
+    ]
     first = next(iter(parameters), None)
     sizes = range(min(len(possible), _MOST_ARGUMENTS), 0, -1)
     found = []
-    for names in itertools.chain.from_iterable(itertools.combinations(possible, size) for size in sizes):
-        rest = [p for name, p in parameters.items() if name not in names and p.kind is not inspect.Parameter.KEYWORD_ONLY]
+    for names in itertools.chain.from_iterable(
+        itertools.combinations(possible, size) for size in sizes
+    ):
+        rest = [
+            p
+            for name, p in parameters.items()
+            if name not in names and p.kind is not inspect.Parameter.KEYWORD_ONLY
+        ]
         required = sum(p.default is inspect.Parameter.empty for p in rest)
-        fits = state is None or len(names) == 1 or (isinstance(state, (tuple, list)) and len(state) == len(names))
+        fits = (
+            state is None
+            or len(names) == 1
+            or (isinstance(state, (tuple, list)) and len(state) == len(names))
+        )
         if fits and first not in names and required <= num_inputs <= len(rest):
             found.append(names)
     return found
@@ -171,7 +229,9 @@ class Trials:
         return (None,) * len(names) if given is None else tuple(_copied(value) for value in given)
 
     def first_call(self, names: tuple[str, ...]) -> Any:
-        """Call the model once from its initial state, and note the local variables of `forward` at its end."""
+        """Call the model once from its initial state, and note the local variables of `forward` at
+        its end.
+        """
         self.locals = {}
         code = getattr(inspect.unwrap(self.model.forward), "__code__", None)
 
@@ -183,7 +243,9 @@ class Trials:
         with restored(self.model, values=False):
             sys.setprofile(note)
             try:
-                return call_with_state(self.model, names, self.steps[0], {}, self.start(names), self.model.forward)
+                return call_with_state(
+                    self.model, names, self.steps[0], {}, self.start(names), self.model.forward
+                )
             finally:
                 sys.setprofile(outer)
 
@@ -201,23 +263,43 @@ class Trials:
         states, results = self.start(reading.names), []
         with restored(self.model, values=False):
             for inputs in steps:
-                results.append(_copied(call_with_state(self.model, reading.names, inputs, {}, states, self.model.forward)))
+                results.append(
+                    _copied(
+                        call_with_state(
+                            self.model, reading.names, inputs, {}, states, self.model.forward
+                        )
+                    )
+                )
                 states = reading.split(_copied(results[-1]))[1]
         return results
 
     def _has_effect(self, reading: Reading, name: str, returned: Any) -> bool:
-        """Tell whether a second step changes with an argument; attributes are put back, which may hold the state too."""
+        """Tell whether a second step changes with an argument; attributes are put back, which may
+        hold the state too.
+        """
         new, start = reading.split(_copied(returned))[1], self.start(reading.names)
         results = []
         for forget in (False, True):
-            states = [b if forget and n == name else a for n, a, b in zip(reading.names, new, start, strict=True)]
+            states = [
+                b if forget and n == name else a
+                for n, a, b in zip(reading.names, new, start, strict=True)
+            ]
             with restored(self.model, values=False):
-                result = call_with_state(self.model, reading.names, self.steps[1], {}, _copied(states), self.model.forward)
+                result = call_with_state(
+                    self.model,
+                    reading.names,
+                    self.steps[1],
+                    {},
+                    _copied(states),
+                    self.model.forward,
+                )
                 results.append([t for _, t in flatten_state(_copied(result))[0]])
         return not _same(*results)
 
     def result(self, reading: Reading) -> list[torch.Tensor] | None:
-        """Give everything that a reading returns over the steps, or None if the reading cannot be right."""
+        """Give everything that a reading returns over the steps, or None if the reading cannot be
+        right.
+        """
         try:
             returned = self.run(reading, self.steps)
             if not all(_same_structure(a, returned[0]) for a in returned[1:]):
@@ -227,7 +309,9 @@ class Trials:
                 return None
             tensors = [t for r in returned for _, t in flatten_state(r)[0]]
             for name in reading.names:
-                if name not in _required(self.model, reading.names) and not self._has_effect(reading, name, returned[0]):
+                if name not in _required(self.model, reading.names) and not self._has_effect(
+                    reading, name, returned[0]
+                ):
                     return None
             return tensors
         except Exception:  # the model does not take this value for this argument
@@ -236,7 +320,14 @@ class Trials:
     def mixes_batch(self, reading: Reading) -> bool:
         """Tell whether a second step mixes samples that the first step keeps apart."""
         axis = self.batch_axis
-        x = next((x for x in self.steps[0] if isinstance(x, torch.Tensor) and axis is not None and x.dim() > axis), None)
+        x = next(
+            (
+                x
+                for x in self.steps[0]
+                if isinstance(x, torch.Tensor) and axis is not None and x.dim() > axis
+            ),
+            None,
+        )
         if x is None or axis is None or x.shape[axis] < 2:
             return False
         changed = tuple(with_sample_changed(v, axis, x.shape[axis]) for v in self.steps[0])
@@ -249,9 +340,11 @@ class Trials:
 
 @dataclass(frozen=True)
 class Trial:
-    """A reading that could be right: what it returns over the steps, and what the code says for each of its arguments.
+    """A reading that could be right: what it returns over the steps, and what the code says for
+    each of its arguments.
 
-    `fits` tells whether the new states are built like what `forward` itself puts into the arguments where they are None.
+    `fits` tells whether the new states are built like what `forward` itself puts into the arguments
+    where they are None.
     """
 
     reading: Reading
@@ -279,19 +372,34 @@ def _choose(trials: Trials, candidates: list[tuple[str, ...]]) -> Reading | None
         for reading in _readings(names, returned):
             result = trials.result(reading)
             if result is not None:
-                found.append(Trial(reading, result, _grades(reading, returned, trials), _fits(reading, returned, trials)))
+                found.append(
+                    Trial(
+                        reading,
+                        result,
+                        _grades(reading, returned, trials),
+                        _fits(reading, returned, trials),
+                    )
+                )
     if not found:
         return _no_reading(trials, candidates)
     told = trials.state is not None or all(_required(model, names) for names in candidates)
-    found = found if told else [trial for trial in found if min(trial.grades) > 0] or _unclear(model, found)
+    found = (
+        found
+        if told
+        else [trial for trial in found if min(trial.grades) > 0] or _unclear(model, found)
+    )
     found = _agreeing(found, _ASSIGNED)
     found = [trial for trial in found if not trials.mixes_batch(trial.reading)] or found
     found = _agreeing(found, _NAMED)
     most = max(len(trial.grades) for trial in found)
     left = [trial for trial in found if len(trial.grades) == most]
     left = [trial for trial in left if trial.fits] or left
-    sure = min(left[0].grades) == _ASSIGNED  # of two places with one and the same object, either is right
-    if any(t.reading.names != left[0].reading.names or not (sure or _same(t.result, left[0].result)) for t in left[1:]):
+    # of two places with one and the same object, either is right
+    sure = min(left[0].grades) == _ASSIGNED
+    if any(
+        t.reading.names != left[0].reading.names or not (sure or _same(t.result, left[0].result))
+        for t in left[1:]
+    ):
         _unclear(model, left)
     return left[0].reading
 
@@ -301,11 +409,15 @@ def _unclear(model: nn.Module, trials: list[Trial]) -> list[Trial]:
 
 
 def _agreeing(trials: list[Trial], grade: int) -> list[Trial]:
-    """Keep the readings that agree with everything that is known with a grade about an argument and its place."""
+    """Keep the readings that agree with everything that is known with a grade about an argument and
+    its place.
+    """
     known = {
         (name, place)
         for trial in trials
-        for name, place, own in zip(trial.reading.names, trial.reading.places, trial.grades, strict=True)
+        for name, place, own in zip(
+            trial.reading.names, trial.reading.places, trial.grades, strict=True
+        )
         if own >= grade
     }
 
@@ -314,7 +426,9 @@ def _agreeing(trials: list[Trial], grade: int) -> list[Trial]:
         for name in {name for name, _ in known}:
             if not any((name, place) in pairs for other, place in known if other == name):
                 return False
-        return not any(place in {p for _, p in known} and (name, place) not in known for name, place in pairs)
+        return not any(
+            place in {p for _, p in known} and (name, place) not in known for name, place in pairs
+        )
 
     return [trial for trial in trials if agrees(trial.reading)] or trials
 
@@ -323,9 +437,10 @@ def _no_reading(trials: Trials, candidates: list[tuple[str, ...]]) -> None:
     if trials.state is None and not all(_required(trials.model, names) for names in candidates):
         return
     raise StateError(
-        f"`{type(trials.model).__name__}.forward` takes a state in `{', '.join(candidates[0])}`, but what it returns holds no state "
-        f"of the same structure. The bridge understands `-> (output, state)`, `-> (output, *states)` and `-> state`. "
-        f"Return the new state, or register an adapter (`eb.register_adapter`) whose `split` finds it."
+        f"`{type(trials.model).__name__}.forward` takes a state in `{', '.join(candidates[0])}`, "
+        "but what it returns holds no state of the same structure. The bridge understands `-> "
+        "(output, state)`, `-> (output, *states)` and `-> state`. Return the new state, or "
+        "register an adapter (`eb.register_adapter`) whose `split` finds it."
     )
 
 
@@ -347,21 +462,34 @@ def _readings(names: tuple[str, ...], returned: Any) -> Iterator[Reading]:
 
 
 def _fits(reading: Reading, returned: Any, trials: Trials) -> bool:
-    """Tell whether each new state has the structure and shapes of its argument's variable at the end of `forward`."""
-    pairs = [(trials.locals.get(name), _pick(returned, place)) for name, place in zip(reading.names, reading.places, strict=True)]
-    return all(bool(flatten_state(variable)[0]) and _same_structure(value, variable) for variable, value in pairs)
+    """Tell whether each new state has the structure and shapes of its argument's variable at the
+    end of `forward`.
+    """
+    pairs = [
+        (trials.locals.get(name), _pick(returned, place))
+        for name, place in zip(reading.names, reading.places, strict=True)
+    ]
+    return all(
+        bool(flatten_state(variable)[0]) and _same_structure(value, variable)
+        for variable, value in pairs
+    )
 
 
 def _grades(reading: Reading, returned: Any, trials: Trials) -> tuple[int, ...]:
     """Grade what the code says for each argument of a reading."""
     grades = []
-    for name, place, start in zip(reading.names, reading.places, trials.start(reading.names), strict=True):
+    for name, place, start in zip(
+        reading.names, reading.places, trials.start(reading.names), strict=True
+    ):
         value = _pick(returned, place)
         if _is_same_object(trials.locals.get(name), value) and not _is_same_object(start, value):
             grades.append(_ASSIGNED)
             continue
         variables = [n for n, v in trials.locals.items() if n != name and _is_same_object(v, value)]
-        named = any(name in re.split(r"_|\d+", n) or (len(name) > 2 and name in n) for n in (*variables, *place))
+        named = any(
+            name in re.split(r"_|\d+", n) or (len(name) > 2 and name in n)
+            for n in (*variables, *place)
+        )
         grades.append(_NAMED if named else int(_STATE_NAME.fullmatch(name) is not None))
     return tuple(grades)
 
@@ -395,19 +523,24 @@ def _is_same_object(a: Any, b: Any) -> bool:
 
 
 def first_tensor(value: Any) -> torch.Tensor:
-    """Give the first tensor of a state: the output of a cell that returns its state and nothing else."""
+    """Give the first tensor of a state: the output of a cell that returns its state and nothing
+    else.
+    """
     return flatten_state(value)[0][0][1]
 
 
 def _same_structure(a: Any, b: Any) -> bool:
     (x, left), (y, right) = flatten_state(a), flatten_state(b)
     shapes = [(p, tuple(t.shape)) for p, t in x] == [(p, tuple(t.shape)) for p, t in y]
-    return shapes and type(unflatten_state(left, [0] * len(x))) is type(unflatten_state(right, [0] * len(y)))
+    return shapes and type(unflatten_state(left, [0] * len(x))) is type(
+        unflatten_state(right, [0] * len(y))
+    )
 
 
 def _same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(
-        s.shape == t.shape and torch.allclose(s, t, rtol=1e-4, atol=1e-6, equal_nan=True) for s, t in zip(a, b, strict=True)
+        s.shape == t.shape and torch.allclose(s, t, rtol=1e-4, atol=1e-6, equal_nan=True)
+        for s, t in zip(a, b, strict=True)
     )
 
 

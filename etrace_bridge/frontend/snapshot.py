@@ -1,4 +1,6 @@
-"""Putting a torch module back exactly as it was, after its code ran on tensors that are not the user's."""
+"""Putting a torch module back exactly as it was, after its code ran on tensors that are not the
+user's.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,13 @@ _CONTAINERS = (dict, list, set, deque)
 
 @contextlib.contextmanager
 def restored(model: nn.Module, *, values: bool = True) -> Iterator[None]:
-    """Restore attributes, buffers, containers and tensor values of a module and its children at the end, also on failure.
+    """Restore attributes, buffers, containers and tensor values of a module and its children at the
+    end, also on failure.
 
     Args:
         model: The module.
-        values: Also copy parameter values, for runs on real tensors; a traced run cannot write to them.
+        values: Also copy parameter values, for runs on real tensors; a traced run cannot write to
+            them.
     """
     saved = [_save(module, values) for module in model.modules()]
     rng = torch.get_rng_state()
@@ -67,25 +71,36 @@ def _save(module: nn.Module, values: bool) -> Any:
             if isinstance(container, dict) and _same_items(container, content):
                 continue
             container.clear()
-            container.extend(content) if isinstance(container, (list, deque)) else container.update(content)
+            container.extend(content) if isinstance(container, (list, deque)) else container.update(
+                content
+            )
         with torch.no_grad():
             for tensor, value, version, requires_grad in tensors:
                 if tensor._version != version or not torch.equal(tensor, value):
                     tensor.copy_(value)
                 if tensor.requires_grad and not requires_grad:
-                    # an in-place write made the tensor part of a graph, or a library set the flag on a shared constant
+                    # an in-place write made the tensor part of a graph, or a library set the flag
+                    # on a shared constant
                     tensor.requires_grad_(False) if tensor.is_leaf else tensor.detach_()
 
     return restore
 
 
 def _is_plain_object(value: Any) -> bool:
-    """Whether a value is an object of some Python class with attributes of its own, such as a counter or a config."""
-    return hasattr(value, "__dict__") and isinstance(value.__dict__, dict) and not isinstance(value, (type, *_CODE))
+    """Whether a value is an object of some Python class with attributes of its own, such as a
+    counter or a config.
+    """
+    return (
+        hasattr(value, "__dict__")
+        and isinstance(value.__dict__, dict)
+        and not isinstance(value, (type, *_CODE))
+    )
 
 
 _CODE = (types.FunctionType, types.MethodType, types.ModuleType, types.BuiltinFunctionType)
 
 
 def _same_items(now: dict, then: dict) -> bool:
-    return len(now) == len(then) and all(key in now and now[key] is value for key, value in then.items())
+    return len(now) == len(then) and all(
+        key in now and now[key] is value for key, value in then.items()
+    )

@@ -1,4 +1,6 @@
-"""Parameters that make the initial state: a learned `h0` gets no gradient through the state, and the user must know."""
+"""Parameters that make the initial state: a learned `h0` gets no gradient through the state, and
+the user must know.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,14 @@ from etrace_bridge.frontend.snapshot import restored
 from etrace_bridge.frontend.state import call_with_state, flatten_state
 
 
-def find_start_parameters(model: nn.Module, inputs: tuple, plan: StepPlan, state: Any) -> tuple[str, ...]:
+def find_start_parameters(
+    model: nn.Module, inputs: tuple, plan: StepPlan, state: Any
+) -> tuple[str, ...]:
     """Name the parameters whose way to the first step's result leads through the initial state.
 
-    The first step is run twice, as torch would and from the plan's constant initial state, and differentiated by torch:
-    where the two gradients differ, the initial state is what made the difference.
+    The first step is run twice, as torch would and from the plan's constant initial state, and
+    differentiated by torch: where the two gradients differ, the initial state is what made the
+    difference.
 
     Args:
         model: The torch model; it is left as it was.
@@ -35,8 +40,13 @@ def find_start_parameters(model: nn.Module, inputs: tuple, plan: StepPlan, state
             with restored(model, values=False):
                 own = _gradients(_tensors(_call(model, inputs, plan, state)) + _held(model), named)
             with restored(model, values=False):
-                ours = _gradients(_tensors(plan.run(model, inputs, start, native_call(model))) + _held(model), named)
-    except Exception:  # not differentiable from here (a fused op, a write in place): nothing can be said, and the step itself will tell
+                ours = _gradients(
+                    _tensors(plan.run(model, inputs, start, native_call(model))) + _held(model),
+                    named,
+                )
+    except Exception:
+        # not differentiable from here (a fused op, a write in place): nothing can be said, and the
+        # step itself will tell
         return ()
     return tuple(name for name, a, b in zip(named, own, ours, strict=True) if a and not b)
 
@@ -59,16 +69,32 @@ def _gradients(roots: Sequence[torch.Tensor], named: dict[str, nn.Parameter]) ->
     terms = [root.abs().sum() for root in roots if root.requires_grad]
     if not terms:
         return [False] * len(named)
-    found = torch.autograd.grad(torch.stack([t.double() for t in terms]).sum(), list(named.values()), allow_unused=True)
+    found = torch.autograd.grad(
+        torch.stack([t.double() for t in terms]).sum(), list(named.values()), allow_unused=True
+    )
     return [gradient is not None for gradient in found]
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    return [tensor for _, tensor in flatten_state(value)[0] if tensor.is_floating_point() or tensor.is_complex()]
+    return [
+        tensor
+        for _, tensor in flatten_state(value)[0]
+        if tensor.is_floating_point() or tensor.is_complex()
+    ]
 
 
 def _held(model: nn.Module) -> list[torch.Tensor]:
     """Tensors that a step left in attributes, parameters aside."""
     kinds = (torch.Tensor, tuple, list, dict)
-    values = [v for m in model.modules() for v in (*vars(m).values(), *m._buffers.values()) if isinstance(v, kinds)]
-    return [t for value in values for t in _tensors(value) if not isinstance(t, nn.Parameter) and t.grad_fn is not None]
+    values = [
+        v
+        for m in model.modules()
+        for v in (*vars(m).values(), *m._buffers.values())
+        if isinstance(v, kinds)
+    ]
+    return [
+        t
+        for value in values
+        for t in _tensors(value)
+        if not isinstance(t, nn.Parameter) and t.grad_fn is not None
+    ]

@@ -1,11 +1,14 @@
-"""Where a torch module keeps its recurrent state: the adapters, and state values as flat, named tensors.
+"""Where a torch module keeps its recurrent state: the adapters, and state values as flat, named
+tensors.
 
 A recurrent tensor lives in one of three places:
 
-* in an **argument** that the module returns again (`h = cell(x, h)`, `z, s = lif(x, s)`): an `Adapter` names the arguments;
-* in an **attribute** or buffer that `forward` reads and rebinds or writes in place: found by running one step and comparing,
-  an `Adapter` is needed only to give nicer names;
-* inside a **fused kernel** (`nn.GRU` on a sequence): an `Adapter` with its own `forward` gives the one-step form.
+* in an **argument** that the module returns again (`h = cell(x, h)`, `z, s = lif(x, s)`): an
+  `Adapter` names the arguments;
+* in an **attribute** or buffer that `forward` reads and rebinds or writes in place: found by
+  running one step and comparing, an `Adapter` is needed only to give nicer names;
+* inside a **fused kernel** (`nn.GRU` on a sequence): an `Adapter` with its own `forward` gives the
+  one-step form.
 """
 
 from __future__ import annotations
@@ -27,9 +30,11 @@ Path = tuple[str, ...]
 
 
 class Adapter:
-    """How one or more torch classes keep their recurrent state; subclass it and override what differs.
+    """How one or more torch classes keep their recurrent state; subclass it and override what
+    differs.
 
-    Most recurrent modules need one or two of these. A spiking layer `spk, mem = Leaky(...)(x, mem)`, for example::
+    Most recurrent modules need one or two of these. A spiking layer `spk, mem = Leaky(...)(x,
+    mem)`, for example::
 
         class LeakyAdapter(eb.Adapter):
             library, layers = "snntorch", (snntorch.Leaky,)
@@ -39,17 +44,19 @@ class Adapter:
 
         eb.register_adapter(LeakyAdapter())
 
-    The module's own `forward` runs either way: an adapter only says where the state is. All tensors an adapter sees are
-    torch tensors (traced ones while the model is traced).
+    The module's own `forward` runs either way: an adapter only says where the state is. All tensors
+    an adapter sees are torch tensors (traced ones while the model is traced).
 
     Attributes:
         library: Name of the library, for `supported_layers()`.
-        layers: The torch classes this adapter is for; subclasses follow unless they have their own adapter.
+        layers: The torch classes this adapter is for; subclasses follow unless they have their own
+            adapter.
         refused: Why no module of these classes can run online; empty if they can.
         limit: Which modules of these classes cannot run online, in a few words; empty if all can.
-        forward: None, or a method `forward(module, inputs, states) -> (return value, new states)` that replaces the module's
-            `forward` while tracing. Only for fused kernels, whose code cannot be traced. `inputs` are the call's other
-            positional arguments, `states` and `new states` are tuples in the order of `arguments(module)`.
+        forward: None, or a method `forward(module, inputs, states) -> (return value, new states)`
+            that replaces the module's `forward` while tracing. Only for fused kernels, whose code
+            cannot be traced. `inputs` are the call's other positional arguments, `states` and `new
+            states` are tuples in the order of `arguments(module)`.
     """
 
     library: str = "user"
@@ -59,52 +66,73 @@ class Adapter:
     forward: Callable[[nn.Module, tuple, tuple], tuple[Any, tuple]] | None = None
 
     def check(self, module: nn.Module, path: str) -> None:
-        """Raise `NotSupportedError` if this module can never run one step at a time (a bidirectional RNN)."""
+        """Raise `NotSupportedError` if this module can never run one step at a time (a
+        bidirectional RNN).
+        """
 
     def arguments(self, module: nn.Module) -> tuple[str, ...]:
-        """Name the parameters of `module.forward` that carry state in; none if the state lives in attributes."""
+        """Name the parameters of `module.forward` that carry state in; none if the state lives in
+        attributes.
+        """
         return ()
 
     def split(self, module: nn.Module, returned: Any) -> tuple[Any, tuple]:
-        """Take `forward`'s return value apart: the output, and the new values of `arguments(module)` in that order.
+        """Take `forward`'s return value apart: the output, and the new values of
+        `arguments(module)` in that order.
 
         The default reads `(output, *states)`.
         """
         return returned[0], tuple(returned[1:])
 
     def initial(self, module: nn.Module, inputs: tuple) -> tuple | None:
-        """Make the state before the first step, one value per argument, in torch tensors or containers of them.
+        """Make the state before the first step, one value per argument, in torch tensors or
+        containers of them.
 
-        `inputs` are the other positional arguments of a call, with a real batch size and shape. Return None (the default) if
-        the module accepts `None` for its state: the bridge then finds the structure by a call, and tries zeros.
+        `inputs` are the other positional arguments of a call, with a real batch size and shape.
+        Return None (the default) if the module accepts `None` for its state: the bridge then finds
+        the structure by a call, and tries zeros.
         """
         return None
 
     def adopt(self, module: nn.Module, given: tuple) -> tuple:
-        """Bring state values that a model passes itself into the form of `initial`; only adapters with `forward` differ."""
+        """Bring state values that a model passes itself into the form of `initial`; only adapters
+        with `forward` differ.
+        """
         return given
 
     def pack(self, module: nn.Module, states: tuple) -> tuple:
-        """Bring states in the form of `initial` into what the module's own `forward` takes; the inverse of `adopt`."""
+        """Bring states in the form of `initial` into what the module's own `forward` takes; the
+        inverse of `adopt`.
+        """
         return states
 
     def reset(self, module: nn.Module) -> None:
-        """Put state that an earlier run left in the module's attributes back to the library's initial state."""
+        """Put state that an earlier run left in the module's attributes back to the library's
+        initial state.
+        """
 
     def constants(self, module: nn.Module) -> tuple[torch.Tensor, ...]:
-        """Name tensors that are constants although they require grad; any other such tensor is refused."""
+        """Name tensors that are constants although they require grad; any other such tensor is
+        refused.
+        """
         return ()
 
     def sequence(self, module: nn.Module) -> str | None:
-        """Tell what `forward` consumes: None for one time step, `"time_major"` for `(T, B, ...)`, `"batch_first"`."""
+        """Tell what `forward` consumes: None for one time step, `"time_major"` for `(T, B, ...)`,
+        `"batch_first"`.
+        """
         return None
 
     def state_path(self, module: nn.Module, path: Path) -> Path:
-        """Rename a state: `path` starts at the attribute or argument, e.g. `("_memories", "v")`, and may become `("v",)`."""
+        """Rename a state: `path` starts at the attribute or argument, e.g. `("_memories", "v")`,
+        and may become `("v",)`.
+        """
         return path
 
     def is_hidden(self, module: nn.Module, path: Path) -> bool:
-        """Tell whether a (renamed) state is recurrent; False for statistics that are carried and not trained through."""
+        """Tell whether a (renamed) state is recurrent; False for statistics that are carried and
+        not trained through.
+        """
         return True
 
 
@@ -118,22 +146,33 @@ _BUILT_IN = ("torch_cells", "torch_rnn", "torch_norm", "snntorch", "norse", "spi
 def register_adapter(adapter: Adapter) -> Adapter:
     """Teach the bridge where modules of some classes keep their state.
 
-    A package can do this without being imported by the user: it declares an entry point in the group
-    ``etrace_bridge.adapters`` that points to a module (registered on import) or to a function without arguments.
+    A package can do this without being imported by the user: it declares an entry point in the
+    group ``etrace_bridge.adapters`` that points to a module (registered on import) or to a function
+    without arguments.
 
     Args:
-        adapter: An instance of a subclass of `Adapter` with `layers` set. A later registration replaces an earlier one.
+        adapter: An instance of a subclass of `Adapter` with `layers` set. A later registration
+            replaces an earlier one.
 
     Returns:
         The adapter.
     """
     if not isinstance(adapter, Adapter):
-        raise InputError(f"`register_adapter` got {adapter!r}. It takes an instance of a subclass of `eb.Adapter`.")
+        raise InputError(
+            f"`register_adapter` got {adapter!r}. It takes an instance of a subclass of "
+            "`eb.Adapter`."
+        )
     if not adapter.layers:
-        raise InputError(f"`{type(adapter).__name__}.layers` is empty. Name the torch classes that the adapter is for.")
+        raise InputError(
+            f"`{type(adapter).__name__}.layers` is empty. Name the torch classes that the adapter "
+            "is for."
+        )
     for layer in adapter.layers:
         if not (isinstance(layer, type) and issubclass(layer, nn.Module)):
-            raise InputError(f"`{type(adapter).__name__}.layers` holds {layer!r}, which is no subclass of `torch.nn.Module`.")
+            raise InputError(
+                f"`{type(adapter).__name__}.layers` holds {layer!r}, which is no subclass of "
+                "`torch.nn.Module`."
+            )
         _ADAPTERS[layer] = adapter
     return adapter
 
@@ -147,9 +186,10 @@ def find_adapter(module: nn.Module) -> Adapter | None:
 def supported_layers(limits: bool = False) -> dict[str, tuple[str, ...]]:
     """List the layers that adapters know, by library.
 
-    Every other module is traced as well; an adapter is needed only where state lives in a place that cannot be found by
-    running the module, or in a fused kernel. A layer that can never run one step at a time is listed with the reason:
-    `"StateLeaky (refused: computes a whole sequence at once)"`.
+    Every other module is traced as well; an adapter is needed only where state lives in a place
+    that cannot be found by running the module, or in a fused kernel. A layer that can never run one
+    step at a time is listed with the reason: `"StateLeaky (refused: computes a whole sequence at
+    once)"`.
 
     Args:
         limits: Also say which forms of a layer are refused: `"GRU (not bidirectional)"`.
@@ -158,12 +198,16 @@ def supported_layers(limits: bool = False) -> dict[str, tuple[str, ...]]:
     found: dict[str, set[str]] = {}
     for layer, adapter in _ADAPTERS.items():
         note = f"refused: {adapter.refused}" if adapter.refused else adapter.limit if limits else ""
-        found.setdefault(adapter.library, set()).add(f"{layer.__name__} ({note})" if note else layer.__name__)
+        found.setdefault(adapter.library, set()).add(
+            f"{layer.__name__} ({note})" if note else layer.__name__
+        )
     return {library: tuple(sorted(found[library])) for library in sorted(found)}
 
 
 def load_adapters() -> None:
-    """Import the built-in adapters whose library is installed, then those of the entry-point group; once."""
+    """Import the built-in adapters whose library is installed, then those of the entry-point group;
+    once.
+    """
     global _loaded
     if _loaded:
         return
@@ -173,7 +217,11 @@ def load_adapters() -> None:
         try:
             importlib.import_module(full_name)
         except ModuleNotFoundError as error:
-            if error.name is None or error.name.split(".")[0] == "etrace_bridge" and error.name != full_name:
+            if (
+                error.name is None
+                or error.name.split(".")[0] == "etrace_bridge"
+                and error.name != full_name
+            ):
                 raise
     for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
         found = entry.load()
@@ -185,10 +233,11 @@ def load_adapters() -> None:
 
 
 def flatten_state(value: Any) -> tuple[list[tuple[Path, torch.Tensor]], Any]:
-    """Take a state value apart into its tensors with their paths, and a skeleton for `unflatten_state`.
+    """Take a state value apart into its tensors with their paths, and a skeleton for
+    `unflatten_state`.
 
-    A path is made of field names, dict keys and positions; a bare tensor has the path `()`. Everything that is no tensor
-    (None, numbers, strings) stays in the skeleton.
+    A path is made of field names, dict keys and positions; a bare tensor has the path `()`.
+    Everything that is no tensor (None, numbers, strings) stays in the skeleton.
     """
     leaves: list[tuple[Path, torch.Tensor]] = []
 
@@ -258,7 +307,8 @@ def rebuild(node: Any, values: list[Any]) -> Any:
             return type(node)(zip(node, values, strict=True))
         except TypeError:  # a dict subclass with its own constructor, such as defaultdict
             return dict(zip(node, values, strict=True))
-    fresh = object.__new__(type(node))  # a dataclass may compute or check in __init__: copy the fields as they are
+    # a dataclass may compute or check in __init__: copy the fields as they are
+    fresh = object.__new__(type(node))
     fresh.__dict__.update(getattr(node, "__dict__", {}))
     for field, value in zip(dataclasses.fields(node), values, strict=True):
         object.__setattr__(fresh, field.name, value)
@@ -266,7 +316,9 @@ def rebuild(node: Any, values: list[Any]) -> Any:
 
 
 def state_names(argument: str, paths: Sequence[Path]) -> list[Path]:
-    """Name the tensors of one state argument: by field or key where there are any, else by argument and position."""
+    """Name the tensors of one state argument: by field or key where there are any, else by argument
+    and position.
+    """
     if list(paths) == [()]:
         return [(argument,)]
     positions_only = all(key.isdigit() for path in paths for key in path)
@@ -276,8 +328,12 @@ def state_names(argument: str, paths: Sequence[Path]) -> list[Path]:
 # ---- calling forward
 
 
-def bind_state_arguments(forward: Callable, names: Sequence[str], args: tuple, kwargs: dict) -> tuple[tuple, dict, tuple[Any, ...]]:
-    """Separate the state arguments of a call from the rest: other positional, other keyword, state values (None: not given)."""
+def bind_state_arguments(
+    forward: Callable, names: Sequence[str], args: tuple, kwargs: dict
+) -> tuple[tuple, dict, tuple[Any, ...]]:
+    """Separate the state arguments of a call from the rest: other positional, other keyword, state
+    values (None: not given).
+    """
     parameters = list(_parameters(forward))
     rest, kept, states = [], dict(kwargs), dict.fromkeys(names)
     for position, value in enumerate(args):
@@ -300,7 +356,9 @@ def call_with_state(
     states: Sequence[Any],
     signature: Callable | None = None,
 ) -> Any:
-    """Call a function with other arguments by position and state arguments in the places that the signature says."""
+    """Call a function with other arguments by position and state arguments in the places that the
+    signature says.
+    """
     given = dict(zip(names, states, strict=True))
     waiting = iter(rest)
     args = []
@@ -316,8 +374,13 @@ def call_with_state(
 
 
 def fill_missing(forward: Callable, args: tuple) -> tuple:
-    """Give None for required arguments beyond those given: a model's code often takes None for "no state yet"."""
-    required = sum(p.default is p.empty and p.kind in _POSITIONAL for p in inspect.signature(forward).parameters.values())
+    """Give None for required arguments beyond those given: a model's code often takes None for "no
+    state yet".
+    """
+    required = sum(
+        p.default is p.empty and p.kind in _POSITIONAL
+        for p in inspect.signature(forward).parameters.values()
+    )
     return (*args, *[None] * (required - len(args)))
 
 
@@ -326,4 +389,6 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def _parameters(forward: Callable) -> Iterator[str]:
-    return (name for name, p in inspect.signature(forward).parameters.items() if p.kind in _POSITIONAL)
+    return (
+        name for name, p in inspect.signature(forward).parameters.items() if p.kind in _POSITIONAL
+    )

@@ -1,4 +1,6 @@
-"""Running a bridged module step after step with the least overhead: values in plain lists, brainstate's states written on request."""
+"""Running a bridged module step after step with the least overhead: values in plain lists,
+brainstate's states written on request.
+"""
 
 from __future__ import annotations
 
@@ -15,28 +17,44 @@ from etrace_bridge.frontend.step import TracedStep, pack_output
 
 
 class SteadyStep:
-    """The compiled step of a bridged module that keeps weights and states itself; made by `BridgedModule.steady_step`.
+    """The compiled step of a bridged module that keeps weights and states itself; made by
+    `BridgedModule.steady_step`.
 
-    Calling it runs one step. The module's own states stay as they were until `write_back`; weights are those of the moment it
-    was made.
+    Calling it runs one step. The module's own states stay as they were until `write_back`; weights
+    are those of the moment it was made.
     """
 
-    def __init__(self, step: TracedStep, tensors: Sequence[Any], states: Sequence[Any], key: Any, write: Callable[..., None]) -> None:
+    def __init__(
+        self,
+        step: TracedStep,
+        tensors: Sequence[Any],
+        states: Sequence[Any],
+        key: Any,
+        write: Callable[..., None],
+    ) -> None:
         self._step, self._write = step, write
-        self._tensors, self._states, self._key = list(tensors), list(states), [] if key is None else [key]
+        self._tensors, self._states, self._key = (
+            list(tensors),
+            list(states),
+            [] if key is None else [key],
+        )
         inputs = step.jaxpr.in_avals[len(self._tensors) + len(self._states) + len(self._key) :]
         self._shapes = [aval.shape for aval in inputs]
         self._dtypes = [aval.dtype for aval in inputs]
         self._end = step.num_outputs + len(self._states)
 
     def __call__(self, *inputs: Any) -> Any:
-        """Run one step on torch tensors, NumPy or JAX arrays, `(batch, ...)` each; gives what `net(x)` gives."""
-        # A copy: JAX may read the memory of a NumPy array after the call has returned, when torch has changed it already.
+        """Run one step on torch tensors, NumPy or JAX arrays, `(batch, ...)` each; gives what
+        `net(x)` gives.
+        """
+        # A copy: JAX may read the memory of a NumPy array after the call has returned, when torch
+        # has changed it already.
         values = [_copied(x) if isinstance(x, torch.Tensor) else x for x in inputs]
         if [v.shape for v in values] != self._shapes or [v.dtype for v in values] != self._dtypes:
             raise InputError(
-                f"This step takes inputs of shapes {self._shapes} and dtypes {[str(d) for d in self._dtypes]}, and got "
-                f"{[tuple(v.shape) for v in values]}, {[str(v.dtype) for v in values]}. Make one for these with `net.steady_step(x)`."
+                f"This step takes inputs of shapes {self._shapes} and dtypes "
+                f"{[str(d) for d in self._dtypes]}, and got {[tuple(v.shape) for v in values]}, "
+                f"{[str(v.dtype) for v in values]}. Make one for these with `net.steady_step(x)`."
             )
         if self._step.ranges:
             check_ranges(self._step.ranges, values, "input")
@@ -55,5 +73,6 @@ class SteadyStep:
 
 
 def _copied(x: torch.Tensor) -> Any:
-    plain = x.dtype != torch.bfloat16 and not x.is_conj() and not x.is_neg()  # what NumPy can read as it is
+    # What NumPy can read as it is
+    plain = x.dtype != torch.bfloat16 and not x.is_conj() and not x.is_neg()
     return x.detach().numpy().copy() if plain else to_jax(x)

@@ -1,4 +1,6 @@
-"""One step of a torch model as a closed jaxpr: parameters, buffers, states, key and inputs in; output and new states out."""
+"""One step of a torch model as a closed jaxpr: parameters, buffers, states, key and inputs in;
+output and new states out.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,15 @@ class TracedStep:
     """One step, ready to evaluate.
 
     Attributes:
-        jaxpr: Takes the tensors that are read, all states, the key if it is used, all inputs; gives output tensors, new states
-            and, if it is used, the new key. Complex tensors and states are real arrays with a last axis of 2, and all that it
-            computes with is real; inputs and outputs have the model's own dtypes.
+        jaxpr: Takes the tensors that are read, all states, the key if it is used, all inputs; gives
+            output tensors, new states and, if it is used, the new key. Complex tensors and states
+            are real arrays with a last axis of 2, and all that it computes with is real; inputs and
+            outputs have the model's own dtypes.
         used_tensors: For each tensor, whether the step reads it.
         used_states: For each state, whether the step reads it; one that is never read is no state.
         uses_key: Whether the step draws random numbers.
-        output: Skeleton of the output, with a hole for each output tensor and None for what is no tensor.
+        output: Skeleton of the output, with a hole for each output tensor and None for what is no
+            tensor.
         num_outputs: How many output tensors there are.
         ranges: What the step demands of inputs that it uses as indices.
     """
@@ -57,7 +61,9 @@ class TracedStep:
     def __post_init__(self) -> None:
         self.compiled = jit(self._evaluate, one_step=True)
 
-    def __call__(self, tensors: Sequence[Any], states: Sequence[Any], key: Any, inputs: Sequence[Any]) -> tuple[list, list, Any]:
+    def __call__(
+        self, tensors: Sequence[Any], states: Sequence[Any], key: Any, inputs: Sequence[Any]
+    ) -> tuple[list, list, Any]:
         """Evaluate the step: inlined inside another JAX trace, compiled otherwise.
 
         Args:
@@ -75,13 +81,19 @@ class TracedStep:
         known = all(is_concrete(value) for value in values)
         results = (self.compiled if known else self._evaluate)(*values)
         end = self.num_outputs + len(self.used_states)
-        return results[: self.num_outputs], results[self.num_outputs : end], results[end] if self.uses_key else None
+        return (
+            results[: self.num_outputs],
+            results[self.num_outputs : end],
+            results[end] if self.uses_key else None,
+        )
 
     def _evaluate(self, *values: Any) -> list[Any]:
         return evaluate_jaxpr(self.jaxpr, *values)
 
 
-def trace_step(model: nn.Module, plan: StepPlan, tensors: Sequence[NamedTensor], inputs: Sequence[Any]) -> TracedStep:
+def trace_step(
+    model: nn.Module, plan: StepPlan, tensors: Sequence[NamedTensor], inputs: Sequence[Any]
+) -> TracedStep:
     """Run the model's own forward code once on traced tensors.
 
     Args:
@@ -99,23 +111,39 @@ def trace_step(model: nn.Module, plan: StepPlan, tensors: Sequence[NamedTensor],
         keys = _KeyChain(first_key)
         if plan.loop is not None:
             outputs, new_values = plan.loop(tensor_values, state_values, keys.next, input_values)
-            found["output"], found["num_outputs"], found["uses_key"] = plan.loop.skeleton, len(outputs), keys.used
+            found["output"], found["num_outputs"], found["uses_key"] = (
+                plan.loop.skeleton,
+                len(outputs),
+                keys.used,
+            )
             return (*outputs, *new_values, *([keys.key] if keys.used else []))
         tracer = Tracer({id(m): path for path, m in model.named_modules()}, make_key=keys.next)
         with restored(model, values=False), tracing(tracer):
             for named, value in zip(tensors, tensor_values, strict=True):
                 traced = TracedTensor(value, differentiable=named.trained)
-                tracer.track(named.tensor, traced, read_only=named.name if named.parameter else None)
+                tracer.track(
+                    named.tensor, traced, read_only=named.name if named.parameter else None
+                )
             traced_states = [TracedTensor(v, origin=STATE) for v in state_values]
             _track_old_attributes(plan, traced_states, tracer)
-            for tensor in (t for m in model.modules() if (a := find_adapter(m)) is not None for t in a.constants(m)):
+            for tensor in (
+                t
+                for m in model.modules()
+                if (a := find_adapter(m)) is not None
+                for t in a.constants(m)
+            ):
                 tracer.track(tensor, TracedTensor(constant(tensor), differentiable=False))
 
             def call(injector: Injector, args: tuple) -> Any:
                 tracer.on_module_call = injector
                 return model(*args)
 
-            output, new_states = plan.run(model, tuple(TracedTensor(v, origin=INPUT) for v in input_values), traced_states, call)
+            output, new_states = plan.run(
+                model,
+                tuple(TracedTensor(v, origin=INPUT) for v in input_values),
+                traced_states,
+                call,
+            )
             leaves, skeleton = flatten_state(output)
             found["output"] = keep_tensors(skeleton)
             outputs = [tracer.read(t) for _, t in leaves]
@@ -124,24 +152,47 @@ def trace_step(model: nn.Module, plan: StepPlan, tensors: Sequence[NamedTensor],
         found["num_outputs"], found["uses_key"] = len(outputs), keys.used
         return (*outputs, *new_values, *([keys.key] if keys.used else []))
 
-    shapes = [jax.ShapeDtypeStruct(tuple(v.shape), _jax_dtype(v.dtype)) for v in (*(n.tensor for n in tensors), *states, *inputs)]
+    shapes = [
+        jax.ShapeDtypeStruct(tuple(v.shape), _jax_dtype(v.dtype))
+        for v in (*(n.tensor for n in tensors), *states, *inputs)
+    ]
     shapes.insert(len(tensors) + len(states), jax.ShapeDtypeStruct((2,), jnp.uint32))
     try:
         closed, ranges = trace_with_ranges(step, *shapes)
         held = [True] * (len(tensors) + len(states) + 1) + [False] * len(inputs)
-        closed = split_complex(closed, held, [n >= found["num_outputs"] for n in range(len(closed.jaxpr.outvars))])
-        optional = [True] * len(tensors) + [False] * len(states) + [not found["uses_key"]] + [False] * len(inputs)
-        closed, used = simplify(closed, optional, range(found["num_outputs"], found["num_outputs"] + len(states)))
+        closed = split_complex(
+            closed, held, [n >= found["num_outputs"] for n in range(len(closed.jaxpr.outvars))]
+        )
+        optional = (
+            [True] * len(tensors)
+            + [False] * len(states)
+            + [not found["uses_key"]]
+            + [False] * len(inputs)
+        )
+        closed, used = simplify(
+            closed, optional, range(found["num_outputs"], found["num_outputs"] + len(states))
+        )
     except BridgeError:
         raise
-    except Exception as error:  # plain torch ran this step while the plan was made, so it is not the model that fails
+    except Exception as error:
+        # plain torch ran this step while the plan was made, so it is not the model that fails
         raise messages.bridge_failed(type(model).__name__, error) from error
     first = len(shapes) - len(inputs)
-    ranges = [dataclasses.replace(r, position=r.position - first) for r in ranges if r.position >= first]
+    ranges = [
+        dataclasses.replace(r, position=r.position - first) for r in ranges if r.position >= first
+    ]
     if plan.loop is not None:  # its step is not traced by torch's rules, its sequence was
         ranges = plan.loop.ranges
     used_tensors, used_states, _, _ = _split(used, counts)
-    return TracedStep(closed, list(used_tensors), list(used_states), found["uses_key"], found["output"], found["num_outputs"], ranges)
+    return TracedStep(
+        closed,
+        list(used_tensors),
+        list(used_states),
+        found["uses_key"],
+        found["output"],
+        found["num_outputs"],
+        ranges,
+    )
 
 
 def _jax_dtype(dtype: Any) -> Any:
@@ -170,7 +221,9 @@ def _split(flat: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:
 
 
 def _track_old_attributes(plan: StepPlan, traced: list[TracedTensor], tracer: Tracer) -> None:
-    """Let other references to a state's old tensor (a list of buffers, a closure) see the traced state."""
+    """Let other references to a state's old tensor (a list of buffers, a closure) see the traced
+    state.
+    """
     position = sum(len(slot.leaves) for slot in plan.arguments)
     for slot in plan.attributes:
         old = slot.module._buffers.get(slot.name, slot.module.__dict__.get(slot.name))
@@ -193,9 +246,10 @@ def _check_states(plan: StepPlan, old: Sequence[Any], new: Sequence[Any]) -> Non
     for leaf, a, b in zip(leaves, old, new, strict=True):
         if a.shape != b.shape or a.dtype != b.dtype:
             raise StateError(
-                f"State `{'.'.join(leaf.path)}` is {a.dtype}{list(a.shape)} before a step and {b.dtype}{list(b.shape)} "
-                f"after it. A state must keep its shape and dtype. Check the input's shape and dtype, or give a "
-                f"matching initial state with `wrap(model, state=...)`."
+                f"State `{'.'.join(leaf.path)}` is {a.dtype}{list(a.shape)} before a step and "
+                f"{b.dtype}{list(b.shape)} after it. A state must keep its shape and dtype. Check "
+                "the input's shape and dtype, or give a matching initial state with `wrap(model, "
+                "state=...)`."
             )
 
 

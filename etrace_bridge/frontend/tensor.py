@@ -1,4 +1,6 @@
-"""The traced tensor: a torch tensor by shape and dtype, a JAX array by value, with torch's views and in-place writes."""
+"""The traced tensor: a torch tensor by shape and dtype, a JAX array by value, with torch's views
+and in-place writes.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,13 @@ _CPU = torch.device("cpu")
 class TracedTensor(torch.Tensor, torch2jax.Torchish):
     """A torch tensor without memory whose value is a JAX array.
 
-    Torch sees a tensor of the right shape and dtype, so user code and torch's own Python run on it unchanged; every operation
-    on it arrives at `dispatch.dispatch`, which computes on `value`.
+    Torch sees a tensor of the right shape and dtype, so user code and torch's own Python run on it
+    unchanged; every operation on it arrives at `dispatch.dispatch`, which computes on `value`.
 
     Attributes:
         base: The tensor this one is a view of, or None.
-        origin: What the value depends on: `STATE`, `INPUT`, both or neither; parameters and constants do not count.
+        origin: What the value depends on: `STATE`, `INPUT`, both or neither; parameters and
+            constants do not count.
         differentiable: Torch would say `requires_grad`: floating and not detached.
     """
 
@@ -37,7 +40,9 @@ class TracedTensor(torch.Tensor, torch2jax.Torchish):
 
     @staticmethod
     def __new__(cls, value: Any, **_: Any) -> TracedTensor:
-        return torch.Tensor._make_wrapper_subclass(cls, value.shape, dtype=torch_dtype(value.dtype), device=_CPU)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, value.shape, dtype=torch_dtype(value.dtype), device=_CPU
+        )
 
     def __init__(
         self,
@@ -61,7 +66,11 @@ class TracedTensor(torch.Tensor, torch2jax.Torchish):
     @property
     def value(self) -> Any:
         """The JAX array; a view reads its base again after the base was written."""
-        if self.base is not None and self._view is not None and self._version_seen != self.root._writes:
+        if (
+            self.base is not None
+            and self._view is not None
+            and self._version_seen != self.root._writes
+        ):
             self._value = self._view(self.base.value)
             self._version_seen = self.root._writes
         return self._value
@@ -75,7 +84,9 @@ class TracedTensor(torch.Tensor, torch2jax.Torchish):
         return tensor
 
     def write(self, value: Any, *, origin: int = 0) -> None:
-        """Replace the value in place; through a view, write the positions that it shows into the owner of the memory."""
+        """Replace the value in place; through a view, write the positions that it shows into the
+        owner of the memory.
+        """
         root = self.root
         root.origin |= origin
         self.origin |= origin
@@ -92,7 +103,9 @@ class TracedTensor(torch.Tensor, torch2jax.Torchish):
     def _positions(self, root: TracedTensor) -> np.ndarray:
         """Give, for each element of this view, its position in the flat root."""
         with jax.ensure_compile_time_eval():
-            positions = np.asarray(self._follow(jnp.arange(root._value.size).reshape(root._value.shape)))
+            positions = np.asarray(
+                self._follow(jnp.arange(root._value.size).reshape(root._value.shape))
+            )
         return distinct(positions)
 
     def _follow(self, array: Any) -> Any:
@@ -106,13 +119,17 @@ class TracedTensor(torch.Tensor, torch2jax.Torchish):
         return array
 
     @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         from etrace_bridge.frontend.dispatch import dispatch  # which imports this class
 
         return dispatch(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         from etrace_bridge.frontend.dispatch import dispatch_aten
 
         return dispatch_aten(func, args, kwargs or {})
@@ -121,19 +138,35 @@ class TracedTensor(torch.Tensor, torch2jax.Torchish):
         return f"TracedTensor(shape={tuple(self._value.shape)}, dtype={self._value.dtype})"
 
 
-def strided_view(tensor: torch.Tensor, owner: TracedTensor, stop_gradient: bool = False) -> TracedTensor:
-    """Make the traced view of `owner` (the whole storage, flat) that a plain torch tensor is of its storage."""
-    positions = torch.arange(owner._value.size).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()).numpy()
+def strided_view(
+    tensor: torch.Tensor, owner: TracedTensor, stop_gradient: bool = False
+) -> TracedTensor:
+    """Make the traced view of `owner` (the whole storage, flat) that a plain torch tensor is of its
+    storage.
+    """
+    positions = (
+        torch.arange(owner._value.size)
+        .as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        .numpy()
+    )
 
     def view(flat: Any) -> Any:
         value = read_positions(flat, positions)
         return jax.lax.stop_gradient(value) if stop_gradient else value
 
-    return TracedTensor(view(owner.value), base=owner, view=view, origin=owner.origin, differentiable=not stop_gradient)
+    return TracedTensor(
+        view(owner.value),
+        base=owner,
+        view=view,
+        origin=owner.origin,
+        differentiable=not stop_gradient,
+    )
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:
-    """Give the torch dtype that a traced value has; without x64, JAX's default integer stands for torch's `int64`."""
+    """Give the torch dtype that a traced value has; without x64, JAX's default integer stands for
+    torch's `int64`.
+    """
     found = to_torch_dtype(dtype)
     if found == torch.int32 and not jax.config.jax_enable_x64:
         return torch.int64

@@ -1,4 +1,6 @@
-"""Running torch's own code on JAX values: the trace of a piece of torch code, and a torch function as a JAX function."""
+"""Running torch's own code on JAX values: the trace of a piece of torch code, and a torch function
+as a JAX function.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,16 @@ from etrace_bridge.frontend.tracer import Tracer, activated, map_tensors
 
 @contextlib.contextmanager
 def tracing(tracer: Tracer) -> Iterator[Tracer]:
-    """Send this thread's torch calls to the tracer; gradients on, module calls and `autograd.Function` seen."""
+    """Send this thread's torch calls to the tracer; gradients on, module calls and
+    `autograd.Function` seen.
+    """
     with LOCK, contextlib.ExitStack() as stack:
         stack.enter_context(activated(tracer))
         stack.enter_context(intercepted_calls(tracer.call_module))
         stack.enter_context(intercepted_functions())
         stack.enter_context(torch.enable_grad())
-        # TorchScript's optimised programs run with gradients off and differentiate by themselves: every step would be constant.
+        # TorchScript's optimised programs run with gradients off and differentiate by themselves:
+        # every step would be constant.
         stack.enter_context(torch.jit.optimized_execution(False))
         stack.enter_context(as_written())
         if tracer.make_key is not None:
@@ -42,14 +47,16 @@ def tracing(tracer: Tracer) -> Iterator[Tracer]:
 def trace_function(function: Callable) -> Callable:
     """Turn a torch callable on tensors into a JAX callable on arrays.
 
-    For losses and other stateless torch code: `F.mse_loss`, an `nn.CrossEntropyLoss()`, a lambda. Inputs that are arrays or
-    tensors are traced; everything else is passed as it is. Parameters of a module are taken as constants.
+    For losses and other stateless torch code: `F.mse_loss`, an `nn.CrossEntropyLoss()`, a lambda.
+    Inputs that are arrays or tensors are traced; everything else is passed as it is. Parameters of
+    a module are taken as constants.
 
     Args:
         function: The torch callable.
 
     Returns:
-        A function of JAX arrays (nested in tuples, lists, dicts) that gives JAX arrays in the structure torch returned.
+        A function of JAX arrays (nested in tuples, lists, dicts) that gives JAX arrays in the
+        structure torch returned.
     """
 
     def run(args: Any, kwargs: Any) -> Any:
@@ -57,14 +64,18 @@ def trace_function(function: Callable) -> Callable:
         if isinstance(function, nn.Module):
             for parameter in function.parameters():
                 tracer.track(parameter, TracedTensor(to_jax(parameter)))
-        wrap = lambda x: TracedTensor(x) if isinstance(x, jax.Array) else x  # noqa: E731
+        wrap = lambda x: TracedTensor(x) if isinstance(x, jax.Array) else x
         with tracing(tracer):
             result = function(*jax.tree.map(wrap, args), **jax.tree.map(wrap, kwargs))
             return map_tensors(tracer.read, result)
 
     def traced(*args: Any, **kwargs: Any) -> Any:
-        as_array = lambda x: to_jax(x) if isinstance(x, (jax.Array, np.ndarray, torch.Tensor)) else x  # noqa: E731
-        args, kwargs = jax.tree.map(as_array, (args, kwargs), is_leaf=lambda x: isinstance(x, torch.Tensor))
+        as_array = lambda x: (
+            to_jax(x) if isinstance(x, (jax.Array, np.ndarray, torch.Tensor)) else x
+        )
+        args, kwargs = jax.tree.map(
+            as_array, (args, kwargs), is_leaf=lambda x: isinstance(x, torch.Tensor)
+        )
         if any(isinstance(x, jax.Array) and is_complex(x) for x in jax.tree.leaves((args, kwargs))):
             return _in_real_numbers(run, args, kwargs)
         return run(args, kwargs)
@@ -73,7 +84,9 @@ def trace_function(function: Callable) -> Callable:
 
 
 def _in_real_numbers(run: Callable, args: Any, kwargs: Any) -> Any:
-    """Run a traced function of complex arrays by real and imaginary parts, so that its derivatives are torch's."""
+    """Run a traced function of complex arrays by real and imaginary parts, so that its derivatives
+    are torch's.
+    """
     leaves, tree = jax.tree.flatten((args, kwargs))
     arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
     found: list[Any] = []

@@ -1,4 +1,6 @@
-"""What is known while torch code is traced: which tensors stand for traced ones, where in the model we are."""
+"""What is known while torch code is traced: which tensors stand for traced ones, where in the model
+we are.
+"""
 
 from __future__ import annotations
 
@@ -68,14 +70,20 @@ class Tracer:
         self.scope: list[str] = []
         self.functions: dict[Any, Any] = {}  # autograd Functions traced so far
         self.comparisons: dict[Any, Any] = {}  # comparisons computed so far
-        self.data_values: dict[int, tuple[Any, Any]] = {}  # by `id`: a value, and the same without gradient (`x.data`)
-        self.inside_function = False  # an autograd Function gives its own gradient: no need to stop one inside
+        # by `id`: a value, and the same without gradient (`x.data`)
+        self.data_values: dict[int, tuple[Any, Any]] = {}
+        # An autograd Function gives its own gradient: no need to stop one inside
+        self.inside_function = False
         self._tracked: dict[int, tuple[torch.Tensor, TracedTensor]] = {}
         self._storages: dict[int, tuple[torch.Tensor, TracedTensor]] = {}
         self._read_only: dict[int, str] = {}
 
-    def track(self, tensor: torch.Tensor, traced: TracedTensor, *, read_only: str | None = None) -> None:
-        """Let a plain tensor (a parameter, a buffer) stand for a traced one; `read_only` names a parameter."""
+    def track(
+        self, tensor: torch.Tensor, traced: TracedTensor, *, read_only: str | None = None
+    ) -> None:
+        """Let a plain tensor (a parameter, a buffer) stand for a traced one; `read_only` names a
+        parameter.
+        """
         self._tracked[id(tensor)] = (tensor, traced)
         storage = _storage(tensor)
         if storage is not None:
@@ -99,16 +107,31 @@ class Tracer:
         found = self.find(tensor)
         return self.promote(tensor) if found is None else found
 
-    def _alias(self, tensor: torch.Tensor, plain: torch.Tensor, owner: TracedTensor) -> TracedTensor:
-        """Make the traced tensor of a plain one that shares the memory of a tracked one (`weight.data`, an old view)."""
+    def _alias(
+        self, tensor: torch.Tensor, plain: torch.Tensor, owner: TracedTensor
+    ) -> TracedTensor:
+        """Make the traced tensor of a plain one that shares the memory of a tracked one
+        (`weight.data`, an old view).
+        """
         with torch._C.DisableTorchFunction():
             return self._make_alias(tensor, plain, owner)
 
-    def _make_alias(self, tensor: torch.Tensor, plain: torch.Tensor, owner: TracedTensor) -> TracedTensor:
+    def _make_alias(
+        self, tensor: torch.Tensor, plain: torch.Tensor, owner: TracedTensor
+    ) -> TracedTensor:
         if tensor.dtype != plain.dtype or not plain.is_contiguous() or plain.storage_offset() != 0:
-            raise messages.unfollowed_view("a tensor shares the memory of a parameter or buffer in another layout", self.place())
-        flat = TracedTensor(lax.reshape(owner.value, (owner.value.size,)), base=owner, origin=owner.origin, view=lambda v: v.reshape(-1))
-        constant_alias = isinstance(plain, nn.Parameter) and not tensor.requires_grad  # `weight.data`, `weight.detach()`
+            raise messages.unfollowed_view(
+                "a tensor shares the memory of a parameter or buffer in another layout",
+                self.place(),
+            )
+        flat = TracedTensor(
+            lax.reshape(owner.value, (owner.value.size,)),
+            base=owner,
+            origin=owner.origin,
+            view=lambda v: v.reshape(-1),
+        )
+        # `weight.data`, `weight.detach()`
+        constant_alias = isinstance(plain, nn.Parameter) and not tensor.requires_grad
         alias = strided_view(tensor, flat, stop_gradient=constant_alias)
         self._tracked[id(tensor)] = (tensor, alias)
         return alias
@@ -119,12 +142,26 @@ class Tracer:
             return self._make_traced(tensor)
 
     def _make_traced(self, tensor: torch.Tensor) -> TracedTensor:
-        if tensor.is_contiguous() and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes():
-            self.track(tensor, TracedTensor(constant(tensor), differentiable=tensor.is_floating_point() or tensor.is_complex()))
+        if (
+            tensor.is_contiguous()
+            and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+        ):
+            self.track(
+                tensor,
+                TracedTensor(
+                    constant(tensor),
+                    differentiable=tensor.is_floating_point() or tensor.is_complex(),
+                ),
+            )
             return self._tracked[id(tensor)][1]
         size = tensor.untyped_storage().nbytes() // tensor.element_size()
         whole = torch.as_strided(tensor.detach(), (size,), (1,), 0)
-        self.track(whole, TracedTensor(constant(whole), differentiable=tensor.is_floating_point() or tensor.is_complex()))
+        self.track(
+            whole,
+            TracedTensor(
+                constant(whole), differentiable=tensor.is_floating_point() or tensor.is_complex()
+            ),
+        )
         view = strided_view(tensor, self._tracked[id(whole)][1])
         self._tracked[id(tensor)] = (tensor, view)
         return view
@@ -149,7 +186,9 @@ class Tracer:
             raise messages.parameter_write(name, self.place())
 
     def call_module(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        """Call a module inside the JAX name scope of its torch path; scopes nest, so each adds only its own part."""
+        """Call a module inside the JAX name scope of its torch path; scopes nest, so each adds only
+        its own part.
+        """
         path = self.paths.get(id(module))
         if path is None:
             return plain_call(module, *args, **kwargs)
@@ -163,7 +202,11 @@ class Tracer:
 
     def place(self) -> str:
         """Describe where in the model the trace is now: the module's path and the user's line."""
-        return f"module `{self.scope[-1] or '(root)'}`, {locate.user_line()}" if self.scope else locate.user_line()
+        return (
+            f"module `{self.scope[-1] or '(root)'}`, {locate.user_line()}"
+            if self.scope
+            else locate.user_line()
+        )
 
 
 def _storage(tensor: torch.Tensor) -> int | None:
@@ -175,13 +218,19 @@ def _storage(tensor: torch.Tensor) -> int | None:
 
 
 def constant(tensor: torch.Tensor) -> Any:
-    """Turn a plain tensor into a JAX constant; a tensor of one repeated value becomes a fill, not an array in the program."""
+    """Turn a plain tensor into a JAX constant; a tensor of one repeated value becomes a fill, not
+    an array in the program.
+    """
     with torch._C.DisableTorchFunction():
         return _constant(tensor)
 
 
 def _constant(tensor: torch.Tensor) -> Any:
-    value = np.asarray(tensor.detach().resolve_conj().numpy(force=True)) if tensor.dtype != torch.bfloat16 else None
+    value = (
+        np.asarray(tensor.detach().resolve_conj().numpy(force=True))
+        if tensor.dtype != torch.bfloat16
+        else None
+    )
     if value is None or value.size == 0:
         return to_jax(tensor)
     dtype = jnp.dtype(cast(value.flat[0].item(), tensor.dtype).dtype)
@@ -221,5 +270,7 @@ def map_tensors(function: Callable, value: Any) -> Any:
     if isinstance(value, dict):
         return {key: map_tensors(function, item) for key, item in value.items()}
     if isinstance(value, slice):
-        return slice(*[map_tensors(function, item) for item in (value.start, value.stop, value.step)])
+        return slice(
+            *[map_tensors(function, item) for item in (value.start, value.stop, value.step)]
+        )
     return value

@@ -21,10 +21,15 @@ def insert(tree: dict, path: Path, state: brainstate.State, replace: type | None
     for key in path[:-1]:
         tree = tree.setdefault(key, {})
         if isinstance(tree, brainstate.State):
-            raise StateError(f"State path {path} passes through another state. Rename it with an adapter's `state_path`.")
+            raise StateError(
+                f"State path {path} passes through another state. Rename it with an adapter's "
+                "`state_path`."
+            )
     old = tree.get(path[-1])
     if old is not None and not (replace is not None and isinstance(old, replace)):
-        raise StateError(f"Two tensors have the path {path}. Rename one with an adapter's `state_path`.")
+        raise StateError(
+            f"Two tensors have the path {path}. Rename one with an adapter's `state_path`."
+        )
     tree[path[-1]] = state
 
 

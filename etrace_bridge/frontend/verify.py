@@ -25,7 +25,8 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 1e-1, to
 
 @dataclass
 class VerifyReport:
-    """The largest differences between a torch module and its bridged form, each relative to the torch values' scale.
+    """The largest differences between a torch module and its bridged form, each relative to the
+    torch values' scale.
 
     Attributes:
         outputs: Largest difference of outputs over all steps.
@@ -48,7 +49,10 @@ class VerifyReport:
     @property
     def ok(self) -> bool:
         """True if every difference is within the tolerance."""
-        return all(d <= self.tolerance for d in (self.outputs, *self.states.values(), *self.gradients.values()))
+        return all(
+            d <= self.tolerance
+            for d in (self.outputs, *self.states.values(), *self.gradients.values())
+        )
 
     def __bool__(self) -> bool:
         return self.ok
@@ -58,7 +62,10 @@ class VerifyReport:
         rows += [("state", name, value) for name, value in self.states.items()]
         rows += [("gradient", name, value) for name, value in self.gradients.items()]
         width = max(len(name) for _, name, _ in rows)
-        lines = [f"torch and bridge over {self.steps} steps: {'equal' if self.ok else 'NOT EQUAL'} (tolerance {self.tolerance:.0e})"]
+        lines = [
+            f"torch and bridge over {self.steps} steps: {'equal' if self.ok else 'NOT EQUAL'} "
+            f"(tolerance {self.tolerance:.0e})"
+        ]
         for kind, name, value in rows:
             mark = "" if value <= self.tolerance else "  <-- differs"
             dead = "  (zero in torch)" if kind == "gradient" and name in self.dead else ""
@@ -77,15 +84,17 @@ def verify(
     tolerance: float | None = None,
     **options: Any,
 ) -> VerifyReport:
-    """Run a torch module and its bridged form side by side for a few steps, and compare outputs, states and gradients.
+    """Run a torch module and its bridged form side by side for a few steps, and compare outputs,
+    states and gradients.
 
     Args:
         module: The torch module; it is left as it was.
-        example_input: One time step of input, `(batch, ...)`, or a tuple for several inputs. Later steps are variations of it.
+        example_input: One time step of input, `(batch, ...)`, or a tuple for several inputs. Later
+            steps are variations of it.
         steps: How many time steps to run.
         state: As for `wrap`.
-        tolerance: Largest difference, relative to the scale of the values, that counts as equal; by default 1e-4 in float32 and
-            1e-9 in float64.
+        tolerance: Largest difference, relative to the scale of the values, that counts as equal; by
+            default 1e-4 in float32 and 1e-9 in float64.
         **options: Further arguments of `wrap`.
 
     Returns:
@@ -93,7 +102,9 @@ def verify(
     """
     module = unwrapped(module)
     items = example_input if isinstance(example_input, tuple) else (example_input,)
-    examples = tuple(x.detach() if isinstance(x, torch.Tensor) else torch.tensor(np.asarray(x)) for x in items)
+    examples = tuple(
+        x.detach() if isinstance(x, torch.Tensor) else torch.tensor(np.asarray(x)) for x in items
+    )
     sequences = [_vary(x, steps) for x in examples]
     notes: list[str] = []
     with restored(module):
@@ -104,12 +115,28 @@ def verify(
             net = _bridge(module, examples, state, options)
         inputs = [x.clone().requires_grad_(x.is_floating_point()) for x in sequences]
         layout = [x.transpose(0, 1) if net.batch_first else x for x in inputs]
-        run = run_torch(module, tuple(layout), state, sequence=options.get("sequence"), batch_first=options.get("batch_first"))
+        run = run_torch(
+            module,
+            tuple(layout),
+            state,
+            sequence=options.get("sequence"),
+            batch_first=options.get("batch_first"),
+        )
         weights = _weights(run)
         names, found = _torch_gradients(module, net, run, weights, inputs)
         outputs, states, gradients = _bridge_results(net, sequences, weights)
     tolerance = tolerance or _TOLERANCE.get(run_dtype(run), 1e-4)
-    return _report(net, run, outputs, states, gradients, dict(zip(names, found, strict=True)), steps, tolerance, notes)
+    return _report(
+        net,
+        run,
+        outputs,
+        states,
+        gradients,
+        dict(zip(names, found, strict=True)),
+        steps,
+        tolerance,
+        notes,
+    )
 
 
 def _bridge(module: nn.Module, examples: tuple, state: Any, options: dict) -> BridgedModule:
@@ -130,10 +157,15 @@ def _vary(x: torch.Tensor, steps: int) -> torch.Tensor:
 def _weights(run: TorchRun) -> list[list[np.ndarray]]:
     """Fixed random weights: the loss is the weighted sum of all outputs."""
     rng = np.random.default_rng(0)
-    return [[rng.standard_normal(tuple(t.shape)) for _, t in flatten_state(output)[0]] for output in run.outputs]
+    return [
+        [rng.standard_normal(tuple(t.shape)) for _, t in flatten_state(output)[0]]
+        for output in run.outputs
+    ]
 
 
-def _torch_gradients(module: nn.Module, net: BridgedModule, run: TorchRun, weights: list, inputs: list) -> tuple[list[str], list]:
+def _torch_gradients(
+    module: nn.Module, net: BridgedModule, run: TorchRun, weights: list, inputs: list
+) -> tuple[list[str], list]:
     loss: Any = sum(
         (torch.tensor(w).to(t.dtype) * t).sum()
         for output, ws in zip(run.outputs, weights, strict=True)
@@ -142,15 +174,23 @@ def _torch_gradients(module: nn.Module, net: BridgedModule, run: TorchRun, weigh
     loss = loss.real if isinstance(loss, torch.Tensor) and loss.is_complex() else loss
     parameters = dict(module.named_parameters())
     wanted = {name: parameters[name] for name in net.parameter_names}
-    wanted.update({f"input {i}" if i else "input": x for i, x in enumerate(inputs) if x.requires_grad})
+    wanted.update(
+        {f"input {i}" if i else "input": x for i, x in enumerate(inputs) if x.requires_grad}
+    )
     if not wanted or not loss.requires_grad:
         return [], []
     grads = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-    return list(wanted), [torch.zeros_like(p) if g is None else g for p, g in zip(wanted.values(), grads, strict=True)]
+    return list(wanted), [
+        torch.zeros_like(p) if g is None else g for p, g in zip(wanted.values(), grads, strict=True)
+    ]
 
 
-def _bridge_results(net: BridgedModule, sequences: list[torch.Tensor], weights: list) -> tuple[list, list, dict[str, Any]]:
-    """Run the bridged step over the sequence with JAX's reverse mode; give outputs and states by step, gradients by name."""
+def _bridge_results(
+    net: BridgedModule, sequences: list[torch.Tensor], weights: list
+) -> tuple[list, list, dict[str, Any]]:
+    """Run the bridged step over the sequence with JAX's reverse mode; give outputs and states by
+    step, gradients by name.
+    """
     xs = [to_jax(x) for x in sequences]
     _, step = net.functional_step(*[x[0] for x in xs])
     values, states = net.parameter_values(), net.hidden_values()
@@ -160,17 +200,24 @@ def _bridge_results(net: BridgedModule, sequences: list[torch.Tensor], weights: 
         inputs = [floats.get(i, x) for i, x in enumerate(xs)]
         for t, ws in enumerate(weights):
             output, current = step(parameters, current, *[x[t] for x in inputs])
-            total = total + sum(jnp.sum(jnp.asarray(w, o.dtype) * o) for o, w in zip(output, ws, strict=True))
+            total = total + sum(
+                jnp.sum(jnp.asarray(w, o.dtype) * o) for o, w in zip(output, ws, strict=True)
+            )
             outputs.append(output)
             trajectory.append(current)
         return total.real if jnp.iscomplexobj(total) else total, (outputs, trajectory)
 
     floats = {i: x for i, x in enumerate(xs) if jnp.issubdtype(x.dtype, jnp.inexact)}
-    (_, (outputs, trajectory)), (by_name, by_input) = jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(values, floats)
+    (_, (outputs, trajectory)), (by_name, by_input) = jit(
+        jax.value_and_grad(loss, (0, 1), has_aux=True)
+    )(values, floats)
     parameters = dict(net.model.named_parameters())
     by_name = {name: to_torch(g, parameters[name]) for name, g in by_name.items()}
     # JAX's gradient by a complex value is the conjugate of torch's.
-    gradients = {**by_name, **{f"input {i}" if i else "input": to_torch(jnp.conj(g)) for i, g in by_input.items()}}
+    gradients = {
+        **by_name,
+        **{f"input {i}" if i else "input": to_torch(jnp.conj(g)) for i, g in by_input.items()},
+    }
     return outputs, [net.hidden_tensors(s) for s in trajectory], gradients
 
 
@@ -194,15 +241,24 @@ def _report(
         default=0.0,
     )
     by_state = {
-        name: max(_difference(found[name], ref[name]) for found, ref in zip(states, run.states, strict=True))
+        name: max(
+            _difference(found[name], ref[name])
+            for found, ref in zip(states, run.states, strict=True)
+        )
         for name in (run.states[0] if run.states else ())
         if name in states[0]
     }
     hooked = apply_parameter_hooks(net.model, gradients)
-    by_gradient = {name: _difference(hooked[name], value) for name, value in torch_gradients.items()}
-    dead = tuple(name for name, value in torch_gradients.items() if value.numel() and value.abs().max() == 0)
+    by_gradient = {
+        name: _difference(hooked[name], value) for name, value in torch_gradients.items()
+    }
+    dead = tuple(
+        name for name, value in torch_gradients.items() if value.numel() and value.abs().max() == 0
+    )
     if not run.states:
-        notes.append("torch ran the whole sequence at once, so states were compared through the outputs only")
+        notes.append(
+            "torch ran the whole sequence at once, so states were compared through the outputs only"
+        )
     return VerifyReport(output, by_state, by_gradient, steps, tolerance, dead, notes)
 
 
@@ -216,4 +272,7 @@ def _difference(found: Any, wanted: torch.Tensor) -> float:
 
 def run_dtype(run: TorchRun) -> torch.dtype:
     """Give the floating dtype of a run's outputs."""
-    return next((t.dtype for _, t in flatten_state(run.outputs[0])[0] if t.is_floating_point()), torch.float32)
+    return next(
+        (t.dtype for _, t in flatten_state(run.outputs[0])[0] if t.is_floating_point()),
+        torch.float32,
+    )

@@ -1,4 +1,6 @@
-"""Reading and writing the positions that a view shows, in primitives that keep positions visible (slice, concatenate)."""
+"""Reading and writing the positions that a view shows, in primitives that keep positions visible
+(slice, concatenate).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from etrace_bridge.frontend import locate
 
 
 def read_positions(array: Any, positions: np.ndarray) -> Any:
-    """Take the elements at flat positions, as slices and transposes where they form a box, else as a gather."""
+    """Take the elements at flat positions, as slices and transposes where they form a box, else as
+    a gather.
+    """
     if array.size == positions.size and np.array_equal(positions.ravel(), np.arange(array.size)):
         return lax.reshape(array, positions.shape) if array.shape != positions.shape else array
     flat = lax.reshape(array, (array.size,)) if array.ndim != 1 else array
@@ -34,7 +38,9 @@ def write_positions(array: Any, positions: np.ndarray, value: Any) -> Any:
     box = _box(array.shape, positions)
     if box is None:
         flat = lax.reshape(array, (array.size,))
-        return flat.at[positions.ravel()].set(value.ravel(), unique_indices=True).reshape(array.shape)
+        return (
+            flat.at[positions.ravel()].set(value.ravel(), unique_indices=True).reshape(array.shape)
+        )
     starts, stops, axes = box
     value = lax.transpose(value, _order(axes)) if _order(axes) != tuple(range(len(axes))) else value
     value = lax.reshape(value, tuple(b - a for a, b in zip(starts, stops, strict=True)))
@@ -45,25 +51,38 @@ def distinct(positions: np.ndarray) -> np.ndarray:
     """Raise if a position appears twice among those that a view writes to."""
     if np.unique(positions).size != positions.size:
         raise TracingError(
-            f"A tensor is written in place through a view in which one element of memory appears several times "
-            f"(`expand`), at {locate.user_line()}. Which write would win is undefined, and torch refuses it as "
-            f"well. Call `.clone()` before the write."
+            "A tensor is written in place through a view in which one element of memory appears "
+            f"several times (`expand`), at {locate.user_line()}. Which write would win is "
+            "undefined, and torch refuses it as well. Call `.clone()` before the write."
         )
     return positions
 
 
 def write_numbers(array: Any, view: Callable[[Any], Any], value: Any) -> Any:
-    """Return `array` after a write of `value` to its view, where one of them or both are complex (`z.real`, `z.conj()`).
+    """Return `array` after a write of `value` to its view, where one of them or both are complex
+    (`z.real`, `z.conj()`).
 
-    The view is followed on the numbers of the real values in memory: 1, 2, 3, …, so that a conjugate shows as a minus sign.
+    The view is followed on the numbers of the real values in memory: 1, 2, 3, …, so that a
+    conjugate shows as a minus sign.
     """
     memory, complex_memory = _as_real(array), jnp.iscomplexobj(array)
     with jax.ensure_compile_time_eval():
         if memory.size >= 2 ** np.finfo(memory.dtype).nmant:
-            raise TracingError(f"A view of {memory.size} real numbers is too large to be written in place, at {locate.user_line()}.")
+            raise TracingError(
+                f"A view of {memory.size} real numbers is too large to be written in place, at "
+                f"{locate.user_line()}."
+            )
         numbers = jnp.arange(1, memory.size + 1, dtype=memory.dtype).reshape(memory.shape)
-        shown = np.asarray(_as_real(view(lax.complex(numbers[..., 0], numbers[..., 1]) if complex_memory else numbers)))
-    value = lax.mul(_as_real(value), jnp.asarray(np.sign(shown), memory.dtype)) if (shown < 0).any() else _as_real(value)
+        shown = np.asarray(
+            _as_real(
+                view(lax.complex(numbers[..., 0], numbers[..., 1]) if complex_memory else numbers)
+            )
+        )
+    value = (
+        lax.mul(_as_real(value), jnp.asarray(np.sign(shown), memory.dtype))
+        if (shown < 0).any()
+        else _as_real(value)
+    )
     memory = write_positions(memory, distinct(np.abs(shown).astype(np.int64) - 1), value)
     return lax.complex(memory[..., 0], memory[..., 1]) if complex_memory else memory
 
@@ -76,9 +95,17 @@ def _order(axes: list[int]) -> tuple[int, ...]:
     return tuple(int(i) for i in np.argsort(axes, kind="stable"))
 
 
-def _box(shape: tuple[int, ...], positions: np.ndarray) -> tuple[list[int], list[int], list[int]] | None:
-    """Describe positions as a box `starts:stops` of the array, with the array's axis that each axis of the view runs along."""
-    coordinates = np.stack(np.unravel_index(positions, shape)) if shape else np.zeros((0, *positions.shape), int)
+def _box(
+    shape: tuple[int, ...], positions: np.ndarray
+) -> tuple[list[int], list[int], list[int]] | None:
+    """Describe positions as a box `starts:stops` of the array, with the array's axis that each axis
+    of the view runs along.
+    """
+    coordinates = (
+        np.stack(np.unravel_index(positions, shape))
+        if shape
+        else np.zeros((0, *positions.shape), int)
+    )
     flat = coordinates.reshape(len(shape), -1)
     starts, stops = flat.min(axis=1), flat.max(axis=1) + 1
     if np.prod(stops - starts) != positions.size:
@@ -97,7 +124,9 @@ def _box(shape: tuple[int, ...], positions: np.ndarray) -> tuple[list[int], list
 
 
 def _write_box(array: Any, starts: list[int], stops: list[int], value: Any, axis: int) -> Any:
-    """Replace a box, axis by axis, by concatenation of what is before it, the box and what is after."""
+    """Replace a box, axis by axis, by concatenation of what is before it, the box and what is
+    after.
+    """
     while axis < array.ndim and (starts[axis], stops[axis]) == (0, array.shape[axis]):
         axis += 1
     if axis == array.ndim:

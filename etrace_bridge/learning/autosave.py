@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Where and how often `fit` saves; it also saves at its end, at Ctrl-C, at SIGTERM and when a loader fails.
+    """Where and how often `fit` saves; it also saves at its end, at Ctrl-C, at SIGTERM and when a
+    loader fails.
 
     Attributes:
         path: the file, as for `OnlineLearner.save`.
@@ -65,13 +66,19 @@ class Autosave:
             return
         late = plan.minutes is not None and time.monotonic() - self._since >= 60 * plan.minutes
         late = self._place.first(late) if plan.minutes is not None else late  # clocks differ
-        if not late and (plan.updates is None or self.learner.updates - self._updates < plan.updates):
+        if not late and (
+            plan.updates is None or self.learner.updates - self._updates < plan.updates
+        ):
             return
         self._begin()
         try:
             self.learner.save(plan.path)
         except CheckpointError as error:
-            warnings.warn(f"{error} Training goes on; the next checkpoint is tried as planned.", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"{error} Training goes on; the next checkpoint is tried as planned.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def at_end(self) -> None:
         """Saves what has been learned."""
@@ -83,8 +90,12 @@ class Autosave:
         place = self.learner.place_in_fit
         if self.plan is None or place is None or isinstance(error, NonFiniteError):
             return
-        if self._place.spans_processes:  # the other processes may not have met the error, and saving takes all of them
-            error.add_note("The last checkpoint stands. Go on with `OnlineLearner.load` and `fit(..., resume=True)`.")
+        # The other processes may not have met the error, and saving takes all of them
+        if self._place.spans_processes:
+            error.add_note(
+                "The last checkpoint stands. Go on with `OnlineLearner.load` and `fit(..., "
+                "resume=True)`."
+            )
             return
         try:
             path = self.learner.save(self.plan.path)
@@ -92,6 +103,6 @@ class Autosave:
             error.add_note(f"The learner could not be saved: {problem}")
         else:
             error.add_note(
-                f"Saved in {fspath(path)!r}, epoch {place.epoch}, after {place.batch} batches. Go on with `OnlineLearner.load` and "
-                "`fit(..., resume=True)`."
+                f"Saved in {fspath(path)!r}, epoch {place.epoch}, after {place.batch} batches. Go "
+                "on with `OnlineLearner.load` and `fit(..., resume=True)`."
             )

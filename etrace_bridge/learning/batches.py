@@ -12,15 +12,20 @@ from etrace_bridge._errors import InputError
 
 
 def split_batch(item: Any) -> tuple[Any, Any, Any]:
-    """Inputs, targets and mask of a batch: `(xs, targets)` or `(xs, targets, mask)`, or a dict with these keys."""
+    """Inputs, targets and mask of a batch: `(xs, targets)` or `(xs, targets, mask)`, or a dict with
+    these keys.
+    """
     if isinstance(item, Mapping) and "xs" in item and "targets" in item:
         return item["xs"], item["targets"], item.get("mask")
     if isinstance(item, (tuple, list)) and len(item) in (2, 3):
         return item[0], item[1], item[2] if len(item) == 3 else None
-    found = f"{type(item).__name__} of {len(item)}" if hasattr(item, "__len__") else type(item).__name__
+    found = (
+        f"{type(item).__name__} of {len(item)}" if hasattr(item, "__len__") else type(item).__name__
+    )
     raise InputError(
-        f"A batch is a {found}; it must be `(xs, targets)` or `(xs, targets, mask)`, or a dict with the keys 'xs', 'targets' and, if "
-        "wanted, 'mask'. Several inputs are a tuple: `((x1, x2), targets)`."
+        f"A batch is a {found}; it must be `(xs, targets)` or `(xs, targets, mask)`, or a dict "
+        "with the keys 'xs', 'targets' and, if wanted, 'mask'. Several inputs are a tuple: `((x1, "
+        "x2), targets)`."
     )
 
 

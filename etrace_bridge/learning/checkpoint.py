@@ -1,6 +1,7 @@
 """Checkpoints: everything that a learner holds, by name, and how it gets into a new learner.
 
-`checkpoint_files` writes and reads the files, `checkpoint_facts` says what besides arrays stands in them.
+`checkpoint_files` writes and reads the files, `checkpoint_facts` says what besides arrays stands in
+them.
 """
 
 from __future__ import annotations
@@ -20,13 +21,29 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from etrace_bridge._errors import BridgeError, CheckpointError, InputError, NonFiniteError, StateError
+from etrace_bridge._errors import (
+    BridgeError,
+    CheckpointError,
+    InputError,
+    NonFiniteError,
+    StateError,
+)
 from etrace_bridge.frontend import BridgedModule, to_jax, to_torch
 from etrace_bridge.learning.checkpoint_arrays import as_tensor, compare, like, raise_differences
 from etrace_bridge.learning.checkpoint_facts import check_facts
 from etrace_bridge.learning.checkpoint_files import Tensors, read_checkpoint, write_checkpoint
-from etrace_bridge.learning.checkpoint_sharded import is_sharded, read_host, read_state, write_sharded
-from etrace_bridge.learning.checkpoint_torch import pack_torch_optimizer, plain_group, restore_groups, unpack_torch_optimizer
+from etrace_bridge.learning.checkpoint_sharded import (
+    is_sharded,
+    read_host,
+    read_state,
+    write_sharded,
+)
+from etrace_bridge.learning.checkpoint_torch import (
+    pack_torch_optimizer,
+    plain_group,
+    restore_groups,
+    unpack_torch_optimizer,
+)
 from etrace_bridge.learning.compiled_step import state_names
 from etrace_bridge.learning.place_in_fit import PlaceInFit
 from etrace_bridge.rules import Rule, make_rule
@@ -36,15 +53,19 @@ if TYPE_CHECKING:
     from etrace_bridge.learning.runtime import Runtime
     from etrace_bridge.learning.store import Store
 
-WEIGHT = "weight "  # begins the names of the model's weights and buffers, where they lie beside other arrays
+# Begins the names of the model's weights and buffers, where they lie beside other arrays
+WEIGHT = "weight "
 NEVER_NAN = ("parameter ", "hidden state ", "trace ")  # what the guard keeps finite
 
 
-# -- what is saved ----------------------------------------------------------------------------------------------
+# -- what is saved
+# ----------------------------------------------------------------------------------------------
 
 
 def save_learner(learner: OnlineLearner, path: str | os.PathLike) -> Path:
-    """Writes a learner; raises before anything is written if it holds NaN and is guarded against it."""
+    """Writes a learner; raises before anything is written if it holds NaN and is guarded against
+    it.
+    """
     runtime, store = learner.runtime, learner.runtime.store
     runtime.watch.look()
     store.lend()  # which also takes back what was changed in the model
@@ -52,12 +73,17 @@ def save_learner(learner: OnlineLearner, path: str | os.PathLike) -> Path:
     if runtime.options.guard:
         bad = _with_nan(named)
         if bad:
-            raise NonFiniteError(f"The learner is not saved: there is NaN in {', '.join(bad)}. Reset it, or load an older checkpoint.")
+            raise NonFiniteError(
+                f"The learner is not saved: there is NaN in {', '.join(bad)}. Reset it, or load an "
+                "older checkpoint."
+            )
     held, facts = _facts(learner)
     if store.placement.spans_processes:
         weights = {f"{WEIGHT}{name}": tensor for name, tensor in _weights(runtime).items()}
         return write_sharded(path, named, weights | held, facts)
-    return write_checkpoint(path, _weights(runtime), {name: as_tensor(x) for name, x in named.items()} | held, facts)
+    return write_checkpoint(
+        path, _weights(runtime), {name: as_tensor(x) for name, x in named.items()} | held, facts
+    )
 
 
 def _facts(learner: OnlineLearner) -> tuple[Tensors, dict[str, Any]]:
@@ -119,7 +145,9 @@ def _weights(runtime: Runtime) -> Tensors:
 def _parameters(net: brainstate.nn.Module) -> list[tuple[str, Any]]:
     """Name and value of every array in a brainstate module's parameters."""
     states = [(path, state.value) for path, state in net.states(brainstate.ParamState).items()]
-    return list(zip(state_names(states), jax.tree.leaves([value for _, value in states]), strict=True))
+    return list(
+        zip(state_names(states), jax.tree.leaves([value for _, value in states]), strict=True)
+    )
 
 
 def named_arrays(store: Store) -> dict[str, Any]:
@@ -128,10 +156,15 @@ def named_arrays(store: Store) -> dict[str, Any]:
         return {}
     state, compiled = store.state, store.compiled
     named = {f"parameter {n}": x for n, x in compiled.by_weight_name(state.theta).items()}
-    named |= {f"hidden state {n}": x for n, x in zip(compiled.hidden_names, state.hidden, strict=True)}
+    named |= {
+        f"hidden state {n}": x for n, x in zip(compiled.hidden_names, state.hidden, strict=True)
+    }
     named |= {f"carried {n}": x for n, x in zip(compiled.other_names, state.other, strict=True)}
     for kind, tree in (("trace", state.trace), ("optimizer", state.opt), ("alarm", state.alarm)):
-        named |= {f"{kind} {jax.tree_util.keystr(keys)}": x for keys, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
+        named |= {
+            f"{kind} {jax.tree_util.keystr(keys)}": x
+            for keys, x in jax.tree_util.tree_flatten_with_path(tree)[0]
+        }
     return named
 
 
@@ -144,11 +177,14 @@ def _rule_options(rule: Rule) -> dict[str, Any] | None:
         return None
 
 
-# -- loading ----------------------------------------------------------------------------------------------------
+# -- loading
+# ----------------------------------------------------------------------------------------------------
 
 
 def read_learner(path: str | os.PathLike) -> tuple[Tensors, Tensors, dict[str, Any]]:
-    """Weights, other arrays and facts of a checkpoint that is whole; of several processes', arrays without the state."""
+    """Weights, other arrays and facts of a checkpoint that is whole; of several processes', arrays
+    without the state.
+    """
     if is_sharded(path):
         arrays, facts = read_host(path)
         check_facts(facts)
@@ -158,9 +194,15 @@ def read_learner(path: str | os.PathLike) -> tuple[Tensors, Tensors, dict[str, A
     check_facts(facts)
     for name, weight in weights.items():
         array = arrays.get(f"parameter {name}")
-        weight = torch.view_as_real(weight) if weight.is_complex() else weight  # as the learner holds it
-        if array is not None and (array.shape != weight.shape or not _equal(array, weight.to(array.dtype))):
-            raise CheckpointError(f"The two files of the checkpoint {os.fspath(path)!r} disagree about the parameter `{name}`.")
+        # as the learner holds it
+        weight = torch.view_as_real(weight) if weight.is_complex() else weight
+        if array is not None and (
+            array.shape != weight.shape or not _equal(array, weight.to(array.dtype))
+        ):
+            raise CheckpointError(
+                f"The two files of the checkpoint {os.fspath(path)!r} disagree about the parameter "
+                f"`{name}`."
+            )
     return weights, arrays, facts
 
 
@@ -173,13 +215,20 @@ def rule_of(facts: Mapping[str, Any], rule: str | Rule | None) -> Rule:
     saved = facts["rule"]
     if rule is None:
         if saved["options"] is None:
-            raise InputError(f"The options of the rule {saved['name']!r} cannot be stored. Pass `rule=` to `load`.")
+            raise InputError(
+                f"The options of the rule {saved['name']!r} cannot be stored. Pass `rule=` to "
+                "`load`."
+            )
         return _saved_rule(saved)
     given = make_rule(rule)
     options = _rule_options(given)
-    if given.name != saved["name"] or (options is not None and saved["options"] is not None and options != saved["options"]):
+    if given.name != saved["name"] or (
+        options is not None and saved["options"] is not None and options != saved["options"]
+    ):
         raise StateError(
-            f"The checkpoint does not fit:\n  rule: {saved['name']} {saved['options']} in the checkpoint, {given.name} {options} given.\n"
+            "The checkpoint does not fit:\n"
+            f"  rule: {saved['name']} {saved['options']} in the checkpoint, {given.name} {options} "
+            "given.\n"
             "Leave `rule` out to go on with the checkpoint's."
         )
     return given
@@ -187,13 +236,20 @@ def rule_of(facts: Mapping[str, Any], rule: str | Rule | None) -> Rule:
 
 def _saved_rule(saved: Mapping[str, Any]) -> Rule:
     plain = make_rule(saved["name"])
-    wrong = CheckpointError(f"The checkpoint's facts are wrong: the rule {saved['name']!r} has no options {saved['options']}.")
+    wrong = CheckpointError(
+        f"The checkpoint's facts are wrong: the rule {saved['name']!r} has no options "
+        f"{saved['options']}."
+    )
     known = _rule_options(plain) or {}
     if set(known) != set(saved["options"]):
         raise wrong
     for name, value in saved["options"].items():
         default = known[name]
-        if isinstance(value, bool) != isinstance(default, bool) and default is not None and value is not None:
+        if (
+            isinstance(value, bool) != isinstance(default, bool)
+            and default is not None
+            and value is not None
+        ):
             raise wrong
     try:
         return dataclasses.replace(plain, **saved["options"])  # pyright: ignore[reportArgumentType]
@@ -204,30 +260,42 @@ def _saved_rule(saved: Mapping[str, Any]) -> Rule:
 
 
 def restore_learner(
-    learner: OnlineLearner, path: str | os.PathLike, weights: Tensors, arrays: Tensors, facts: dict[str, Any]
+    learner: OnlineLearner,
+    path: str | os.PathLike,
+    weights: Tensors,
+    arrays: Tensors,
+    facts: dict[str, Any],
 ) -> None:
-    """Puts a checkpoint into a new learner; raises with a list if it does not fit, and leaves model and optimizer as they were."""
+    """Puts a checkpoint into a new learner; raises with a list if it does not fit, and leaves model
+    and optimizer as they were.
+    """
     runtime, store = learner.runtime, learner.runtime.store
     with _undo_on_error(runtime):
         if runtime.options.guard and _with_nan(arrays):
             raise StateError(
-                f"The checkpoint holds NaN in {', '.join(_with_nan(arrays))}; it was saved with `guard=False`. Load it with "
-                "`guard=False` if you want it nevertheless."
+                f"The checkpoint holds NaN in {', '.join(_with_nan(arrays))}; it was saved with "
+                "`guard=False`. Load it with `guard=False` if you want it nevertheless."
             )
         _restore_weights(runtime, weights)
         restore_groups(runtime.optimizer, facts)
         own = {n: t for n, t in arrays.items() if not n.startswith(("torch ", "fit "))}
         if facts["inputs"] is not None:
             _prepare(store, facts)
-            saved = read_state(path, named_arrays(store), store.placement) if is_sharded(path) else own
+            saved = (
+                read_state(path, named_arrays(store), store.placement) if is_sharded(path) else own
+            )
             _restore_state(store, saved, runtime.optimizer is not None)
         elif own:
-            raise CheckpointError(f"The checkpoint has arrays of a learner that has seen no input: {', '.join(sorted(own))}.")
+            raise CheckpointError(
+                "The checkpoint has arrays of a learner that has seen no input: "
+                f"{', '.join(sorted(own))}."
+            )
         unpack_torch_optimizer(runtime, arrays, facts["torch_optimizer"])
         if store.started:
             runtime.watch.look()  # the guard counts on from the checkpoint's alarm
         if store.updater is not None:
-            store.updater.seen = None  # learning rates come from the groups, which may have changed after the last update
+            # Learning rates come from the groups, which may have changed after the last update
+            store.updater.seen = None
         place = None if facts["fit"] is None else PlaceInFit.unpack(arrays, facts["fit"], store)
         store.steps, store.updates = facts["steps"], facts["updates"]
     learner.place_in_fit = place
@@ -238,7 +306,11 @@ def _undo_on_error(runtime: Runtime) -> Iterator[None]:
     """Within this, an error leaves the model's States and the torch optimizer as they were."""
     net, optimizer = runtime.net, runtime.optimizer
     states = [(state, state.value) for state in net.states().values()]
-    inner = {name: _copy_tree(vars(net)[name]) for name in ("_session", "_pending", "_made", "_tree") if name in vars(net)}
+    inner = {
+        name: _copy_tree(vars(net)[name])
+        for name in ("_session", "_pending", "_made", "_tree")
+        if name in vars(net)
+    }
     gradients = {name: p.grad for name, p in runtime.parameters.items()}
     is_torch = isinstance(optimizer, torch.optim.Optimizer)
     groups = [dict(g) for g in optimizer.param_groups] if is_torch else []
@@ -261,7 +333,11 @@ def _undo_on_error(runtime: Runtime) -> Iterator[None]:
 
 
 def _copy_tree(value: Any) -> Any:
-    return {key: _copy_tree(inner) for key, inner in value.items()} if isinstance(value, dict) else value
+    return (
+        {key: _copy_tree(inner) for key, inner in value.items()}
+        if isinstance(value, dict)
+        else value
+    )
 
 
 def _restore_weights(runtime: Runtime, weights: Tensors) -> None:
@@ -270,7 +346,9 @@ def _restore_weights(runtime: Runtime, weights: Tensors) -> None:
         raise_differences(compare(net.state_dict(), weights, "parameter or buffer "))
         net.load_state_dict(weights)
         return
-    raise_differences(compare({name: to_torch(x) for name, x in _parameters(net)}, weights, "parameter "))
+    raise_differences(
+        compare({name: to_torch(x) for name, x in _parameters(net)}, weights, "parameter ")
+    )
     names = iter(weights[name] for name, _ in _parameters(net))
     for state in net.states(brainstate.ParamState).values():
         state.value = jax.tree.map(lambda x: to_jax(next(names)).astype(x.dtype), state.value)
@@ -285,7 +363,9 @@ def _prepare(store: Store, facts: Mapping[str, Any]) -> None:
         error.add_note(f"This was for the inputs in the checkpoint, {facts['inputs']}.")
         raise
     except Exception as error:
-        raise StateError(f"The model cannot run on the inputs in the checkpoint, {facts['inputs']}: {error}") from error
+        raise StateError(
+            f"The model cannot run on the inputs in the checkpoint, {facts['inputs']}: {error}"
+        ) from error
 
 
 def _restore_state(store: Store, saved: Mapping[str, Any], has_optimizer: bool) -> None:
@@ -314,5 +394,10 @@ def _restore_state(store: Store, saved: Mapping[str, Any], has_optimizer: bool) 
     theta, opt = (place.put_weights(x, compiled.program) for x in (parts[0], trees[1]))
     hidden, trace = (place.put_state(x, compiled.batch) for x in (parts[1], trees[0]))
     store.state = state.replace(
-        theta=theta, opt=opt, hidden=hidden, other=place.put_batch(parts[2], 0, compiled.batch), trace=trace, alarm=place.put(trees[2])
+        theta=theta,
+        opt=opt,
+        hidden=hidden,
+        other=place.put_batch(parts[2], 0, compiled.batch),
+        trace=trace,
+        alarm=place.put(trees[2]),
     )

@@ -27,14 +27,16 @@ def like(x: Any, saved: torch.Tensor) -> Any:
     return array.astype(x.dtype)
 
 
-def compare(own: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor], kind: str) -> list[str]:
+def compare(
+    own: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor], kind: str
+) -> list[str]:
     """A line for each name, shape or dtype that differs."""
     lines = [f"{kind}{n}: missing in the checkpoint" for n in sorted(set(own) - set(saved))]
     lines += [f"{kind}{n}: in the checkpoint only" for n in sorted(set(saved) - set(own))]
     for n in sorted(set(own) & set(saved)):
         a, b = own[n], saved[n]
         if a.shape != b.shape or a.dtype != b.dtype:
-            show = lambda t: f"{str(t.dtype).removeprefix('torch.')}{tuple(t.shape)}"  # noqa: E731
+            show = lambda t: f"{str(t.dtype).removeprefix('torch.')}{tuple(t.shape)}"
             lines.append(f"{kind}{n}: {show(b)} in the checkpoint, {show(a)} here")
     return lines
 
@@ -42,4 +44,6 @@ def compare(own: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor], 
 def raise_differences(lines: list[str]) -> None:
     """Raises if there are any."""
     if lines:
-        raise StateError("The checkpoint does not fit:\n" + "\n".join(f"  {line}" for line in lines))
+        raise StateError(
+            "The checkpoint does not fit:\n" + "\n".join(f"  {line}" for line in lines)
+        )

@@ -33,7 +33,8 @@ def check_facts(facts: Mapping[str, Any]) -> None:
         raise CheckpointError("The checkpoint's facts are wrong: " + "; ".join(problems) + ".")
 
 
-# -- what a fact may be -------------------------------------------------------------------------------------------
+# -- what a fact may be
+# -------------------------------------------------------------------------------------------
 
 
 def _is_count(value: Any) -> bool:
@@ -56,13 +57,22 @@ def _is_plain_dict(value: Any) -> bool:
 
 
 def _is_rule(value: Any) -> bool:
-    if not isinstance(value, dict) or set(value) != {"name", "options"} or not isinstance(value["name"], str):
+    if (
+        not isinstance(value, dict)
+        or set(value) != {"name", "options"}
+        or not isinstance(value["name"], str)
+    ):
         return False
     return value["options"] is None or isinstance(value["options"], dict)
 
 
 def _is_input(value: Any) -> bool:
-    if not isinstance(value, list) or len(value) != 2 or not isinstance(value[0], list) or not isinstance(value[1], str):
+    if (
+        not isinstance(value, list)
+        or len(value) != 2
+        or not isinstance(value[0], list)
+        or not isinstance(value[1], str)
+    ):
         return False
     try:
         jnp.dtype(value[1])
@@ -75,20 +85,30 @@ def _is_history(value: Any) -> bool:
     if not isinstance(value, dict) or set(value) != {"epochs", "batch_losses", "stopped"}:
         return False
     records, losses = value["epochs"], value["batch_losses"]
-    if not isinstance(records, list) or not isinstance(losses, list) or not isinstance(value["stopped"], str):
+    if (
+        not isinstance(records, list)
+        or not isinstance(losses, list)
+        or not isinstance(value["stopped"], str)
+    ):
         return False
     return all(map(_is_record, records)) and all(map(_is_number, losses))
 
 
 def _is_record(value: Any) -> bool:
-    if not isinstance(value, dict) or not _is_number(value.get("loss")) or not isinstance(value.get("complete"), bool):
+    if (
+        not isinstance(value, dict)
+        or not _is_number(value.get("loss"))
+        or not isinstance(value.get("complete"), bool)
+    ):
         return False
     return all(_is_count(value.get(name)) for name in ("epoch", "batches", "steps"))
 
 
 def _is_groups(value: Any) -> bool:
     def fits(group: Any) -> bool:
-        return _is_plain_dict(group) and all(math.isfinite(v) for v in _numbers(list(group.values())))
+        return _is_plain_dict(group) and all(
+            math.isfinite(v) for v in _numbers(list(group.values()))
+        )
 
     return isinstance(value, list) and all(map(fits, value))
 
@@ -96,12 +116,18 @@ def _is_groups(value: Any) -> bool:
 def _numbers(values: list[Any]) -> list[float]:
     found: list[float] = []
     for value in values:
-        found += _numbers(value) if isinstance(value, list) else [value] if _is_number(value) else []
+        found += (
+            _numbers(value) if isinstance(value, list) else [value] if _is_number(value) else []
+        )
     return found
 
 
 def _is_torch_optimizer(value: Any) -> bool:
-    if not isinstance(value, dict) or set(value) != {"waiting", "state"} or not isinstance(value["state"], dict):
+    if (
+        not isinstance(value, dict)
+        or set(value) != {"waiting", "state"}
+        or not isinstance(value["state"], dict)
+    ):
         return False
     return _is_count(value["waiting"]) and all(map(_is_plain_dict, value["state"].values()))
 
@@ -111,12 +137,28 @@ def _is_fit(value: Any) -> bool:
     if not isinstance(value, dict) or set(value) != names or value["stage"] not in STAGES:
         return False
     best, sums = value["best"], value["sums"]
-    fits = best is None or (isinstance(best, dict) and set(best) == {"value", "since"} and _is_number(best["value"]))
+    fits = best is None or (
+        isinstance(best, dict) and set(best) == {"value", "since"} and _is_number(best["value"])
+    )
     fits = fits and (best is None or _is_count(best["since"]))
-    fits = fits and isinstance(sums, dict) and all(isinstance(s, list) and len(s) == 2 and all(map(_is_number, s)) for s in sums.values())
+    fits = (
+        fits
+        and isinstance(sums, dict)
+        and all(
+            isinstance(s, list) and len(s) == 2 and all(map(_is_number, s)) for s in sums.values()
+        )
+    )
     scheduler = value["scheduler"]
-    fits = fits and (scheduler is None or (isinstance(scheduler, list) and all(map(_is_plain_dict, scheduler))))
-    return fits and _is_count(value["epoch"]) and value["epoch"] > 0 and _is_count(value["batch"]) and _is_number(value["total"])
+    fits = fits and (
+        scheduler is None or (isinstance(scheduler, list) and all(map(_is_plain_dict, scheduler)))
+    )
+    return (
+        fits
+        and _is_count(value["epoch"])
+        and value["epoch"] > 0
+        and _is_count(value["batch"])
+        and _is_number(value["total"])
+    )
 
 
 def _or_none(is_allowed: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -129,12 +171,18 @@ FACTS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "updates": ("a count", _is_count),
     "chunk": ("'auto' or a positive number", lambda v: v == "auto" or (_is_count(v) and v > 0)),
     "reduction": ("'mean' or 'sum'", lambda v: v in ("mean", "sum")),
-    "inputs": ("a list of shapes and dtypes", _or_none(lambda v: isinstance(v, list) and len(v) > 0 and all(map(_is_input, v)))),
+    "inputs": (
+        "a list of shapes and dtypes",
+        _or_none(lambda v: isinstance(v, list) and len(v) > 0 and all(map(_is_input, v))),
+    ),
     "in_stream": ("true or false", lambda v: isinstance(v, bool)),
     "history": ("the epochs of `fit`", _or_none(_is_history)),
     "fit": ("a place in a call of `fit`", _or_none(_is_fit)),
     "optimizer": ("the name of a torch optimizer", _or_none(lambda v: isinstance(v, str))),
     "groups": ("parameter groups with finite numbers", _or_none(_is_groups)),
     "torch_optimizer": ("the state of a torch optimizer", _or_none(_is_torch_optimizer)),
-    "versions": ("the versions that wrote it", lambda v: isinstance(v, dict) and all(isinstance(x, str) for x in v.values())),
+    "versions": (
+        "the versions that wrote it",
+        lambda v: isinstance(v, dict) and all(isinstance(x, str) for x in v.values()),
+    ),
 }

@@ -1,8 +1,10 @@
-"""The two files of a checkpoint: how they are packed, replaced as one, and checked when they are read.
+"""The two files of a checkpoint: how they are packed, replaced as one, and checked when they are
+read.
 
-The weights file names the state file that belongs to it and holds its SHA-256; each save gives the state file a new name. So
-replacing the weights file, one atomic rename, turns the old checkpoint into the new one, and whatever is killed before or after it
-leaves one of them whole. Each file also holds the SHA-256 of itself and a list of its arrays.
+The weights file names the state file that belongs to it and holds its SHA-256; each save gives the
+state file a new name. So replacing the weights file, one atomic rename, turns the old checkpoint
+into the new one, and whatever is killed before or after it leaves one of them whole. Each file also
+holds the SHA-256 of itself and a list of its arrays.
 """
 
 from __future__ import annotations
@@ -43,14 +45,17 @@ Tensors = dict[str, torch.Tensor]
 
 
 def weights_file(path: str | os.PathLike) -> Path:
-    """The file that holds the weights of a checkpoint: `path`, with `.safetensors` added if it is missing."""
+    """The file that holds the weights of a checkpoint: `path`, with `.safetensors` added if it is
+    missing.
+    """
     path = Path(path)
     if path.is_dir():
         return path / f"model{SUFFIX}"
     return path if path.suffix == SUFFIX else path.with_name(path.name + SUFFIX)
 
 
-# -- packing ------------------------------------------------------------------------------------------------------
+# -- packing
+# ------------------------------------------------------------------------------------------------------
 
 
 def pack(tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> bytes:
@@ -66,18 +71,36 @@ def pack(tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> bytes
 def unpack(content: bytes, path: Path) -> tuple[Tensors, dict[str, Any]]:
     """Arrays and `about` of a file made by `pack`; raises if anything in it has changed."""
     try:
-        tensors = dict(sorted(safetensors.torch.load(content).items()))  # which gives them in no order
+        # which gives them in no order
+        tensors = dict(sorted(safetensors.torch.load(content).items()))
         metadata = _metadata(content)
         about = json.loads(metadata["etrace_bridge"]) if metadata else None
-    except (safetensors.SafetensorError, ValueError, KeyError, TypeError, RecursionError, AttributeError) as error:
-        raise CheckpointError(f"{str(path)!r} is not a checkpoint that can be read: {error}") from error
+    except (
+        safetensors.SafetensorError,
+        ValueError,
+        KeyError,
+        TypeError,
+        RecursionError,
+        AttributeError,
+    ) as error:
+        raise CheckpointError(
+            f"{str(path)!r} is not a checkpoint that can be read: {error}"
+        ) from error
     if about is None:
-        raise InputError(f"{str(path)!r} holds weights only: it was not written by `save`. Load it with torch's `load_state_dict`.")
+        raise InputError(
+            f"{str(path)!r} holds weights only: it was not written by `save`. Load it with torch's "
+            "`load_state_dict`."
+        )
     if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise CheckpointError(_other_format(path, about.get("format") if isinstance(about, dict) else about))
+        raise CheckpointError(
+            _other_format(path, about.get("format") if isinstance(about, dict) else about)
+        )
     _check_digest(content, path)
     listed = about.get("arrays")
-    tensors = {name: _as_listed(tensor, listed.get(name) if isinstance(listed, dict) else None) for name, tensor in tensors.items()}
+    tensors = {
+        name: _as_listed(tensor, listed.get(name) if isinstance(listed, dict) else None)
+        for name, tensor in tensors.items()
+    }
     _check_arrays(tensors, listed, path)
     return tensors, about
 
@@ -91,7 +114,11 @@ def _other_format(path: Path, found: Any) -> str:
 
 def _as_plain(value: Any) -> Any:
     """A number of NumPy, torch or JAX in a history, for JSON."""
-    return value.item() if getattr(value, "size", None) == 1 or getattr(value, "ndim", None) == 0 else str(value)
+    return (
+        value.item()
+        if getattr(value, "size", None) == 1 or getattr(value, "ndim", None) == 0
+        else str(value)
+    )
 
 
 def _metadata(content: bytes) -> dict[str, str]:
@@ -113,26 +140,41 @@ def _check_digest(content: bytes, path: Path) -> None:
         start, stored = _find_digest(content)
     except ValueError as error:
         raise CheckpointError(f"{str(path)!r} is damaged: {error}.") from error
-    if hashlib.sha256(content[:start] + _BLANK + content[start + 64 :]).hexdigest().encode() != stored:
+    if (
+        hashlib.sha256(content[:start] + _BLANK + content[start + 64 :]).hexdigest().encode()
+        != stored
+    ):
         raise CheckpointError(
-            f"{str(path)!r} is damaged, or was changed after it was saved: its checksum does not match. Use an older checkpoint."
+            f"{str(path)!r} is damaged, or was changed after it was saved: its checksum does not "
+            "match. Use an older checkpoint."
         )
 
 
 def _as_stored(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of a dtype that safetensors knows: complex128, which it does not, as pairs of real numbers."""
+    """A tensor of a dtype that safetensors knows: complex128, which it does not, as pairs of real
+    numbers.
+    """
     return torch.view_as_real(tensor).contiguous() if tensor.dtype == torch.complex128 else tensor
 
 
 def _as_listed(tensor: torch.Tensor, listed: Any) -> torch.Tensor:
     """The tensor that was stored, by its entry in the list."""
-    is_pairs = isinstance(listed, list) and listed[:1] == ["complex128"] and tensor.dtype == torch.float64 and tensor.shape[-1:] == (2,)
+    is_pairs = (
+        isinstance(listed, list)
+        and listed[:1] == ["complex128"]
+        and tensor.dtype == torch.float64
+        and tensor.shape[-1:] == (2,)
+    )
     return torch.view_as_complex(tensor) if is_pairs else tensor
 
 
 def _describe(tensor: torch.Tensor) -> list[Any]:
     """Dtype, shape and the number of NaN and infinite elements."""
-    odd = int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() or tensor.is_complex() else 0
+    odd = (
+        int((~torch.isfinite(tensor)).sum())
+        if tensor.is_floating_point() or tensor.is_complex()
+        else 0
+    )
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), odd]
 
 
@@ -141,20 +183,28 @@ def _check_arrays(tensors: Tensors, listed: Any, path: Path) -> None:
     if not isinstance(listed, dict):
         raise CheckpointError(f"{str(path)!r} is damaged: it has no list of its arrays.")
     found = {name: _describe(tensor) for name, tensor in tensors.items()}
-    wrong = sorted(name for name in found.keys() | listed.keys() if found.get(name) != listed.get(name))
+    wrong = sorted(
+        name for name in found.keys() | listed.keys() if found.get(name) != listed.get(name)
+    )
     if wrong:
         name = wrong[0]
         raise CheckpointError(
-            f"{str(path)!r} is damaged: `{name}` is {found.get(name, 'missing')}, but {listed.get(name, 'nothing')} was saved "
-            f"(dtype, shape, number of NaN and infinite elements). {len(wrong)} of its arrays differ."
+            f"{str(path)!r} is damaged: `{name}` is {found.get(name, 'missing')}, but "
+            f"{listed.get(name, 'nothing')} was saved (dtype, shape, number of NaN and infinite "
+            f"elements). {len(wrong)} of its arrays differ."
         )
 
 
-# -- writing ------------------------------------------------------------------------------------------------------
+# -- writing
+# ------------------------------------------------------------------------------------------------------
 
 
-def write_checkpoint(path: str | os.PathLike, weights: Tensors, arrays: Tensors, facts: Mapping[str, Any]) -> Path:
-    """Writes both files; returns that of the weights. If it raises, the checkpoint that was there is whole."""
+def write_checkpoint(
+    path: str | os.PathLike, weights: Tensors, arrays: Tensors, facts: Mapping[str, Any]
+) -> Path:
+    """Writes both files; returns that of the weights. If it raises, the checkpoint that was there
+    is whole.
+    """
     target = weights_file(path)
     stem = target.name.removesuffix(SUFFIX)
     state = target.with_name(f"{stem}.{secrets.token_hex(4)}.state{SUFFIX}")
@@ -175,11 +225,13 @@ def write_checkpoint(path: str | os.PathLike, weights: Tensors, arrays: Tensors,
                         unfinished.unlink(missing_ok=True)
                 raise
             _sync_folder(target.parent)
-            with contextlib.suppress(OSError):  # the new checkpoint is there; what is left over goes with the next one
+            # the new checkpoint is there; what is left over goes with the next one
+            with contextlib.suppress(OSError):
                 _remove_left_over(target, state, before, alone)
     except OSError as error:
         raise CheckpointError(
-            f"The checkpoint {str(target)!r} cannot be written: {error.strerror or error}. What was saved there before is unchanged."
+            f"The checkpoint {str(target)!r} cannot be written: {error.strerror or error}. What "
+            "was saved there before is unchanged."
         ) from error
     return target
 
@@ -193,7 +245,9 @@ def check_writable(target: Path) -> None:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         _write(probe, b"can this be written?")
     except OSError as error:
-        raise CheckpointError(f"{str(target)!r} cannot be written: {error.strerror or error}.") from error
+        raise CheckpointError(
+            f"{str(target)!r} cannot be written: {error.strerror or error}."
+        ) from error
     finally:
         with contextlib.suppress(OSError):
             probe.unlink(missing_ok=True)
@@ -208,7 +262,9 @@ def _make_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _only_writer(folder: Path) -> Iterator[bool]:
-    """Waits until no other process writes a checkpoint in this folder; gives False where folders cannot be locked."""
+    """Waits until no other process writes a checkpoint in this folder; gives False where folders
+    cannot be locked.
+    """
     if fcntl is None:
         yield False
         return
@@ -227,7 +283,10 @@ def _lock(handle: int) -> bool:
             return True
         except BlockingIOError:
             if time.monotonic() > deadline:
-                raise OSError(errno.EAGAIN, f"another process has been saving in that folder for {LOCK_SECONDS:.0f} seconds") from None
+                raise OSError(
+                    errno.EAGAIN,
+                    f"another process has been saving in that folder for {LOCK_SECONDS:.0f} seconds",
+                ) from None
             time.sleep(0.01)
         except OSError:  # a file system without locks
             return False
@@ -242,7 +301,9 @@ def _state_named_in(target: Path) -> str | None:
 
 
 def _remove_left_over(target: Path, state: Path, before: str | None, alone: bool) -> None:
-    """Removes files of older checkpoints; where another process may be writing, only that of the one just replaced."""
+    """Removes files of older checkpoints; where another process may be writing, only that of the
+    one just replaced.
+    """
     stem = glob.escape(target.name.removesuffix(SUFFIX))
     known = f"{stem}.????????.state{SUFFIX}"
     for old in target.parent.glob(known):
@@ -269,7 +330,8 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-# -- reading ------------------------------------------------------------------------------------------------------
+# -- reading
+# ------------------------------------------------------------------------------------------------------
 
 
 def read_checkpoint(path: str | os.PathLike) -> tuple[Tensors, Tensors, dict[str, Any]]:
@@ -277,7 +339,8 @@ def read_checkpoint(path: str | os.PathLike) -> tuple[Tensors, Tensors, dict[str
     target = weights_file(path)
     if not target.is_file():
         raise InputError(f"There is no checkpoint {str(target)!r}.")
-    for _ in range(READ_ATTEMPTS):  # another process may replace the checkpoint between the reading of its two files
+    # another process may replace the checkpoint between the reading of its two files
+    for _ in range(READ_ATTEMPTS):
         weights, about = unpack(_read(target), target)
         name, digest = about.get("state"), about.get("state_sha256")
         if not isinstance(name, str) or not isinstance(digest, str) or Path(name).name != name:
@@ -286,12 +349,14 @@ def read_checkpoint(path: str | os.PathLike) -> tuple[Tensors, Tensors, dict[str
         if state.is_file():
             break
     else:
-        raise CheckpointError(f"The checkpoint {str(target)!r} needs the file {name!r} beside it, which is missing.")
+        raise CheckpointError(
+            f"The checkpoint {str(target)!r} needs the file {name!r} beside it, which is missing."
+        )
     content = _read(state)
     if hashlib.sha256(content).hexdigest() != digest:
         raise CheckpointError(
-            f"{str(state)!r} is damaged, or belongs to another checkpoint: its checksum is not the one in {target.name!r}. Use an older "
-            "checkpoint."
+            f"{str(state)!r} is damaged, or belongs to another checkpoint: its checksum is not the "
+            f"one in {target.name!r}. Use an older checkpoint."
         )
     arrays, about = unpack(content, state)
     facts = about.get("facts")
@@ -304,4 +369,6 @@ def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{str(path)!r} cannot be read: {error.strerror or error}.") from error
+        raise CheckpointError(
+            f"{str(path)!r} cannot be read: {error.strerror or error}."
+        ) from error

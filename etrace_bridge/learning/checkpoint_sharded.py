@@ -31,7 +31,9 @@ STATE, HOST, ABOUT = "state", "host", "about"  # the items of a checkpoint
 def is_sharded(path: str | os.PathLike) -> bool:
     """Whether a path is a folder that `write_sharded` made."""
     path = sharded_folder(path)
-    return path.is_dir() and any(child.name.isdigit() and child.is_dir() for child in path.iterdir())
+    return path.is_dir() and any(
+        child.name.isdigit() and child.is_dir() for child in path.iterdir()
+    )
 
 
 def sharded_folder(path: str | os.PathLike) -> Path:
@@ -80,13 +82,11 @@ def read_host(path: str | os.PathLike) -> tuple[dict[str, torch.Tensor], dict[st
     return {name: to_torch(x) for name, x in found.items()}, about["facts"]
 
 
-def read_state(
-    path: str | os.PathLike, own: Mapping[str, Any], place: Placement
-) -> dict[str, Any]:
+def read_state(path: str | os.PathLike, own: Mapping[str, Any], place: Placement) -> dict[str, Any]:
     """The state by name, placed as `own` is; every process must call it.
 
-    Raises with a list if names, shapes or dtypes differ. What only the checkpoint has of an optimizer
-    goes to every device.
+    Raises with a list if names, shapes or dtypes differ. What only the checkpoint has of an
+    optimizer goes to every device.
     """
     about = _about(path)
     saved = {name: (tuple(shape), dtype) for name, shape, dtype in about[STATE]}
@@ -123,7 +123,8 @@ def _about(path: str | os.PathLike) -> dict[str, Any]:
         about = manager.restore(manager.latest_step(), args=items)[ABOUT]
     if about.get("format") != FORMAT:
         raise CheckpointError(
-            f"The checkpoint {str(folder)!r} has format {about.get('format')}; this version reads {FORMAT}."
+            f"The checkpoint {str(folder)!r} has format {about.get('format')}; this version reads "
+            f"{FORMAT}."
         )
     return about
 
@@ -141,7 +142,9 @@ def _read(
             items = ocp.args.Composite(**{item: ocp.args.StandardRestore(wanted)})
             found = manager.restore(manager.latest_step(), args=items)[item]
     keys = {name: f"{n:05}" for n, name in enumerate(names)}
-    empty = {name: np.zeros(like[name].shape, like[name].dtype) for name in names if not like[name].size}
+    empty = {
+        name: np.zeros(like[name].shape, like[name].dtype) for name in names if not like[name].size
+    }
     return {name: found[key] if key in found else empty[name] for name, key in keys.items()}
 
 
@@ -171,7 +174,9 @@ def _explained(folder: Path, what: str) -> Iterator[None]:
 
 
 def _numbered(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrays by number: orbax would read the dots and brackets of names as a tree. It refuses empty arrays."""
+    """Arrays by number: orbax would read the dots and brackets of names as a tree. It refuses empty
+    arrays.
+    """
     return {f"{n:05}": x for n, x in enumerate(arrays.values()) if x.size}
 
 
@@ -179,7 +184,8 @@ def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
     """A tensor's numbers in its own dtype, also where JAX would take a smaller one."""
     if tensor.dtype == torch.bfloat16:
         return tensor.contiguous().view(torch.int16).numpy().view(jnp.bfloat16)
-    return tensor.detach().contiguous().numpy()  # `np.ascontiguousarray` would make a scalar one-dimensional
+    # `np.ascontiguousarray` would make a scalar one-dimensional
+    return tensor.detach().contiguous().numpy()
 
 
 def _describe(arrays: Mapping[str, Any]) -> list[list[Any]]:

@@ -17,8 +17,16 @@ if TYPE_CHECKING:
 
 def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a parameter group that JSON can hold."""
-    values = {k: float(v) if isinstance(v, torch.Tensor) else v for k, v in group.items() if k not in ("params", "param_names")}
-    return {k: v for k, v in values.items() if v is None or isinstance(v, (bool, int, float, str, tuple, list))}
+    values = {
+        k: float(v) if isinstance(v, torch.Tensor) else v
+        for k, v in group.items()
+        if k not in ("params", "param_names")
+    }
+    return {
+        k: v
+        for k, v in values.items()
+        if v is None or isinstance(v, (bool, int, float, str, tuple, list))
+    }
 
 
 def pack_torch_optimizer(runtime: Runtime) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -44,31 +52,51 @@ def restore_groups(optimizer: Any, facts: Mapping[str, Any]) -> None:
         return
     groups, name = facts["groups"], type(optimizer).__name__
     if groups is None:
-        raise StateError("The checkpoint does not fit:\n  optimizer: not a torch optimizer in the checkpoint.")
+        raise StateError(
+            "The checkpoint does not fit:\n  optimizer: not a torch optimizer in the checkpoint."
+        )
     lines = []
     if facts["optimizer"] != name:
         lines.append(f"optimizer: `{facts['optimizer']}` in the checkpoint, `{name}` here")
     elif len(groups) != len(optimizer.param_groups):
-        lines.append(f"optimizer: {len(groups)} parameter groups in the checkpoint, {len(optimizer.param_groups)} in `{name}`")
+        lines.append(
+            f"optimizer: {len(groups)} parameter groups in the checkpoint, "
+            f"{len(optimizer.param_groups)} in `{name}`"
+        )
     else:
         for n, (own, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-            lines += [f"parameter group {n}: {problem}" for problem in _group_problems(plain_group(own), saved, set(optimizer.defaults))]
+            lines += [
+                f"parameter group {n}: {problem}"
+                for problem in _group_problems(plain_group(own), saved, set(optimizer.defaults))
+            ]
     raise_differences(lines)
     for own, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
             own[key] = tuple(value) if isinstance(own.get(key), tuple) else value
 
 
-def _group_problems(own: Mapping[str, Any], saved: Mapping[str, Any], options: set[str]) -> list[str]:
-    """What in a saved parameter group cannot be one of this optimizer's options; others are a scheduler's."""
+def _group_problems(
+    own: Mapping[str, Any], saved: Mapping[str, Any], options: set[str]
+) -> list[str]:
+    """What in a saved parameter group cannot be one of this optimizer's options; others are a
+    scheduler's.
+    """
 
     def kind(value: Any) -> Any:
         if isinstance(value, (tuple, list)):
             return [kind(v) for v in value]
-        return "number" if isinstance(value, (int, float)) and not isinstance(value, bool) else type(value).__name__
+        return (
+            "number"
+            if isinstance(value, (int, float)) and not isinstance(value, bool)
+            else type(value).__name__
+        )
 
-    problems = [f"`{key}` is missing in the checkpoint" for key in sorted((set(own) - set(saved)) & options)]
-    problems += [f"`{key}` is in the checkpoint only" for key in sorted((set(saved) - set(own)) & options)]
+    problems = [
+        f"`{key}` is missing in the checkpoint" for key in sorted((set(own) - set(saved)) & options)
+    ]
+    problems += [
+        f"`{key}` is in the checkpoint only" for key in sorted((set(saved) - set(own)) & options)
+    ]
     for key in sorted(set(own) & set(saved)):
         a, b = own[key], saved[key]
         flags = all(value is None or isinstance(value, bool) for value in (a, b))
@@ -79,32 +107,58 @@ def _group_problems(own: Mapping[str, Any], saved: Mapping[str, Any], options: s
     return problems
 
 
-def unpack_torch_optimizer(runtime: Runtime, arrays: Tensors, plain: Mapping[str, Any] | None) -> None:
+def unpack_torch_optimizer(
+    runtime: Runtime, arrays: Tensors, plain: Mapping[str, Any] | None
+) -> None:
     """Puts back the state of an optimizer that runs in torch."""
     saved = {n: t for n, t in arrays.items() if n.startswith("torch ")}
     update = runtime.torch_update
     if update is None:
         if runtime.optimizer is not None and (saved or plain is not None):
-            raise StateError(f"The checkpoint does not fit:\n  optimizer: it runs in torch there, and not here: {sorted(saved)[:3]}")
+            raise StateError(
+                "The checkpoint does not fit:\n"
+                f"  optimizer: it runs in torch there, and not here: {sorted(saved)[:3]}"
+            )
         return
     if plain is None or plain["waiting"] >= update.accumulate:
-        raise StateError(f"The checkpoint does not fit:\n  optimizer: {plain} in the checkpoint, `accumulate={update.accumulate}` here.")
-    lines = [f"optimizer state of `{name}`: in the checkpoint only" for name in sorted(set(plain["state"]) - set(update.names))]
-    state: dict[str, dict[str, Any]] = {name: dict(plain["state"].get(name, {})) for name in update.names}
+        raise StateError(
+            "The checkpoint does not fit:\n"
+            f"  optimizer: {plain} in the checkpoint, `accumulate={update.accumulate}` here."
+        )
+    lines = [
+        f"optimizer state of `{name}`: in the checkpoint only"
+        for name in sorted(set(plain["state"]) - set(update.names))
+    ]
+    state: dict[str, dict[str, Any]] = {
+        name: dict(plain["state"].get(name, {})) for name in update.names
+    }
     gradients: Tensors = {}
     for full, tensor in saved.items():
         _, part, name, *key = full.split(" ", 3)
         p = runtime.parameters.get(name)
-        if name not in state or p is None or (part, len(key)) not in (("optimizer", 1), ("gradient", 0)):
+        if (
+            name not in state
+            or p is None
+            or (part, len(key)) not in (("optimizer", 1), ("gradient", 0))
+        ):
             lines.append(f"`{full}`: in the checkpoint only")
-        elif tensor.shape != p.shape and (part == "gradient" or tensor.numel() != 1) and not _is_factor(tensor, p):
-            lines.append(f"`{full}`: shape {tuple(tensor.shape)}, the parameter has {tuple(p.shape)}")
+        elif (
+            tensor.shape != p.shape
+            and (part == "gradient" or tensor.numel() != 1)
+            and not _is_factor(tensor, p)
+        ):
+            lines.append(
+                f"`{full}`: shape {tuple(tensor.shape)}, the parameter has {tuple(p.shape)}"
+            )
         elif part == "gradient":
             gradients[name] = tensor.to(p)
         else:
             state[name][key[0]] = tensor
     if bool(gradients) != bool(plain["waiting"]):
-        lines.append(f"gradients: {len(gradients)} in the checkpoint, after {plain['waiting']} of {update.accumulate} batches of an update")
+        lines.append(
+            f"gradients: {len(gradients)} in the checkpoint, after {plain['waiting']} of "
+            f"{update.accumulate} batches of an update"
+        )
     raise_differences(lines)
     update.waiting = plain["waiting"]
     for name, held in state.items():
@@ -115,5 +169,9 @@ def unpack_torch_optimizer(runtime: Runtime, arrays: Tensors, plain: Mapping[str
 
 
 def _is_factor(tensor: torch.Tensor, p: torch.Tensor) -> bool:
-    """Whether a slot has the parameter's shape, but for axes that are summed or averaged over (Adafactor)."""
-    return tensor.dim() == p.dim() and all(a in (1, b) for a, b in zip(tensor.shape, p.shape, strict=True))
+    """Whether a slot has the parameter's shape, but for axes that are summed or averaged over
+    (Adafactor).
+    """
+    return tensor.dim() == p.dim() and all(
+        a in (1, b) for a, b in zip(tensor.shape, p.shape, strict=True)
+    )

@@ -1,4 +1,6 @@
-"""A model's step compiled for inputs of one shape, and the way between its States, names and flat lists of arrays."""
+"""A model's step compiled for inputs of one shape, and the way between its States, names and flat
+lists of arrays.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +45,20 @@ class CompiledStep:
         weight_names: name of every weight, in the program's order.
         hidden_names: name of every hidden state.
         other_names: name of every other array that a step carries.
-        resets: for each of those, whether it belongs to a sequence (and starts anew with it) rather than to the model.
+        resets: for each of those, whether it belongs to a sequence (and starts anew with it) rather
+            than to the model.
         initial: hidden and other arrays before a sequence.
         programs: the jitted programs made for this step.
         ranges: what the step demands of inputs that it uses as indices; known for torch models.
     """
 
-    def __init__(self, net: brainstate.nn.Module, args: Sequence[Any], platform: str | None = None, freezes: bool = False) -> None:
+    def __init__(
+        self,
+        net: brainstate.nn.Module,
+        args: Sequence[Any],
+        platform: str | None = None,
+        freezes: bool = False,
+    ) -> None:
         self.net, self.platform, self._freezes = net, platform, freezes
         self.signature = signature(args)
         self.batch = args[0].shape[0] if args[0].ndim else None
@@ -72,27 +81,39 @@ class CompiledStep:
         states = info.retrieved_model_states
         self.weight_names = state_names([(p, states[p].value) for p in self._weight_paths])
         self.hidden_names = [show_path(leaf.path) for leaf in self.program.leaves]
-        self.other_names = state_names([(p or ("outside",), s.value) for p, s in self._other_states])
+        self.other_names = state_names(
+            [(p or ("outside",), s.value) for p, s in self._other_states]
+        )
         persistent = _persistent_paths(net)
-        self.resets = [_resets(p, s, persistent) for p, s in self._other_states for _ in jax.tree.leaves(s.value)]
+        self.resets = [
+            _resets(p, s, persistent)
+            for p, s in self._other_states
+            for _ in jax.tree.leaves(s.value)
+        ]
         self.initial = self._initial()
         for leaf, start in zip(self.program.leaves, self.initial[0], strict=True):
             if leaf.invar.aval.shape != start.shape:
                 raise InputError(
-                    f"The hidden state `{show_path(leaf.path)}` has shape {leaf.invar.aval.shape} in a step on this input, and {start.shape} "
-                    f"for a batch of {self.batch}: the input's first axis is not read as the batch. Give it a batch axis, (batch, …)"
+                    f"The hidden state `{show_path(leaf.path)}` has shape {leaf.invar.aval.shape} "
+                    f"in a step on this input, and {start.shape} for a batch of {self.batch}: the "
+                    "input's first axis is not read as the batch. Give it a batch axis, (batch, …)"
                 )
-        self.ranges = net.traced_step(*self._examples).ranges if isinstance(net, BridgedModule) else []
+        self.ranges = (
+            net.traced_step(*self._examples).ranges if isinstance(net, BridgedModule) else []
+        )
         self.programs: dict[Any, Callable] = {}
 
-    # -- names and lists ---------------------------------------------------------------------------------------
+    # -- names and lists
+    # ---------------------------------------------------------------------------------------
 
     def by_weight_name(self, arrays: Sequence[Any]) -> dict[str, Any]:
         """Arrays that are one per weight, by the weights' names."""
         return dict(zip(self.weight_names, arrays, strict=True))
 
     def gradient_trees(self, grads: Mapping[str, Any]) -> dict[str, Any]:
-        """Gradients by weight name as values of the module's States: by the report's names, in the inverse of a weight's unit."""
+        """Gradients by weight name as values of the module's States: by the report's names, in the
+        inverse of a weight's unit.
+        """
         states, found, arrays = self._states(), {}, iter(grads[name] for name in self.weight_names)
 
         def one(value: Any) -> Any:
@@ -100,7 +121,7 @@ class CompiledStep:
             return array / value.unit if isinstance(value, brainunit.Quantity) else array
 
         for path in self._weight_paths:
-            is_leaf = lambda x: isinstance(x, brainunit.Quantity)  # noqa: E731
+            is_leaf = lambda x: isinstance(x, brainunit.Quantity)
             found[show_path(path)] = jax.tree.map(one, states[path].value, is_leaf=is_leaf)
         return found
 
@@ -109,13 +130,15 @@ class CompiledStep:
         return dict(zip([*self.hidden_names, *self.other_names], [*hidden, *other], strict=True))
 
     def join_other(self, of_sequence: Sequence[Any], of_model: Sequence[Any]) -> list[Any]:
-        """Other arrays, taken from one list where they belong to a sequence and from another where they belong to the model.
+        """Other arrays, taken from one list where they belong to a sequence and from another where
+        they belong to the model.
 
         What belongs to the model (running statistics, random keys) outlives a sequence.
         """
         return [s if r else m for s, m, r in zip(of_sequence, of_model, self.resets, strict=True)]
 
-    # -- what it is --------------------------------------------------------------------------------------------
+    # -- what it is
+    # --------------------------------------------------------------------------------------------
 
     @cached_property
     def is_trainable(self) -> bool:
@@ -146,11 +169,14 @@ class CompiledStep:
     def in_evaluation(self) -> CompiledStep:
         """The same step, compiled for evaluation."""
         with evaluation_mode(self.net):
-            made = CompiledStep(self.net, [*self._examples, *self._keep], self.platform, self._freezes)
+            made = CompiledStep(
+                self.net, [*self._examples, *self._keep], self.platform, self._freezes
+            )
         self.fit_states()
         return made
 
-    # -- the model's States ------------------------------------------------------------------------------------
+    # -- the model's States
+    # ------------------------------------------------------------------------------------
 
     def fit_states(self) -> None:
         """Makes the model's states fit this step's inputs, if they do not."""
@@ -185,35 +211,50 @@ class CompiledStep:
         net, persistent = self.net, _persistent_paths(self.net)
         if self._freezes:
             net = FrozenStep(net, self.batch, lambda path, state: _belongs(path, state, persistent))
-        return compile_etrace_graph(net, *map(jax.numpy.asarray, [*self._examples, *self._keep]), include_hidden_perturb=False)
+        return compile_etrace_graph(
+            net,
+            *map(jax.numpy.asarray, [*self._examples, *self._keep]),
+            include_hidden_perturb=False,
+        )
 
     def _graph_of_plain(self) -> ETraceGraph:
-        """The graph of a brainstate module: its states as they are if a step runs on them, otherwise made for this batch.
+        """The graph of a brainstate module: its states as they are if a step runs on them,
+        otherwise made for this batch.
 
-        A state keeps its rank: whether a state without a batch axis should get one is for the user to say.
+        A state keeps its rank: whether a state without a batch axis should get one is for the user
+        to say.
         """
         x, before = self._examples[0], _hidden_values(self.net)
-        if x.ndim == 1 and jax.numpy.issubdtype(x.dtype, jax.numpy.inexact):  # features of one element, not a batch of numbers
+        # features of one element, not a batch of numbers
+        if x.ndim == 1 and jax.numpy.issubdtype(x.dtype, jax.numpy.inexact):
             self.batch = None
         failure: Exception | None = None
         if before:
             try:
                 graph = self._graph()
-            except Exception as error:  # a batch that does not fit fails somewhere in the model's own code
+            except Exception as error:
+                # a batch that does not fit fails somewhere in the model's own code
                 failure = error
             else:
                 if any(v.shape[:1] != x.shape[:1] for v in jax.tree.leaves(before)):
                     self.batch = None
                 return graph
             self._write_hidden(before)
-        brainstate.nn.init_all_states(self.net, **({} if self.batch is None else {"batch_size": self.batch}))
+        brainstate.nn.init_all_states(
+            self.net, **({} if self.batch is None else {"batch_size": self.batch})
+        )
         after = _hidden_values(self.net)
-        if any(jax.tree.map(np.ndim, after[path]) != jax.tree.map(np.ndim, value) for path, value in before.items()):
+        if any(
+            jax.tree.map(np.ndim, after[path]) != jax.tree.map(np.ndim, value)
+            for path, value in before.items()
+        ):
             self._write_hidden(before)
             shapes = ", ".join(str(np.shape(v)) for v in jax.tree.leaves(list(before.values())))
             raise InputError(
-                f"The hidden states have shapes {shapes}, and a step on inputs {[x.shape for x in self._examples]} does not run on them "
-                f"({failure}). Make states for this batch with `brainstate.nn.init_all_states(net, batch_size={self.batch})`, or change the input."
+                f"The hidden states have shapes {shapes}, and a step on inputs "
+                f"{[x.shape for x in self._examples]} does not run on them ({failure}). Make "
+                "states for this batch with `brainstate.nn.init_all_states(net, "
+                f"batch_size={self.batch})`, or change the input."
             ) from failure
         return self._graph()
 
@@ -237,7 +278,9 @@ class CompiledStep:
         states = self._states()
         for path, leaf in zip((leaf.path for leaf in self.program.leaves), hidden, strict=True):
             _set_array(states[path], leaf)
-        targets = [states[p] for p in self._weight_paths] + [states.get(p, s) for p, s in self._other_states]
+        targets = [states[p] for p in self._weight_paths] + [
+            states.get(p, s) for p, s in self._other_states
+        ]
         at, arrays = 0, [*theta, *other]
         for state in targets:
             tree = jax.tree.structure(state.value)
@@ -255,17 +298,22 @@ class CompiledStep:
             self.write(*current)
         else:
             _, hidden, other = current
-        return [np.array(h) for h in hidden], [private_copy(o) if _is_key(o) else np.array(o) for o in other]
+        return [np.array(h) for h in hidden], [
+            private_copy(o) if _is_key(o) else np.array(o) for o in other
+        ]
 
 
-def compile_or_explain(net: brainstate.nn.Module, args: Sequence[Any], platform: str | None, freezes: bool) -> CompiledStep:
+def compile_or_explain(
+    net: brainstate.nn.Module, args: Sequence[Any], platform: str | None, freezes: bool
+) -> CompiledStep:
     """A model's step for inputs like these; an error says what a learner's methods take."""
     try:
         return CompiledStep(net, args, platform, freezes)
     except Exception as error:
         hint = (
-            f"This was for one time step of {show_signature(signature(args))}. `step` takes one time step, (batch, …); a sequence, "
-            "(T, batch, …), goes to `gradients`, `update` or `predict`."
+            f"This was for one time step of {show_signature(signature(args))}. `step` takes one "
+            "time step, (batch, …); a sequence, (T, batch, …), goes to `gradients`, `update` or "
+            "`predict`."
         )
         if isinstance(error, BridgeError):
             error.add_note(hint)
@@ -322,7 +370,9 @@ def _resets(path: Path | None, state: brainstate.State, persistent: set[Path] | 
 
 
 def _belongs(path: Path | None, state: brainstate.State, persistent: set[Path] | None) -> bool:
-    """Whether a State belongs to a sequence: a hidden state, or another one that starts anew with it."""
+    """Whether a State belongs to a sequence: a hidden state, or another one that starts anew with
+    it.
+    """
     if isinstance(state, brainstate.ParamState):
         return False
     return isinstance(state, brainstate.HiddenState) or _resets(path, state, persistent)
@@ -333,6 +383,8 @@ def state_names(values: Sequence[tuple[Path, Any]]) -> list[str]:
     found = []
     for path, value in values:
         keys = [k for k, _ in jax.tree_util.tree_flatten_with_path(value)[0]]
-        hidden = len(keys) == 1 and isinstance(keys[0][-1] if keys[0] else None, jax.tree_util.FlattenedIndexKey)  # a quantity's number
+        hidden = len(keys) == 1 and isinstance(
+            keys[0][-1] if keys[0] else None, jax.tree_util.FlattenedIndexKey
+        )  # a quantity's number
         found += [show_path(path) + ("" if hidden else jax.tree_util.keystr(k)) for k in keys]
     return found

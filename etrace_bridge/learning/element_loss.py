@@ -1,9 +1,9 @@
 """The loss of single batch elements, where the loss of a batch is their mean or sum.
 
-A mask of single sequences needs the loss of each of them, and a loss gives one number for the batch.
-So the loss runs on every element as a batch of one. Whether that is the same loss is tried on random
-numbers: `loss(batch)` must be the mean of these losses, or their sum, or with class weights `c_b`
-torch's own mean `sum of c_b l_b / sum of c_b`.
+A mask of single sequences needs the loss of each of them, and a loss gives one number for the
+batch. So the loss runs on every element as a batch of one. Whether that is the same loss is tried
+on random numbers: `loss(batch)` must be the mean of these losses, or their sum, or with class
+weights `c_b` torch's own mean `sum of c_b l_b / sum of c_b`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ def class_weights(loss: Any) -> np.ndarray | None:
 
 def ignored_value(ranges: Sequence[InputRange]) -> tuple[int, int] | None:
     """Which target has labels that may be ignored, and the value that says so."""
-    found = [(r.position, r.range.ignore) for r in ranges if r.range.ignore is not None and r.elements is None]
+    found = [
+        (r.position, r.range.ignore)
+        for r in ranges
+        if r.range.ignore is not None and r.elements is None
+    ]
     return found[0] if found else None
 
 
@@ -63,7 +67,8 @@ class Weighted(NamedTuple):
 
 
 class ElementLoss:
-    """A loss `(output, Weighted(target, factors)) -> scalar`: the losses of the batch elements, each times its factor.
+    """A loss `(output, Weighted(target, factors)) -> scalar`: the losses of the batch elements,
+    each times its factor.
 
     Args:
         function: the loss of a batch.
@@ -77,7 +82,15 @@ class ElementLoss:
         is_mean: the batch's loss is the mean of its elements' losses rather than their sum.
     """
 
-    def __init__(self, function: Callable, output: Any, target: Any, ranges: Sequence[InputRange], weights: Any, name: str) -> None:
+    def __init__(
+        self,
+        function: Callable,
+        output: Any,
+        target: Any,
+        ranges: Sequence[InputRange],
+        weights: Any,
+        name: str,
+    ) -> None:
         self.function, self.ranges = function, list(ranges)
         self._weights, self._ignored, self._name = weights, ignored_value(ranges), name
         self.is_mean = self._find_kind(output, target)
@@ -99,7 +112,9 @@ class ElementLoss:
         return jax.vmap(one)(output, target)
 
     def counts(self, targets: Sequence[Any]) -> np.ndarray | None:
-        """How much each element counts in the loss's mean, (T, B), from flat targets with time in front; None if nothing is ignored."""
+        """How much each element counts in the loss's mean, (T, B), from flat targets with time in
+        front; None if nothing is ignored.
+        """
         if self._ignored is None:
             return None
         position, value = self._ignored
@@ -119,7 +134,9 @@ class ElementLoss:
             self._refuse("its output and target do not share a batch axis")
         draw = np.random.default_rng(0)
         count = max(2, next(iter(sizes))[0])
-        outputs = jax.tree.map(lambda s: jnp.asarray(draw.uniform(0.1, 0.9, (count, *s.shape[1:])), s.dtype), output)
+        outputs = jax.tree.map(
+            lambda s: jnp.asarray(draw.uniform(0.1, 0.9, (count, *s.shape[1:])), s.dtype), output
+        )
         targets = self._draw_targets(draw, count, target)
         try:
             whole = self.function(outputs, targets)
@@ -136,7 +153,9 @@ class ElementLoss:
             return True
         if np.isclose(whole, losses.sum(), rtol=tolerance):
             return False
-        return self._refuse("the loss of a batch is neither the mean nor the sum of the losses of its elements")
+        return self._refuse(
+            "the loss of a batch is neither the mean nor the sum of the losses of its elements"
+        )
 
     def _draw_targets(self, draw: np.random.Generator, count: int, target: Any) -> Any:
         leaves, tree = jax.tree.flatten(target)
@@ -152,8 +171,9 @@ class ElementLoss:
 
     def _refuse(self, reason: str) -> Any:
         raise InputError(
-            f"The loss `{self._name}` cannot leave out single sequences: {reason}. A mask of single sequences needs a loss that is a mean or "
-            "a sum over the batch. Write it so, or weight the whole batch with a mask (T,), one weight for each time step."
+            f"The loss `{self._name}` cannot leave out single sequences: {reason}. A mask of "
+            "single sequences needs a loss that is a mean or a sum over the batch. Write it so, "
+            "or weight the whole batch with a mask (T,), one weight for each time step."
         )
 
 

@@ -28,16 +28,28 @@ class EvaluationStep:
         """The same for another kind of device."""
         return EvaluationStep(self.training.tuned_for(platform), self.compiled.tuned_for(platform))
 
-    def run(self, theta: Sequence[Any], hidden: Sequence[Any], other: Sequence[Any], args: Sequence[Any]):
+    def run(
+        self, theta: Sequence[Any], hidden: Sequence[Any], other: Sequence[Any], args: Sequence[Any]
+    ):
         """Outputs of K steps, and hidden states and other arrays after them."""
         outer, inner = self.training, self.compiled
         known = outer.by_weight_name(theta) | outer.by_state_name(hidden, other)
 
         def pick(names: Sequence[str], instead: Sequence[Any]) -> list[Any]:
-            return [known[n] if n in known else jnp.asarray(x) for n, x in zip(names, instead, strict=True)]
+            return [
+                known[n] if n in known else jnp.asarray(x)
+                for n, x in zip(names, instead, strict=True)
+            ]
 
         weights = [known[n] for n in inner.weight_names]
-        states = pick(inner.hidden_names, inner.initial[0]), pick(inner.other_names, inner.initial[1])
+        states = (
+            pick(inner.hidden_names, inner.initial[0]),
+            pick(inner.other_names, inner.initial[1]),
+        )
         outputs, *after = scan_steps(inner.program, weights, *states, list(args))
         known |= inner.by_state_name(*after)
-        return outputs, [known[n] for n in outer.hidden_names], [known[n] for n in outer.other_names]
+        return (
+            outputs,
+            [known[n] for n in outer.hidden_names],
+            [known[n] for n in outer.other_names],
+        )

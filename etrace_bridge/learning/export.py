@@ -1,14 +1,19 @@
-"""A learner as files: its programs as StableHLO, its arrays as safetensors, and a JSON file of names, shapes and checksums.
+"""A learner as files: its programs as StableHLO, its arrays as safetensors, and a JSON file of
+names, shapes and checksums.
 
 A folder holds
 
-- `learn.….stablehlo`: `(state…, inputs…, targets…) -> (state…, loss, outputs…)`, one online step with its update;
+- `learn.….stablehlo`: `(state…, inputs…, targets…) -> (state…, loss, outputs…)`, one online step
+  with its update;
 - `infer.….stablehlo`: `(state…, inputs…) -> (state…, outputs…)`, one step in evaluation mode;
-- `state.safetensors`: weights, optimizer state, hidden states, other arrays, traces and the guard's alarm;
-- `manifest.json`: names, shapes and dtypes in the order of the arguments (the batch is `b` where it is open), platforms, compiler options and the files' SHA-256.
+- `state.safetensors`: weights, optimizer state, hidden states, other arrays, traces and the guard's
+  alarm;
+- `manifest.json`: names, shapes and dtypes in the order of the arguments (the batch is `b` where it
+  is open), platforms, compiler options and the files' SHA-256.
 
-A program is laid out for the device that it runs on, so platforms that want different layouts have files of their own; those that
-share one share a file. The file's name says for which platforms it is.
+A program is laid out for the device that it runs on, so platforms that want different layouts have
+files of their own; those that share one share a file. The file's name says for which platforms it
+is.
 
 Reading it takes JAX and NumPy alone: docs/howto/device.md has the reader in 30 lines.
 """
@@ -69,29 +74,49 @@ class _Parts:
     targets: list[Any]
 
 
-def export_learner(learner: OnlineLearner, path: str | os.PathLike, platforms: Sequence[str], batch: str) -> Path:
+def export_learner(
+    learner: OnlineLearner, path: str | os.PathLike, platforms: Sequence[str], batch: str
+) -> Path:
     """Writes a learner that has made a step with a target; returns the folder."""
     if batch not in ("fixed", "symbolic"):
         raise InputError(f"`batch` is {batch!r}; it must be 'fixed' or 'symbolic'.")
     runtime, store = learner.runtime, learner.runtime.store
     if store.placement.spans_processes:
-        raise NotSupportedError("The learner's arrays lie in several processes. `save` it, load it in a single process, and export there.")
+        raise NotSupportedError(
+            "The learner's arrays lie in several processes. `save` it, load it in a single "
+            "process, and export there."
+        )
     if runtime.options.freeze:
-        raise NotSupportedError("A learner with `freeze=True` cannot be exported: its step has an input more. Make one without it.")
+        raise NotSupportedError(
+            "A learner with `freeze=True` cannot be exported: its step has an input more. Make "
+            "one without it."
+        )
     target, loss = _last_target(runtime)
     runtime.watch.look()
     parts = (_any_batch if batch == "symbolic" else _one_batch)(runtime, target, loss)
     leaves = jax.tree.leaves(parts.state)
     if any(jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves):
-        raise NotSupportedError("The model holds typed random keys, which the file format does not know. Use `jax.random.PRNGKey` keys.")
+        raise NotSupportedError(
+            "The model holds typed random keys, which the file format does not know. Use "
+            "`jax.random.PRNGKey` keys."
+        )
     size = jax.export.symbolic_shape("b") if batch == "symbolic" else ()
-    state = [_shape((*size, *x.shape) if each else x.shape, x.dtype) for x, each in zip(leaves, parts.by_element, strict=True)]
-    inputs, targets = ([_shape((*size, *t.shape[len(size) :]), t.dtype) for t in some] for some in (parts.inputs, parts.targets))
+    state = [
+        _shape((*size, *x.shape) if each else x.shape, x.dtype)
+        for x, each in zip(leaves, parts.by_element, strict=True)
+    ]
+    inputs, targets = (
+        [_shape((*size, *t.shape[len(size) :]), t.dtype) for t in some]
+        for some in (parts.inputs, parts.targets)
+    )
     programs = {
         "learn": _lower(parts.learn, [*state, *inputs, *targets], platforms),
         "infer": _lower(parts.infer, [*state, *inputs], platforms),
     }
-    names = [jax.tree_util.keystr(at, simple=True, separator="/") for at, _ in jax.tree_util.tree_flatten_with_path(parts.state)[0]]
+    names = [
+        jax.tree_util.keystr(at, simple=True, separator="/")
+        for at, _ in jax.tree_util.tree_flatten_with_path(parts.state)[0]
+    ]
     manifest = {
         "format": FORMAT,
         "rule": learner.rule.name,
@@ -107,12 +132,17 @@ def export_learner(learner: OnlineLearner, path: str | os.PathLike, platforms: S
         "jax": jax.__version__,
     }
     arrays = {n: np.asarray(x) for n, x in zip(names, leaves, strict=True)}
-    files = {_file_name(name, e): e.mlir_module_serialized for name, some in programs.items() for e in some}
+    files = {
+        _file_name(name, e): e.mlir_module_serialized
+        for name, some in programs.items()
+        for e in some
+    }
     files["state.safetensors"] = safetensors.numpy.save(arrays)
     return _write_folder(Path(path), files, manifest)
 
 
-# -- programs -----------------------------------------------------------------------------------------------------
+# -- programs
+# -----------------------------------------------------------------------------------------------------
 
 
 def _one_batch(runtime: Runtime, target: Any, loss: JaxLoss) -> _Parts:
@@ -129,10 +159,16 @@ def _one_batch(runtime: Runtime, target: Any, loss: JaxLoss) -> _Parts:
         tuned = evaluation.tuned_for(platform)
 
         def run(state: LearnerState, args: list[Any]) -> tuple[LearnerState, Any]:
-            """The states move on; the trace is zero afterwards, since it does not know of this step."""
-            outputs, hidden, other = tuned.run(state.theta, state.hidden, state.other, [a[None] for a in args])
+            """The states move on; the trace is zero afterwards, since it does not know of this
+            step.
+            """
+            outputs, hidden, other = tuned.run(
+                state.theta, state.hidden, state.other, [a[None] for a in args]
+            )
             trace = jax.tree.map(jnp.zeros_like, state.trace)
-            return state.with_carry(Carry(hidden, other, trace)), jax.tree.map(lambda o: o[0], outputs)
+            return state.with_carry(Carry(hidden, other, trace)), jax.tree.map(
+                lambda o: o[0], outputs
+            )
 
         return run
 
@@ -141,7 +177,9 @@ def _one_batch(runtime: Runtime, target: Any, loss: JaxLoss) -> _Parts:
 
 
 def _any_batch(runtime: Runtime, target: Any, loss: JaxLoss) -> _Parts:
-    """The step for any batch size, from the learner's weights and optimizer state and from initial states."""
+    """The step for any batch size, from the learner's weights and optimizer state and from initial
+    states.
+    """
     store = runtime.store
     mapped = map_step(runtime, loss, target)
     now, compiled = store.state, mapped.core.compiled
@@ -149,10 +187,19 @@ def _any_batch(runtime: Runtime, target: Any, loss: JaxLoss) -> _Parts:
     current = dict(zip(store.compiled.other_names, now.other, strict=True))
     of_model = [current.get(n, o) for n, o in zip(compiled.other_names, other, strict=True)]
     alarm = jnp.asarray(new_alarm(0, len(now.alarm) - FIRST))
-    state = LearnerState(now.theta, now.opt, list(hidden), compiled.join_other(other, of_model), trace, alarm)
+    state = LearnerState(
+        now.theta, now.opt, list(hidden), compiled.join_other(other, of_model), trace, alarm
+    )
     nowhere = jax.tree.map(lambda _: False, state)
-    each = nowhere.replace(hidden=[True] * len(hidden), other=list(compiled.resets), trace=jax.tree.map(lambda _: True, trace))
-    learn, infer = (lambda platform: mapped.tuned_for(platform).learn), (lambda platform: mapped.tuned_for(platform).infer)
+    each = nowhere.replace(
+        hidden=[True] * len(hidden),
+        other=list(compiled.resets),
+        trace=jax.tree.map(lambda _: True, trace),
+    )
+    learn, infer = (
+        (lambda platform: mapped.tuned_for(platform).learn),
+        (lambda platform: mapped.tuned_for(platform).infer),
+    )
     return _flat(runtime, state, jax.tree.leaves(each), target, learn, infer)
 
 
@@ -173,7 +220,10 @@ def _flat(
         function = learn(platform)
 
         def run(*arrays: Any) -> tuple:
-            state, targets = jax.tree.unflatten(tree, arrays[:states]), jax.tree.unflatten(wanted, arrays[given:])
+            state, targets = (
+                jax.tree.unflatten(tree, arrays[:states]),
+                jax.tree.unflatten(wanted, arrays[given:]),
+            )
             new, value, output = function(state, list(arrays[states:given]), targets)
             return *jax.tree.leaves(new), value, *jax.tree.leaves(output)
 
@@ -191,20 +241,28 @@ def _flat(
     return _Parts(flat_learn, flat_infer, start, by_element, inputs, jax.tree.leaves(target))
 
 
-def _lower(make: Callable[[str], Callable], shapes: Sequence[Any], platforms: Sequence[str]) -> list[jax.export.Exported]:
-    """A program for as many of the platforms as it can be lowered to: one for all that share a layout."""
+def _lower(
+    make: Callable[[str], Callable], shapes: Sequence[Any], platforms: Sequence[str]
+) -> list[jax.export.Exported]:
+    """A program for as many of the platforms as it can be lowered to: one for all that share a
+    layout.
+    """
     able: dict[type, list[str]] = {}
     refused: dict[str, Exception] = {}
     for platform in platforms:
         try:
             jax.export.export(jit(make(platform), one_step=True), platforms=[platform])(*shapes)
             able.setdefault(type(tuning_for(platform)), []).append(platform)
-        except Exception as error:  # a primitive without a rule for this platform, in whatever way JAX says so
+        except Exception as error:
+            # a primitive without a rule for this platform, in whatever way JAX says so
             refused[platform] = error
     if not able:
         reasons = "; ".join(f"{name}: {error}" for name, error in refused.items())
         raise NotSupportedError(f"The step cannot be lowered for any of the platforms ({reasons}).")
-    return [jax.export.export(jit(make(some[0]), one_step=True), platforms=some)(*shapes) for some in able.values()]
+    return [
+        jax.export.export(jit(make(some[0]), one_step=True), platforms=some)(*shapes)
+        for some in able.values()
+    ]
 
 
 def _last_target(runtime: Runtime) -> tuple[Any, JaxLoss]:
@@ -212,20 +270,27 @@ def _last_target(runtime: Runtime) -> tuple[Any, JaxLoss]:
     store = runtime.store
     if store.updater is None or runtime.torch_update is not None:
         raise NotSupportedError(
-            "The optimizer runs in torch, so the update is not part of a compiled step. Use optax, or SGD, Adam or AdamW."
+            "The optimizer runs in torch, so the update is not part of a compiled step. Use "
+            "optax, or SGD, Adam or AdamW."
         )
     if runtime.optimizer is None:
         raise InputError("This learner has no optimizer, so there is no learning step to export.")
     if not store.started or store.stream is None:
-        raise StateError("The learner has made no step yet, so shapes are unknown. Call `step(x, target)` before `export`.")
+        raise StateError(
+            "The learner has made no step yet, so shapes are unknown. Call `step(x, target)` "
+            "before `export`."
+        )
     store.return_to_stream()
     last = runtime.losses.last(store.compiled)
     if last is None:
-        raise StateError("The learner has seen no target yet. Call `step(x, target)` before `export`.")
+        raise StateError(
+            "The learner has seen no target yet. Call `step(x, target)` before `export`."
+        )
     return last
 
 
-# -- files --------------------------------------------------------------------------------------------------------
+# -- files
+# --------------------------------------------------------------------------------------------------------
 
 
 def _shape(shape: Any, dtype: Any) -> jax.ShapeDtypeStruct:
@@ -233,7 +298,11 @@ def _shape(shape: Any, dtype: Any) -> jax.ShapeDtypeStruct:
 
 
 def _row(name: str, shape: Any) -> dict[str, Any]:
-    return {"name": name, "shape": [d if isinstance(d, int) else str(d) for d in shape.shape], "dtype": str(shape.dtype)}
+    return {
+        "name": name,
+        "shape": [d if isinstance(d, int) else str(d) for d in shape.shape],
+        "dtype": str(shape.dtype),
+    }
 
 
 def _file_name(name: str, exported: jax.export.Exported) -> str:
@@ -258,20 +327,28 @@ def checksum(content: bytes) -> str:
 
 def manifest_bytes(manifest: dict[str, Any]) -> bytes:
     """The manifest as it is signed: sorted, without its own checksum."""
-    return json.dumps({k: v for k, v in manifest.items() if k != "checksum"}, sort_keys=True).encode()
+    return json.dumps(
+        {k: v for k, v in manifest.items() if k != "checksum"}, sort_keys=True
+    ).encode()
 
 
 def _write_folder(path: Path, files: dict[str, bytes], manifest: dict[str, Any]) -> Path:
     """Writes a new folder beside `path` and puts it in its place."""
     if path.exists() and not (path / "manifest.json").is_file():
-        raise InputError(f"{str(path)!r} exists and is not an exported learner. Choose another path.")
+        raise InputError(
+            f"{str(path)!r} exists and is not an exported learner. Choose another path."
+        )
     manifest["files"] = {name: checksum(content) for name, content in files.items()}
     manifest["checksum"] = checksum(manifest_bytes(manifest))
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh, old = (path.with_name(f".{path.name}.{secrets.token_hex(4)}.{kind}") for kind in ("new", "old"))
+    fresh, old = (
+        path.with_name(f".{path.name}.{secrets.token_hex(4)}.{kind}") for kind in ("new", "old")
+    )
     fresh.mkdir()
     try:
-        for name, content in (files | {"manifest.json": json.dumps(manifest, indent=1).encode()}).items():
+        for name, content in (
+            files | {"manifest.json": json.dumps(manifest, indent=1).encode()}
+        ).items():
             (fresh / name).write_bytes(content)
         if path.exists():
             os.replace(path, old)

@@ -1,8 +1,9 @@
 """A learner's step for any batch size: the step of a batch of one, mapped over batch elements.
 
-A model is traced for inputs of one shape, so its own step has one batch size. The step of a batch of one, under `vmap`, is the same
-step for any number of elements if none of them looks at another, and if the loss is the mean or the sum of theirs. Both are tested
-before anything is written, on a batch of three over two steps.
+A model is traced for inputs of one shape, so its own step has one batch size. The step of a batch
+of one, under `vmap`, is the same step for any number of elements if none of them looks at another,
+and if the loss is the mean or the sum of theirs. Both are tested before anything is written, on a
+batch of three over two steps.
 """
 
 from __future__ import annotations
@@ -63,23 +64,41 @@ class MappedStep:
         return hidden, other, jax.tree.map(np.asarray, self.core.zero_trace())
 
     def gradients(self, theta: Sequence[Any], carry: Carry, args: Sequence[Any], target: Any):
-        """Gradients, loss, output and carry after one step; every array of `carry` has the batch in front."""
+        """Gradients, loss, output and carry after one step; every array of `carry` has the batch in
+        front.
+        """
         other_axes = _axes(self.core.compiled)
 
         def one(hidden: Any, other: Any, trace: Any, args_b: Any, target_b: Any):
-            data = self.spec.one_step(theta, [a[None] for a in args_b], jax.tree.map(lambda t: t[None], target_b))
+            data = self.spec.one_step(
+                theta, [a[None] for a in args_b], jax.tree.map(lambda t: t[None], target_b)
+            )
             result = self.core.chunk(theta, Carry(hidden, other, trace), data, False, False)
             new = result.carry
             output = jax.tree.map(lambda o: o[0, 0], result.outputs)
-            return result.grads, result.losses[0], output, new.hidden, _only(new.other, other_axes), new.trace
+            return (
+                result.grads,
+                result.losses[0],
+                output,
+                new.hidden,
+                _only(new.other, other_axes),
+                new.trace,
+            )
 
         arrays = carry.hidden, carry.other, carry.trace, list(args), target
         mapped = jax.vmap(one, in_axes=(0, other_axes, 0, 0, 0))(*arrays)
         grads, losses, output, hidden, moved, trace = mapped
         grads = [self.reduce(g, axis=0) for g in grads]
-        return grads, self.reduce(losses, axis=0), output, Carry(hidden, _moved(carry.other, moved, other_axes), trace)
+        return (
+            grads,
+            self.reduce(losses, axis=0),
+            output,
+            Carry(hidden, _moved(carry.other, moved, other_axes), trace),
+        )
 
-    def learn(self, state: LearnerState, args: Sequence[Any], target: Any) -> tuple[LearnerState, Any, Any]:
+    def learn(
+        self, state: LearnerState, args: Sequence[Any], target: Any
+    ) -> tuple[LearnerState, Any, Any]:
         """One step with update and guard."""
         grads, loss, output, carry = self.gradients(state.theta, state.carry, args, target)
         theta, opt = self.spec.apply(grads, state.opt, state.theta)
@@ -91,12 +110,18 @@ class MappedStep:
         other_axes = _axes(self.core.compiled)
 
         def one(hidden: Any, other: Any, args_b: Any):
-            outputs, hidden, new = scan_steps(self.evaluation.program, state.theta, hidden, other, [a[None, None] for a in args_b])
+            outputs, hidden, new = scan_steps(
+                self.evaluation.program, state.theta, hidden, other, [a[None, None] for a in args_b]
+            )
             return jax.tree.map(lambda o: o[0, 0], outputs), hidden, _only(new, other_axes)
 
-        output, hidden, moved = jax.vmap(one, in_axes=(0, other_axes, 0))(state.hidden, state.other, list(args))
+        output, hidden, moved = jax.vmap(one, in_axes=(0, other_axes, 0))(
+            state.hidden, state.other, list(args)
+        )
         trace = jax.tree.map(jnp.zeros_like, state.trace)
-        return state.with_carry(Carry(hidden, _moved(state.other, moved, other_axes), trace)), output
+        return state.with_carry(
+            Carry(hidden, _moved(state.other, moved, other_axes), trace)
+        ), output
 
 
 def _axes(compiled: CompiledStep) -> list[int | None]:
@@ -118,36 +143,64 @@ def map_step(runtime: Runtime, loss: JaxLoss, target: Any) -> MappedStep:
     """The learner's step for any batch size, tested against a step of three elements."""
     net, own = runtime.net, runtime.store.compiled
     if not isinstance(net, BridgedModule):
-        raise NotSupportedError("A step for any batch size is made for torch models only. Export it for one batch size.")
+        raise NotSupportedError(
+            "A step for any batch size is made for torch models only. Export it for one batch size."
+        )
     if any(not t.shape or t.shape[0] != own.batch for t in jax.tree.leaves(target)):
         raise NotSupportedError(WHY.format("the target has no batch axis"))
 
     def compile_for(batch: int) -> CompiledStep:
-        return CompiledStep(wrap(net.model), [np.zeros((batch, *shape[1:]), dtype) for shape, dtype in own.signature])
+        return CompiledStep(
+            wrap(net.model),
+            [np.zeros((batch, *shape[1:]), dtype) for shape, dtype in own.signature],
+        )
 
     single, several = compile_for(1), compile_for(TRIAL)
     with evaluation_mode(net):
         quiet = compile_for(1)
-    changed = [n for n, r, (i, o) in zip(single.other_names, single.resets, single.program.other_vars, strict=True) if not r and o is not i]
+    changed = [
+        n
+        for n, r, (i, o) in zip(
+            single.other_names, single.resets, single.program.other_vars, strict=True
+        )
+        if not r and o is not i
+    ]
     if changed:
-        raise NotSupportedError(WHY.format(f"a step changes {', '.join(f'`{n}`' for n in changed)}, which all elements share"))
+        raise NotSupportedError(
+            WHY.format(
+                f"a step changes {', '.join(f'`{n}`' for n in changed)}, which all elements share"
+            )
+        )
     names = [(step.weight_names, step.hidden_names, step.other_names) for step in (single, quiet)]
     if names[0] != names[1]:
-        raise NotSupportedError(WHY.format("the model has other weights or states in evaluation mode"))
+        raise NotSupportedError(
+            WHY.format("the model has other weights or states in evaluation mode")
+        )
     spec, rule = runtime.programs.spec(loss), runtime.store.rule
     for reduce in (jnp.mean, jnp.sum):
         made = MappedStep(replace(spec, core=OnlineCore(single, rule)), quiet, reduce)
         if _agrees(made, replace(spec, core=OnlineCore(several, rule)), target):
             return made
-    raise NotSupportedError(WHY.format("here outputs or gradients of three elements together are not those of three single ones"))
+    raise NotSupportedError(
+        WHY.format(
+            "here outputs or gradients of three elements together are not those of three single "
+            "ones"
+        )
+    )
 
 
 def _agrees(mapped: MappedStep, spec: ProgramSpec, target: Any) -> bool:
-    """Whether two steps of three random elements give the same outputs, losses and gradients either way."""
+    """Whether two steps of three random elements give the same outputs, losses and gradients either
+    way.
+    """
     draw, compiled = np.random.default_rng(0), spec.core.compiled
 
     def like(shape: Any, dtype: Any) -> np.ndarray:
-        drawn = draw.standard_normal(shape) if jnp.issubdtype(dtype, jnp.floating) else draw.integers(0, 2, shape)
+        drawn = (
+            draw.standard_normal(shape)
+            if jnp.issubdtype(dtype, jnp.floating)
+            else draw.integers(0, 2, shape)
+        )
         return drawn.astype(dtype)
 
     def repeat(x: Any) -> np.ndarray:
@@ -156,11 +209,16 @@ def _agrees(mapped: MappedStep, spec: ProgramSpec, target: Any) -> bool:
     theta = compiled.read()[0]
     together = (*map(list, compiled.initial), spec.core.zero_trace())
     hidden, other, trace = mapped.start()
-    other = [repeat(x) if resets else x for x, resets in zip(other, mapped.core.compiled.resets, strict=True)]
+    other = [
+        repeat(x) if resets else x
+        for x, resets in zip(other, mapped.core.compiled.resets, strict=True)
+    ]
     apart = [repeat(x) for x in hidden], other, jax.tree.map(repeat, trace)
 
     def both(together: tuple, apart: tuple, args: Any, targets: Any):
-        result = spec.core.chunk(theta, Carry(*together), spec.one_step(theta, args, targets), False, False)
+        result = spec.core.chunk(
+            theta, Carry(*together), spec.one_step(theta, args, targets), False, False
+        )
         grads, loss, output, new = mapped.gradients(theta, Carry(*apart), args, targets)
         expected = [*result.grads, result.losses[0], jax.tree.map(lambda o: o[0], result.outputs)]
         carries = [(c.hidden, c.other, c.trace) for c in (result.carry, new)]
@@ -173,6 +231,8 @@ def _agrees(mapped: MappedStep, spec: ProgramSpec, target: Any) -> bool:
         together, apart, expected, found = run(together, apart, args, targets)
         for e, f in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
             e, f = np.asarray(e), np.asarray(f)
-            if e.shape != f.shape or not np.allclose(e, f, rtol=1e-4, atol=1e-5 * max(float(np.abs(e).max(initial=0)), 1e-3)):
+            if e.shape != f.shape or not np.allclose(
+                e, f, rtol=1e-4, atol=1e-5 * max(float(np.abs(e).max(initial=0)), 1e-3)
+            ):
                 return False
     return True

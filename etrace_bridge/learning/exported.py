@@ -30,26 +30,38 @@ class ExportedLearner:
         state: arrays by name.
 
     Attributes:
-        state: all arrays by name, in the order of the programs' arguments. Weights are `theta/0`, `theta/1`, …
+        state: all arrays by name, in the order of the programs' arguments. Weights are `theta/0`,
+            `theta/1`, …
         manifest: names, shapes and facts, as in the file.
     """
 
-    def __init__(self, manifest: Mapping[str, Any], programs: Mapping[str, bytes], state: dict[str, Any]) -> None:
+    def __init__(
+        self, manifest: Mapping[str, Any], programs: Mapping[str, bytes], state: dict[str, Any]
+    ) -> None:
         self.manifest, self.state = manifest, state
         open_rows = [(row, state[row["name"]]) for row in manifest["state"] if "b" in row["shape"]]
         self._batch = open_rows[0][1].shape[0] if open_rows else None
         if manifest["x64"] != bool(jax.config.jax_enable_x64):
             mode = "on" if manifest["x64"] else "off"
-            raise InputError(f"The file was written with JAX's x64 mode {mode}. Set `jax_enable_x64` the same way before loading.")
+            raise InputError(
+                f"The file was written with JAX's x64 mode {mode}. Set `jax_enable_x64` the same "
+                "way before loading."
+            )
         self._calls = {}
         for name, some in manifest["programs"].items():
             facts = _for_this_platform(some)
-            self._calls[name] = jit(rebuild(name, manifest, facts, programs[facts["file"]]).call, one_step=True)
+            self._calls[name] = jit(
+                rebuild(name, manifest, facts, programs[facts["file"]]).call, one_step=True
+            )
 
     def step(self, x: Any, target: Any) -> tuple[Any, Any]:
         """One online step with its update; returns loss and outputs."""
         targets = jax.tree.leaves(target)
-        rest = self._call("learn", [*as_inputs(x), *targets], [*self.manifest["inputs"], *self.manifest["targets"]])
+        rest = self._call(
+            "learn",
+            [*as_inputs(x), *targets],
+            [*self.manifest["inputs"], *self.manifest["targets"]],
+        )
         return rest[0], _unpack(rest[1:])
 
     def predict(self, x: Any) -> Any:
@@ -61,7 +73,9 @@ class ExportedLearner:
         """Whether the guard has met NaN or infinity; the last finite values are then kept."""
         return bool(np.asarray(self.state["alarm"])[STOPPED])
 
-    def _call(self, name: str, given: Sequence[Any], rows: Sequence[Mapping[str, Any]]) -> Sequence[Any]:
+    def _call(
+        self, name: str, given: Sequence[Any], rows: Sequence[Mapping[str, Any]]
+    ) -> Sequence[Any]:
         arrays = [as_array(a) for a in given]
         found = [(np.shape(a), str(a.dtype)) for a in arrays]
         expected = [(_sizes(row, self._batch), row["dtype"]) for row in rows]
@@ -88,10 +102,17 @@ def load_exported(path: str | os.PathLike, batch: int | None = None) -> Exported
         manifest = json.loads((path / "manifest.json").read_bytes())
     except (OSError, ValueError) as error:
         raise InputError(f"{str(path)!r} has no readable `manifest.json`: {error}") from error
-    if not isinstance(manifest, dict) or manifest.get("checksum") != checksum(manifest_bytes(manifest)):
-        raise InputError(f"`manifest.json` in {str(path)!r} was changed after it was written (its checksum does not match).")
+    if not isinstance(manifest, dict) or manifest.get("checksum") != checksum(
+        manifest_bytes(manifest)
+    ):
+        raise InputError(
+            f"`manifest.json` in {str(path)!r} was changed after it was written (its checksum does "
+            "not match)."
+        )
     if manifest["format"] != FORMAT:
-        raise NotSupportedError(f"The files have format {manifest['format']}; this version reads format {FORMAT}.")
+        raise NotSupportedError(
+            f"The files have format {manifest['format']}; this version reads format {FORMAT}."
+        )
     contents = {}
     for name, expected in manifest["files"].items():
         try:
@@ -99,12 +120,22 @@ def load_exported(path: str | os.PathLike, batch: int | None = None) -> Exported
         except OSError as error:
             raise InputError(f"{str(path)!r} lacks the file `{name}`: {error}") from error
         if checksum(contents[name]) != expected:
-            raise InputError(f"`{name}` in {str(path)!r} is damaged: its checksum does not match `manifest.json`.")
+            raise InputError(
+                f"`{name}` in {str(path)!r} is damaged: its checksum does not match "
+                "`manifest.json`."
+            )
     if (manifest["batch"] == "symbolic") != (batch is not None):
-        need = "leave the batch size open: give `batch=`" if batch is None else "are for one batch size: leave `batch` out"
+        need = (
+            "leave the batch size open: give `batch=`"
+            if batch is None
+            else "are for one batch size: leave `batch` out"
+        )
         raise InputError(f"The files in {str(path)!r} {need}.")
     arrays = safetensors.numpy.load(contents["state.safetensors"])
-    state = {row["name"]: jax.numpy.asarray(np.broadcast_to(arrays[row["name"]], _sizes(row, batch))) for row in manifest["state"]}
+    state = {
+        row["name"]: jax.numpy.asarray(np.broadcast_to(arrays[row["name"]], _sizes(row, batch)))
+        for row in manifest["state"]
+    }
     return ExportedLearner(manifest, contents, state)
 
 
@@ -116,15 +147,29 @@ def _for_this_platform(programs: Sequence[Mapping[str, Any]]) -> Mapping[str, An
         if any(name in facts["platforms"] for name in names):
             return facts
     written = ", ".join(name for facts in programs for name in facts["platforms"])
-    raise NotSupportedError(f"The files are for {written}; JAX computes on `{here}` here. Export the learner for this platform.")
+    raise NotSupportedError(
+        f"The files are for {written}; JAX computes on `{here}` here. Export the learner for this "
+        "platform."
+    )
 
 
-def rebuild(name: str, manifest: Mapping[str, Any], facts: Mapping[str, Any], code: bytes) -> jax.export.Exported:
-    """JAX's own object for a program. Its `serialize` would need the flatbuffers package on both sides."""
-    rows = [*manifest["state"], *manifest["inputs"], *(manifest["targets"] if name == "learn" else ())]
+def rebuild(
+    name: str, manifest: Mapping[str, Any], facts: Mapping[str, Any], code: bytes
+) -> jax.export.Exported:
+    """JAX's own object for a program. Its `serialize` would need the flatbuffers package on both
+    sides.
+    """
+    rows = [
+        *manifest["state"],
+        *manifest["inputs"],
+        *(manifest["targets"] if name == "learn" else ()),
+    ]
     aval, scope = type(jax.typeof(0.0)), jax.export.SymbolicScope()
-    shape = lambda r: jax.export.symbolic_shape(",".join(map(str, r["shape"])), scope=scope)  # noqa: E731
-    avals = [tuple(aval(shape(r), np.dtype(r["dtype"])) for r in some) for some in (rows, facts["results"])]
+    shape = lambda r: jax.export.symbolic_shape(",".join(map(str, r["shape"])), scope=scope)
+    avals = [
+        tuple(aval(shape(r), np.dtype(r["dtype"])) for r in some)
+        for some in (rows, facts["results"])
+    ]
     known = {
         "fun_name": name,
         "in_tree": jax.tree.structure(((0,) * len(rows), {})),
@@ -141,7 +186,10 @@ def rebuild(name: str, manifest: Mapping[str, Any], facts: Mapping[str, Any], co
         "_get_vjp": None,
     }
     for some, count in (("in", len(rows)), ("out", len(facts["results"]))):
-        known |= {f"_{some}_named_shardings": (None,) * count, f"{some}_shardings_hlo": (None,) * count}
+        known |= {
+            f"_{some}_named_shardings": (None,) * count,
+            f"{some}_shardings_hlo": (None,) * count,
+        }
     fields = [field.name for field in dataclasses.fields(jax.export.Exported)]
     return jax.export.Exported(**{field: known.get(field, ()) for field in fields})
 

@@ -1,7 +1,8 @@
 """`FidelityMeter`: whether updates go downhill on the true loss, measured while a learner learns.
 
-For a direction `v` of weight space the true slope of the loss, `g_true · v`, is carried forward exactly
-(`step.slope`), where BPTT would need the whole past. With `v = g / |g|`, the rule's own gradient,
+For a direction `v` of weight space the true slope of the loss, `g_true · v`, is carried forward
+exactly (`step.slope`), where BPTT would need the whole past. With `v = g / |g|`, the rule's own
+gradient,
 
     ratio = (g_true · g) / (g · g)
 
@@ -57,36 +58,56 @@ class Reading:
 class FidelityMeter:
     """Measures whether a learner's updates lower the true loss.
 
-    As a callback, `learner.fit(..., callbacks=[eb.FidelityMeter()])`, it measures batches before their update, at the weights
-    before it: the direction is the rule's own gradient of the batch, and the reading is exact. The epochs' records get
-    `fidelity` (the ratio) and `downhill` (the share of readings that descend). With `carry=True`, and in a loop of
-    `meter.step(learner, x, target)` in place of `learner.step(x, target)`, there is no end of a sequence at which the rule's
-    gradient would be known: the direction is then the mean gradient of the window before, and held for one window.
+    As a callback, `learner.fit(..., callbacks=[eb.FidelityMeter()])`, it measures batches before
+    their update, at the weights before it: the direction is the rule's own gradient of the batch,
+    and the reading is exact. The epochs' records get `fidelity` (the ratio) and `downhill` (the
+    share of readings that descend). With `carry=True`, and in a loop of `meter.step(learner, x,
+    target)` in place of `learner.step(x, target)`, there is no end of a sequence at which the
+    rule's gradient would be known: the direction is then the mean gradient of the window before,
+    and held for one window.
 
     Args:
-        every: measure every so many batches; not for `carry=True`, where each batch moves the states' derivative on.
+        every: measure every so many batches; not for `carry=True`, where each batch moves the
+            states' derivative on.
         window: steps of a stream for which a direction is held.
-        warmup: steps at a window's start that do not count. The states' derivative along a new direction starts at zero, as if
-            the weights had moved only since then; the model must have forgotten that. By default half of the window.
+        warmup: steps at a window's start that do not count. The states' derivative along a new
+            direction starts at zero, as if the weights had moved only since then; the model must
+            have forgotten that. By default half of the window.
 
     Attributes:
         readings: what was measured.
     """
 
     def __init__(self, every: int = 1, window: int = 100, warmup: int | None = None) -> None:
-        for name, value, least in (("every", every, 1), ("window", window, 2), ("warmup", warmup or 0, 0)):
+        for name, value, least in (
+            ("every", every, 1),
+            ("window", window, 2),
+            ("warmup", warmup or 0, 0),
+        ):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise InputError(f"`{name}` is {value!r}; it must be a whole number, {least} or more.")
-        self.every, self.window, self.warmup = every, window, window // 2 if warmup is None else warmup
+                raise InputError(
+                    f"`{name}` is {value!r}; it must be a whole number, {least} or more."
+                )
+        self.every, self.window, self.warmup = (
+            every,
+            window,
+            window // 2 if warmup is None else warmup,
+        )
         if self.warmup >= window:
-            raise InputError(f"`warmup` is {warmup}, so no step of a window of {window} would count. Make the window longer.")
+            raise InputError(
+                f"`warmup` is {warmup}, so no step of a window of {window} would count. Make the "
+                "window longer."
+            )
         self.readings: list[Reading] = []
         self._batches = 0
         self._stream = _Stream(self)
 
-    # -- measuring ---------------------------------------------------------------------------------------------
+    # -- measuring
+    # ---------------------------------------------------------------------------------------------
 
-    def step(self, learner: OnlineLearner, x: Any, target: Any = None, mask: Any = None) -> StepInfo:
+    def step(
+        self, learner: OnlineLearner, x: Any, target: Any = None, mask: Any = None
+    ) -> StepInfo:
         """`learner.step(x, target, mask)`, measured.
 
         Args:
@@ -102,8 +123,12 @@ class FidelityMeter:
         stream.leave(learner, state, 1, learner.steps)
         return StepInfo(loss, output, runtime.watch.look)
 
-    def before_batch(self, learner: OnlineLearner, xs: Any, targets: Any, mask: Any, carry: bool) -> dict[str, tuple[float, float]]:
-        """Called by `fit` before a batch's update: numbers for the epoch's record, each with its weight in the mean."""
+    def before_batch(
+        self, learner: OnlineLearner, xs: Any, targets: Any, mask: Any, carry: bool
+    ) -> dict[str, tuple[float, float]]:
+        """Called by `fit` before a batch's update: numbers for the epoch's record, each with its
+        weight in the mean.
+        """
         if targets is None:
             return {}  # the update says what is wrong
         self._batches += 1
@@ -111,7 +136,9 @@ class FidelityMeter:
         if carry:
             stream = self._stream
             stream.enter(learner)
-            state, steps = learner.runtime.stream_slope(as_inputs(xs), targets, mask, stream.window())
+            state, steps = learner.runtime.stream_slope(
+                as_inputs(xs), targets, mask, stream.window()
+            )
             stream.leave(learner, state, steps, learner.steps + steps)
         elif (self._batches - 1) % self.every == 0:
             slope, predicted = learner.runtime.own_slope(as_inputs(xs), targets, mask)
@@ -119,12 +146,16 @@ class FidelityMeter:
         new = [r for r in self.readings[count:] if r.predicted]
         if not new:
             return {}
-        return {"fidelity": (new[0].ratio, new[0].predicted), "downhill": (float(new[0].descends), 1.0)}
+        return {
+            "fidelity": (new[0].ratio, new[0].predicted),
+            "downhill": (float(new[0].descends), 1.0),
+        }
 
     def __call__(self, learner: OnlineLearner, record: Mapping[str, Any]) -> None:
         """After an epoch there is nothing left to do: `before_batch` has measured."""
 
-    # -- what was measured -------------------------------------------------------------------------------------
+    # -- what was measured
+    # -------------------------------------------------------------------------------------
 
     @property
     def ratio(self) -> float:
@@ -135,21 +166,31 @@ class FidelityMeter:
     @property
     def downhill(self) -> float:
         """The share of readings in which updates lower the true loss; NaN without any."""
-        return sum(r.descends for r in self.readings) / len(self.readings) if self.readings else math.nan
+        return (
+            sum(r.descends for r in self.readings) / len(self.readings)
+            if self.readings
+            else math.nan
+        )
 
     def _headline(self) -> str:
         if not self.readings:
             return "FidelityMeter: no reading yet"
         count = len(self.readings)
         return (
-            f"FidelityMeter: {self.downhill:.0%} of {count} reading{'s' if count > 1 else ''} downhill, true slope / rule's slope "
-            f"{self.ratio:.4g} (1 is exact)"
+            f"FidelityMeter: {self.downhill:.0%} of {count} reading{'s' if count > 1 else ''} "
+            f"downhill, true slope / rule's slope {self.ratio:.4g} (1 is exact)"
         )
 
     def _rows(self) -> list[tuple[str, ...]]:
         every = max(1, math.ceil(len(self.readings) / _MOST_ROWS))
         return [
-            (f"{r.step:,}", f"{r.slope:.4g}", f"{r.predicted:.4g}", f"{r.ratio:.4g}", "yes" if r.descends else "NO")
+            (
+                f"{r.step:,}",
+                f"{r.slope:.4g}",
+                f"{r.predicted:.4g}",
+                f"{r.ratio:.4g}",
+                "yes" if r.descends else "NO",
+            )
             for r in self.readings[::every]
         ]
 
@@ -157,7 +198,9 @@ class FidelityMeter:
         """The readings as text, every so many if there are more than twenty."""
         if not self.readings:
             return self._headline()
-        return "\n".join(line.rstrip() for line in (self._headline(), "", *text_table(_HEADER, self._rows())))
+        return "\n".join(
+            line.rstrip() for line in (self._headline(), "", *text_table(_HEADER, self._rows()))
+        )
 
     def __repr__(self) -> str:
         return self._headline()
@@ -175,7 +218,10 @@ class FidelityMeter:
             The matplotlib figure.
         """
         if not self.readings:
-            raise InputError("The meter has no reading to draw. Use it as a callback of `fit`, or call `meter.step`.")
+            raise InputError(
+                "The meter has no reading to draw. Use it as a callback of `fit`, or call "
+                "`meter.step`."
+            )
         return _draw(self.readings, self._headline(), path)
 
 
@@ -194,7 +240,8 @@ class _Stream:
     def _restart(self) -> None:
         self.state: MeterState | None = None
         self.begins, self._known, self._steps, self._measured = False, False, 0, 0
-        self._expected: tuple[int, int, int] | None = None  # the learner, its steps and resets, as they were left
+        # the learner, its steps and resets, as they were left
+        self._expected: tuple[int, int, int] | None = None
 
     @property
     def counts(self) -> float:
@@ -206,7 +253,9 @@ class _Stream:
         return MeterWindow(self.state, self.begins, self.counts)
 
     def enter(self, learner: OnlineLearner) -> None:
-        """Start again where the learner has moved without the meter: the states' derivative does not belong to its states."""
+        """Start again where the learner has moved without the meter: the states' derivative does
+        not belong to its states.
+        """
         store = learner.runtime.store
         if self._expected is None or self._expected == (id(learner), store.steps, store.resets):
             return
@@ -224,7 +273,9 @@ class _Stream:
         if self._steps >= self.meter.window:
             if counted:
                 slope, predicted = float(state.slope), float(state.predicted)
-                self.meter.readings.append(Reading(seen, slope / self._measured, predicted / self._measured))
+                self.meter.readings.append(
+                    Reading(seen, slope / self._measured, predicted / self._measured)
+                )
             self._begin_window()
             self._known = True
         self._expected = id(learner), seen, learner.runtime.store.resets
@@ -237,15 +288,31 @@ def _draw(readings: Sequence[Reading], title: str, path: str | PathLike | None) 
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise BridgeError("Drawing needs matplotlib. Install it with `pip install 'etrace-bridge[plot]'`.") from error
+        raise BridgeError(
+            "Drawing needs matplotlib. Install it with `pip install 'etrace-bridge[plot]'`."
+        ) from error
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True)
     steps = [r.step for r in readings]
-    upper.plot(steps, [r.ratio for r in readings], "o-", markersize=3, label="true slope / rule's slope")
+    upper.plot(
+        steps, [r.ratio for r in readings], "o-", markersize=3, label="true slope / rule's slope"
+    )
     upper.axhline(1, color="tab:green", linewidth=1, linestyle=":", label="exact")
     upper.axhline(0, color="tab:red", linewidth=1, label="below: updates climb")
-    lower.plot(steps, [r.slope for r in readings], "o-", markersize=3, label="true slope along the rule's gradient")
-    lower.plot(steps, [r.predicted for r in readings], "o-", markersize=3, label="what the rule's gradient says")
+    lower.plot(
+        steps,
+        [r.slope for r in readings],
+        "o-",
+        markersize=3,
+        label="true slope along the rule's gradient",
+    )
+    lower.plot(
+        steps,
+        [r.predicted for r in readings],
+        "o-",
+        markersize=3,
+        label="what the rule's gradient says",
+    )
     lower.axhline(0, color="tab:red", linewidth=1)
     lower.set_xlabel("time steps")
     for axes in (upper, lower):

@@ -1,4 +1,6 @@
-"""`fit`: epochs over any iterable, with history, validation, early stopping, checkpoints and an orderly end whatever happens."""
+"""`fit`: epochs over any iterable, with history, validation, early stopping, checkpoints and an
+orderly end whatever happens.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from etrace_bridge._errors import InputError
 from etrace_bridge._tables import html_table
 from etrace_bridge.learning.autosave import Autosave, Checkpoints
 from etrace_bridge.learning.batches import batch_shapes, count_batches, split_batch
-from etrace_bridge.learning.metrics import Metric, Metrics, as_number, evaluate_with, measure, named_metrics
+from etrace_bridge.learning.metrics import (
+    Metric,
+    Metrics,
+    as_number,
+    evaluate_with,
+    measure,
+    named_metrics,
+)
 from etrace_bridge.learning.place_in_fit import (
     BestEpoch,
     PlaceInFit,
@@ -24,7 +33,13 @@ from etrace_bridge.learning.place_in_fit import (
     set_generator_states,
     set_scheduler_state,
 )
-from etrace_bridge.learning.progress import COMPILING, TRAINING, VALIDATING, FitProgress, open_progress
+from etrace_bridge.learning.progress import (
+    COMPILING,
+    TRAINING,
+    VALIDATING,
+    FitProgress,
+    open_progress,
+)
 from etrace_bridge.learning.signals import Shield
 
 if TYPE_CHECKING:
@@ -36,8 +51,9 @@ class History:
     """What happened in a call of `fit`.
 
     Attributes:
-        epochs: one record an epoch: `epoch`, `loss`, `batches`, `steps`, `seconds`, `steps_per_second`, `complete`, and the numbers
-            of the validation, as `validation_loss` or under the names that a validation function gave them.
+        epochs: one record an epoch: `epoch`, `loss`, `batches`, `steps`, `seconds`,
+            `steps_per_second`, `complete`, and the numbers of the validation, as `validation_loss`
+            or under the names that a validation function gave them.
         batch_losses: the loss of every batch.
         stopped: why training ended before the last epoch; empty if it did not.
     """
@@ -54,7 +70,11 @@ class History:
         return len(self.epochs)
 
     def _headline(self) -> str:
-        losses = f", loss {self.epochs[0]['loss']:.4g} → {self.epochs[-1]['loss']:.4g}" if self.epochs else ""
+        losses = (
+            f", loss {self.epochs[0]['loss']:.4g} → {self.epochs[-1]['loss']:.4g}"
+            if self.epochs
+            else ""
+        )
         stopped = f"; stopped: {self.stopped}" if self.stopped else ""
         return f"History of {len(self.epochs)} epochs, {len(self.batch_losses)} batches{losses}{stopped}"
 
@@ -77,7 +97,8 @@ class EarlyStopping:
 
     Attributes:
         patience: epochs without an improvement that are allowed.
-        monitor: the number in the epochs' records; by default the validation loss, or the loss without a validation.
+        monitor: the number in the epochs' records; by default the validation loss, or the loss
+            without a validation.
         min_delta: least change that counts as an improvement.
         mode: `"min"` or `"max"`.
         restore: put the weights of the best epoch back at the end.
@@ -94,9 +115,9 @@ class EarlyStopping:
             raise InputError(f"`mode` is {self.mode!r}; it must be 'min' or 'max'.")
 
 
-# Called with the learner and the epoch's record after every epoch; `True` ends the training. A callback with a method
-# `before_batch(learner, xs, targets, mask, carry)` is also called before every update, and may give numbers for the
-# record: `{name: (value, weight in the epoch's mean)}`.
+# Called with the learner and the epoch's record after every epoch; `True` ends the training. A
+# callback with a method `before_batch(learner, xs, targets, mask, carry)` is also called before
+# every update, and may give numbers for the record: `{name: (value, weight in the epoch's mean)}`.
 Callback = Callable[["OnlineLearner", dict[str, Any]], Any]
 
 
@@ -118,13 +139,16 @@ class FitOptions:
 
 
 def run_fit(learner: OnlineLearner, batches: Any, epochs: int, options: FitOptions) -> History:
-    """Trains; the learner's `history` is filled as it goes, so it survives whatever ends the training."""
+    """Trains; the learner's `history` is filled as it goes, so it survives whatever ends the
+    training.
+    """
     if epochs < 1:
         raise InputError(f"`epochs` is {epochs}; there must be one at least.")
     if epochs > 1 and options.max_batches is None and isinstance(batches, Iterator):
         raise InputError(
-            f"`batches` is a {type(batches).__name__}, which can be read only once, but there are {epochs} epochs. Pass a list, a "
-            "DataLoader, or a function that makes a new iterator; or cut a stream into epochs with `max_batches`."
+            f"`batches` is a {type(batches).__name__}, which can be read only once, but there are "
+            f"{epochs} epochs. Pass a list, a DataLoader, or a function that makes a new iterator; "
+            "or cut a stream into epochs with `max_batches`."
         )
     metrics = named_metrics(options.metrics)
     autosave = Autosave(learner, options.checkpoint)
@@ -134,7 +158,9 @@ def run_fit(learner: OnlineLearner, batches: Any, epochs: int, options: FitOptio
     shows = options.progress if learner.runtime.store.placement.is_first else False
     with open_progress(shows) as bar, Shield(terminate=bool(autosave)) as shield:
         try:
-            run = _Run(learner, batches, epochs, options, metrics, history, place, bar, shield, autosave)
+            run = _Run(
+                learner, batches, epochs, options, metrics, history, place, bar, shield, autosave
+            )
             run.all_epochs()
             with shield.busy():
                 autosave.at_end()
@@ -150,7 +176,10 @@ def _begin(learner: OnlineLearner, options: FitOptions) -> tuple[History, PlaceI
     """A new history, or that of the call of `fit` which is resumed."""
     place, history = learner.place_in_fit, learner.history
     if not options.resume or place is None or history is None:
-        learner.history, learner.place_in_fit = History(), PlaceInFit(scheduler=scheduler_state(options.scheduler))
+        learner.history, learner.place_in_fit = (
+            History(),
+            PlaceInFit(scheduler=scheduler_state(options.scheduler)),
+        )
         return learner.history, learner.place_in_fit
     if place.stage != "over":
         set_scheduler_state(options.scheduler, place.scheduler)
@@ -183,20 +212,38 @@ class _Run:
         place = self.place
         if place.stage in ("callbacks", "end") and place.generators:
             set_generator_states(place.generators, self.batches)
-        while place.stage not in ("end", "over") or (place.stage == "end" and place.epoch < self.epochs):
+        while place.stage not in ("end", "over") or (
+            place.stage == "end" and place.epoch < self.epochs
+        ):
             self.one_epoch(resumed=place.stage != "end")
         self.early.restore(self.learner)
 
     def one_epoch(self, resumed: bool) -> None:
         """Batches, validation, scheduler, callbacks, early stopping."""
         place, options, shield = self.place, self.options, self.shield
-        source = self.stream if self.stream is not None else self.batches() if callable(self.batches) else self.batches
+        source = (
+            self.stream
+            if self.stream is not None
+            else self.batches()
+            if callable(self.batches)
+            else self.batches
+        )
         if not resumed:
             with shield.busy():
                 place.start_epoch(source)
-                self.history.epochs.append({"epoch": place.epoch, "loss": math.nan, "batches": 0, "steps": 0, "complete": False})
+                self.history.epochs.append(
+                    {
+                        "epoch": place.epoch,
+                        "loss": math.nan,
+                        "batches": 0,
+                        "steps": 0,
+                        "complete": False,
+                    }
+                )
         record = self.history.epochs[-1]
-        self.bar.start_epoch(place.epoch, self.epochs, count_batches(source, options.max_batches), record)
+        self.bar.start_epoch(
+            place.epoch, self.epochs, count_batches(source, options.max_batches), record
+        )
         if place.stage == "batches":
             self.all_batches(source, record, resumed)
             if options.validation is not None:
@@ -208,12 +255,15 @@ class _Run:
                 place.scheduler, place.stage = scheduler_state(options.scheduler), "callbacks"
                 place.generators = generator_states(source)
             shield.check()
-        asked = [callback(self.learner, record) is True for callback in options.callbacks]  # every callback runs
+        # every callback runs
+        asked = [callback(self.learner, record) is True for callback in options.callbacks]
         with shield.busy():
             if any(asked):
                 self.history.stopped = f"a callback asked for it after epoch {place.epoch}"
             elif self.early.is_over(self.learner, record):
-                self.history.stopped = f"no improvement of {self.early.monitor} for {self.early.rule.patience} epochs"
+                self.history.stopped = (
+                    f"no improvement of {self.early.monitor} for {self.early.rule.patience} epochs"
+                )
             place.stage = "over" if self.history.stopped else "end"
         shield.check()
 
@@ -222,7 +272,10 @@ class _Run:
         place, most = self.place, self.options.max_batches
         try:
             iterator = self._skip_done(source) if resumed and self.stream is None else iter(source)
-            begun, first = time.perf_counter() - record.get("seconds", 0.0), self.learner.steps - record["steps"]
+            begun, first = (
+                time.perf_counter() - record.get("seconds", 0.0),
+                self.learner.steps - record["steps"],
+            )
             while most is None or place.batch < most:
                 try:
                     item = next(iterator)
@@ -231,15 +284,19 @@ class _Run:
                 self.one_batch(item, record, begun, first)
         except BaseException as error:
             error.add_note(
-                f"In `fit`: epoch {place.epoch}, after {place.batch} batches. The learner's state is that after the last whole batch."
+                f"In `fit`: epoch {place.epoch}, after {place.batch} batches. The learner's state "
+                "is that after the last whole batch."
             )
             raise
         if not place.batch:
             raise InputError(
-                f"`batches` gave nothing in epoch {place.epoch}. An iterator can be read only once: pass a list or a DataLoader."
+                f"`batches` gave nothing in epoch {place.epoch}. An iterator can be read only "
+                "once: pass a list or a DataLoader."
             )
         # Of several processes all must have had as many batches.
-        self.learner.runtime.store.placement.together(f"end of epoch {place.epoch} after {place.batch} batches", lambda: None)
+        self.learner.runtime.store.placement.together(
+            f"end of epoch {place.epoch} after {place.batch} batches", lambda: None
+        )
         record["complete"] = True
 
     def _skip_done(self, source: Any) -> Iterator[Any]:
@@ -251,8 +308,8 @@ class _Run:
                 next(iterator)
             except StopIteration:
                 raise InputError(
-                    f"The interrupted `fit` had done {self.place.batch} batches of epoch {self.place.epoch}, but `batches` now gives {n}. "
-                    "Resume with the same data."
+                    f"The interrupted `fit` had done {self.place.batch} batches of epoch "
+                    f"{self.place.epoch}, but `batches` now gives {n}. Resume with the same data."
                 ) from None
         return iterator
 
@@ -271,8 +328,13 @@ class _Run:
             self.history.batch_losses.append(result.loss)
             self._add_numbers(result, targets, mask)
             seconds, steps = time.perf_counter() - begun, learner.steps - first
-            record.update(loss=place.total / place.batch, batches=place.batch, steps=steps, seconds=seconds)
-            record.update(steps_per_second=steps / seconds, **{name: total / weight for name, (total, weight) in place.sums.items()})
+            record.update(
+                loss=place.total / place.batch, batches=place.batch, steps=steps, seconds=seconds
+            )
+            record.update(
+                steps_per_second=steps / seconds,
+                **{name: total / weight for name, (total, weight) in place.sums.items()},
+            )
             self.autosave.after_batch()
         if shapes not in self.shapes:
             self.shapes.add(shapes)
@@ -290,7 +352,9 @@ class _Run:
     def _add_numbers(self, result: Any, targets: Any, mask: Any) -> None:
         found = []
         if self.metrics:
-            numbers, count = measure(self.metrics, result.raw_outputs, targets, mask, self.learner.runtime)
+            numbers, count = measure(
+                self.metrics, result.raw_outputs, targets, mask, self.learner.runtime
+            )
             found += [(name, value, count) for name, value in numbers.items()]
         norm = self.learner.gradient_norm
         if norm is not None:
@@ -304,13 +368,20 @@ class _Run:
             self.place.sums[name] = [total + value * count, weight + count]
 
 
-def run_validation(learner: OnlineLearner, validation: Any, metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The numbers of a validation: from a function of the learner, or loss and metrics over some batches."""
+def run_validation(
+    learner: OnlineLearner, validation: Any, metrics: Mapping[str, Metric]
+) -> dict[str, float]:
+    """The numbers of a validation: from a function of the learner, or loss and metrics over some
+    batches.
+    """
     if callable(validation):
         found = validation(learner)
         found = found if isinstance(found, Mapping) else {"validation_loss": found}
         return {name: as_number(name, value) for name, value in found.items()}
-    return {f"validation_{name}": value for name, value in evaluate_with(learner, validation, metrics).items()}
+    return {
+        f"validation_{name}": value
+        for name, value in evaluate_with(learner, validation, metrics).items()
+    }
 
 
 def _step_scheduler(scheduler: Any, record: dict[str, Any]) -> None:
@@ -328,8 +399,12 @@ class _Early:
     def __init__(self, options: FitOptions, place: PlaceInFit) -> None:
         rule = options.early_stopping
         self.active = rule is not None
-        self.rule = EarlyStopping(patience=rule) if isinstance(rule, int) else rule or EarlyStopping()
-        self.monitor = self.rule.monitor or ("validation_loss" if options.validation is not None else "loss")
+        self.rule = (
+            EarlyStopping(patience=rule) if isinstance(rule, int) else rule or EarlyStopping()
+        )
+        self.monitor = self.rule.monitor or (
+            "validation_loss" if options.validation is not None else "loss"
+        )
         self.place = place
         if self.active and place.best is None:
             place.best = BestEpoch(math.inf)
@@ -338,7 +413,10 @@ class _Early:
         if not self.active:
             return False
         if self.monitor not in record:
-            raise InputError(f"Early stopping watches {self.monitor!r}, but an epoch's record has only: {', '.join(record)}.")
+            raise InputError(
+                f"Early stopping watches {self.monitor!r}, but an epoch's record has only: "
+                f"{', '.join(record)}."
+            )
         best = self.place.best
         value = record[self.monitor] * (1 if self.rule.mode == "min" else -1)
         if value < best.value - self.rule.min_delta:

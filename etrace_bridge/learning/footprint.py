@@ -18,7 +18,18 @@ from etrace_bridge.lowering import jit
 from etrace_bridge.rules import Rule
 from etrace_bridge.schedule.chunk_plan import divide
 
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
 
 
 def parse_bytes(budget: int | float | str) -> int:
@@ -26,9 +37,17 @@ def parse_bytes(budget: int | float | str) -> int:
     if isinstance(budget, str):
         found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*", budget)
         if found is None or found[2].lower() not in _UNITS:
-            raise InputError(f"`budget` is {budget!r}; write a number of bytes, or one with a unit such as '500MB' or '2GiB'.")
+            raise InputError(
+                f"`budget` is {budget!r}; write a number of bytes, or one with a unit such as "
+                "'500MB' or '2GiB'."
+            )
         budget = float(found[1]) * _UNITS[found[2].lower()]
-    if isinstance(budget, bool) or not isinstance(budget, (int, float)) or not budget > 0 or not math.isfinite(budget):
+    if (
+        isinstance(budget, bool)
+        or not isinstance(budget, (int, float))
+        or not budget > 0
+        or not math.isfinite(budget)
+    ):
         raise InputError(f"`budget` is {budget!r}; it must be a positive number of bytes.")
     return int(budget)
 
@@ -39,7 +58,8 @@ class GradientProgram:
 
     Attributes:
         call: `(theta, (hidden, other), args, targets)` to gradients, losses and outputs.
-        memory: bytes of arguments, results and temporary buffers together, inputs and targets aside.
+        memory: bytes of arguments, results and temporary buffers together, inputs and targets
+            aside.
     """
 
     call: Callable
@@ -57,7 +77,13 @@ def rule_bytes(compiled: CompiledStep, rule: Rule) -> int:
 
 
 def compile_gradients(
-    compiled: CompiledStep, rule: Rule, loss: Callable, args: Any, targets: Any, chunk: int, reduction: str = "mean"
+    compiled: CompiledStep,
+    rule: Rule,
+    loss: Callable,
+    args: Any,
+    targets: Any,
+    chunk: int,
+    reduction: str = "mean",
 ) -> GradientProgram:
     """Compiles a learner's gradient program for a sequence and reads what it needs.
 
@@ -77,8 +103,16 @@ def compile_gradients(
         return run(theta, (*start, None), args, targets, None)[:3]
 
     theta, _, _ = compiled.read()
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (theta, compiled.initial, list(args), targets))
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
+        (theta, compiled.initial, list(args), targets),
+    )
     program = jit(call, platform=compiled.platform).lower(*shapes).compile()
     found = program.memory_analysis()
-    total = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes - found.alias_size_in_bytes
+    total = (
+        found.argument_size_in_bytes
+        + found.output_size_in_bytes
+        + found.temp_size_in_bytes
+        - found.alias_size_in_bytes
+    )
     return GradientProgram(program, int(total) - tree_bytes((args, targets)))

@@ -1,4 +1,6 @@
-"""A step in which single sequences may stand still: their states, and so their traces, stay as they are."""
+"""A step in which single sequences may stand still: their states, and so their traces, stay as they
+are.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,11 @@ import numpy as np
 
 
 class FrozenStep(brainstate.nn.Module):
-    """A module's step with one argument more, (batch,): where it is zero, the states of that batch element do not move.
+    """A module's step with one argument more, (batch,): where it is zero, the states of that batch
+    element do not move.
 
-    It is compiled like any model: new states are `where(keep, new, old)`, position by position, so every rule that follows the states
-    leaves the trace of such an element as it is.
+    It is compiled like any model: new states are `where(keep, new, old)`, position by position, so
+    every rule that follows the states leaves the trace of such an element as it is.
 
     Args:
         net: the module.
@@ -23,7 +26,12 @@ class FrozenStep(brainstate.nn.Module):
         belongs: whether a State at a path belongs to a sequence rather than to the model.
     """
 
-    def __init__(self, net: brainstate.nn.Module, batch: int, belongs: Callable[[Any, brainstate.State], bool]) -> None:
+    def __init__(
+        self,
+        net: brainstate.nn.Module,
+        batch: int,
+        belongs: Callable[[Any, brainstate.State], bool],
+    ) -> None:
         super().__init__()
         self.net, self._batch, self._belongs = net, batch, belongs
 
@@ -38,7 +46,9 @@ class FrozenStep(brainstate.nn.Module):
         before = [state.value for state in moving]
         output = self.net(*inputs)
         for state, old in zip(moving, before, strict=True):
-            state.value = jax.tree.map(lambda new, old: self._chosen(keep, new, old), state.value, old)
+            state.value = jax.tree.map(
+                lambda new, old: self._chosen(keep, new, old), state.value, old
+            )
         return output
 
     def _chosen(self, keep: Any, new: Any, old: Any) -> Any:

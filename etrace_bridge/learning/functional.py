@@ -28,8 +28,10 @@ class Functional:
     Attributes:
         init: `init(params) -> carry`: initial states and a trace of zeros.
         step: `step(params, carry, *x) -> (output, carry)`: one time step.
-        chunk: `chunk(params, carry, *xs) -> (outputs, carry)`: K time steps, K on the first axis of inputs and outputs.
-        reset: `reset(carry, mask=None) -> carry`: initial states and a zero trace, for all or some batch elements.
+        chunk: `chunk(params, carry, *xs) -> (outputs, carry)`: K time steps, K on the first axis of
+            inputs and outputs.
+        reset: `reset(carry, mask=None) -> carry`: initial states and a zero trace, for all or some
+            batch elements.
         params: the model's weights by name, as `functional` found them.
         graph: the compiled graph.
     """
@@ -45,12 +47,15 @@ class Functional:
         return iter((self.init, self.step))
 
 
-def functional(net: torch.nn.Module | brainstate.nn.Module, *x: Any, rule: str | Rule = "d_rtrl", seed: int = 0) -> Functional:
+def functional(
+    net: torch.nn.Module | brainstate.nn.Module, *x: Any, rule: str | Rule = "d_rtrl", seed: int = 0
+) -> Functional:
     """Give a model under a learning rule as pure functions of arrays.
 
-    `jax.grad` of any function of `step`'s output with respect to `params` is the online gradient of this step: the step's own
-    derivative, and that of the past by the trace in `carry`. The carry itself passes no derivative on, as if by
-    `lax.stop_gradient`. The functions work under `jit`, `scan` and `vmap`, and with any optimizer.
+    `jax.grad` of any function of `step`'s output with respect to `params` is the online gradient of
+    this step: the step's own derivative, and that of the past by the trace in `carry`. The carry
+    itself passes no derivative on, as if by `lax.stop_gradient`. The functions work under `jit`,
+    `scan` and `vmap`, and with any optimizer.
 
     Args:
         net: a torch module, a `BridgedModule`, or any brainstate module.
@@ -79,8 +84,16 @@ def functional(net: torch.nn.Module | brainstate.nn.Module, *x: Any, rule: str |
 
     def backward(kept: tuple, cotangents: tuple):
         params, carry, args = kept
-        y_bar = [c for c, wanted in zip(jax.tree.leaves(cotangents[0]), core.float_outputs, strict=True) if wanted]
-        return core.gradients(params, carry, args, y_bar), None, core.input_gradients(params, carry, args, y_bar)
+        y_bar = [
+            c
+            for c, wanted in zip(jax.tree.leaves(cotangents[0]), core.float_outputs, strict=True)
+            if wanted
+        ]
+        return (
+            core.gradients(params, carry, args, y_bar),
+            None,
+            core.input_gradients(params, carry, args, y_bar),
+        )
 
     run.defvjp(forward, backward)
 
@@ -105,7 +118,9 @@ def compile_step(net: Any, x: tuple, seed: int = 0) -> CompiledStep:
     """The compiled step of a torch or brainstate module for inputs like these."""
     net = wrap(net, seed=seed) if isinstance(net, torch.nn.Module) else net
     if not isinstance(net, brainstate.nn.Module):
-        raise InputError(f"`net` is a {type(net).__name__}; it must be a torch or a brainstate module.")
+        raise InputError(
+            f"`net` is a {type(net).__name__}; it must be a torch or a brainstate module."
+        )
     if not x:
         raise InputError("`functional` needs an example of one time step: `eb.functional(net, x)`.")
     return CompiledStep(net, [as_array(a) for a in x])

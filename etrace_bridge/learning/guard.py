@@ -1,12 +1,14 @@
 """The guard: values that are not finite never replace good ones.
 
-The verdict is part of the compiled program, so the host need not wait for it: once something was NaN or infinite, all later
-updates are held back too, and the host hears of it at its next look.
+The verdict is part of the compiled program, so the host need not wait for it: once something was
+NaN or infinite, all later updates are held back too, and the host hears of it at its next look.
 
-Where a product of finite numbers overflows in the update itself, that element alone keeps its old value.
+Where a product of finite numbers overflows in the update itself, that element alone keeps its old
+value.
 
-The alarm is a vector of whole numbers: how many updates (and steps without a target) were good; whether one was not; and for every
-watched array (loss, gradients, hidden states) whether it was that.
+The alarm is a vector of whole numbers: how many updates (and steps without a target) were good;
+whether one was not; and for every watched array (loss, gradients, hidden states) whether it was
+that.
 """
 
 from __future__ import annotations
@@ -26,7 +28,11 @@ COUNT, STOPPED, FIRST = 0, 1, 2
 
 def watched_names(weights: Sequence[str], hidden: Sequence[str]) -> list[str]:
     """What the guard watches, in the alarm's order."""
-    return ["the loss", *(f"the gradient of `{n}`" for n in weights), *(f"the hidden state `{n}`" for n in hidden)]
+    return [
+        "the loss",
+        *(f"the gradient of `{n}`" for n in weights),
+        *(f"the hidden state `{n}`" for n in hidden),
+    ]
 
 
 def new_alarm(count: int, num_watched: int) -> np.ndarray:
@@ -35,9 +41,15 @@ def new_alarm(count: int, num_watched: int) -> np.ndarray:
 
 
 def is_bad(tree: Any) -> Any:
-    """Whether an array, or any of several, has NaN or infinity; random keys and whole numbers have not."""
+    """Whether an array, or any of several, has NaN or infinity; random keys and whole numbers have
+    not.
+    """
     numbers = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    return jnp.any(jnp.stack([jnp.any(~jnp.isfinite(x)) for x in numbers])) if numbers else jnp.asarray(False)
+    return (
+        jnp.any(jnp.stack([jnp.any(~jnp.isfinite(x)) for x in numbers]))
+        if numbers
+        else jnp.asarray(False)
+    )
 
 
 def choose(fine: Any, new: Any, old: Any) -> Any:
@@ -65,17 +77,23 @@ def full_verdict(alarm: Any, watched: Sequence[Any]) -> tuple[Any, Any]:
 
 
 def quick_verdict(alarm: Any, watched: Any, tuning: Tuning) -> tuple[Any, Any]:
-    """A verdict in few operations, for a single step: whether all arrays are finite, not which is not."""
+    """A verdict in few operations, for a single step: whether all arrays are finite, not which is
+    not.
+    """
     fine = ~tuning.any_not_finite(jax.tree.leaves(watched)) & (alarm[STOPPED] == 0)
     index = lax.iota(alarm.dtype, alarm.size)
     return fine, jnp.where(index == COUNT, alarm + fine, jnp.where(index == STOPPED, ~fine, alarm))
 
 
-def to_watch(grads: Sequence[Any] | None, memory: Any, factors: Any, is_product: Sequence[bool]) -> Any:
-    """What of a step is watched: its gradients, or in place of some the factors of which they are sums of products.
+def to_watch(
+    grads: Sequence[Any] | None, memory: Any, factors: Any, is_product: Sequence[bool]
+) -> Any:
+    """What of a step is watched: its gradients, or in place of some the factors of which they are
+    sums of products.
 
-    A gradient that is only used in the update of its weight is never written to memory; one that is watched is written and read once
-    more. That is still less work than reading the memory of a rule where it is much more than the gradients, as for a large batch.
+    A gradient that is only used in the update of its weight is never written to memory; one that is
+    watched is written and read once more. That is still less work than reading the memory of a rule
+    where it is much more than the gradients, as for a large batch.
 
     Args:
         grads: gradients; None without a loss.
@@ -104,7 +122,8 @@ def describe_alarm(bad: Sequence[str], most: int = 4) -> str:
 def alarm_text(step: int, bad: Sequence[str]) -> str:
     """The error's message."""
     return (
-        f"At step {step}, NaN or infinity appeared in: {describe_alarm(bad)}. The update there and any after it were not made: weights, "
-        "states and trace are the last finite ones, so the learner can be saved or go on. Lower the learning rate, clip gradients "
+        f"At step {step}, NaN or infinity appeared in: {describe_alarm(bad)}. The update there and "
+        "any after it were not made: weights, states and trace are the last finite ones, so the "
+        "learner can be saved or go on. Lower the learning rate, clip gradients "
         "(`clip_norm=1.0`), or look for bad values in the data (`check_inputs=True`)."
     )

@@ -28,9 +28,18 @@ class HostUpdate:
     """
 
     def __init__(
-        self, store: Store, programs: JittedPrograms, parameters: dict[str, torch.Tensor], torch_update: TorchUpdate | None
+        self,
+        store: Store,
+        programs: JittedPrograms,
+        parameters: dict[str, torch.Tensor],
+        torch_update: TorchUpdate | None,
     ) -> None:
-        self._store, self._programs, self._parameters, self._torch_update = store, programs, parameters, torch_update
+        self._store, self._programs, self._parameters, self._torch_update = (
+            store,
+            programs,
+            parameters,
+            torch_update,
+        )
 
     @property
     def is_needed(self) -> bool:
@@ -56,7 +65,9 @@ class HostUpdate:
         else:
             wanted = {n: to_real_jax(finished[n]) for n in names}
             new, opt = self._programs.apply(store.updater)(wanted, state.opt, theta)  # pyright: ignore[reportArgumentType] - one of the two is there
-        theta = store.placement.put_weights([jnp.asarray(new[n]) for n in names], store.compiled.program)
+        theta = store.placement.put_weights(
+            [jnp.asarray(new[n]) for n in names], store.compiled.program
+        )
         store.state = state.replace(theta=theta, opt=opt)
         store.updates += 1
 

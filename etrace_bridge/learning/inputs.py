@@ -1,4 +1,6 @@
-"""Arrays on their way in: private copies, their shapes checked once for each shape, their indices at every call."""
+"""Arrays on their way in: private copies, their shapes checked once for each shape, their indices
+at every call.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def as_inputs(x: Any) -> tuple:
 
 def as_targets(targets: Any) -> Any:
     """Targets as a tree of arrays; numbers and lists of numbers become arrays."""
-    if isinstance(targets, (bool, int, float)) or (isinstance(targets, list) and not any(map(_is_tree, targets))):
+    if isinstance(targets, (bool, int, float)) or (
+        isinstance(targets, list) and not any(map(_is_tree, targets))
+    ):
         return as_array(targets, name="The target")
     if isinstance(targets, dict):
         return {key: as_targets(value) for key, value in targets.items()}
@@ -43,12 +47,16 @@ def read_mask(mask: Any, float_dtype: Any = None) -> Any:
     """A mask as an array of finite real numbers."""
     array = as_array(mask, float_dtype, "`mask`")
     if array.dtype.kind == "c" or not np.isfinite(np.asarray(array)).all():
-        raise InputError(f"`mask` is {array.dtype} and must be finite real numbers; it holds complex numbers, NaN or infinity.")
+        raise InputError(
+            f"`mask` is {array.dtype} and must be finite real numbers; it holds complex numbers, "
+            "NaN or infinity."
+        )
     return array
 
 
 def as_array(x: Any, float_dtype: Any = None, name: str = "The array") -> Any:
-    """A private copy of a torch tensor or NumPy array, in the dtype that JAX will use; JAX arrays as they are.
+    """A private copy of a torch tensor or NumPy array, in the dtype that JAX will use; JAX arrays
+    as they are.
 
     Args:
         x: the array.
@@ -58,17 +66,27 @@ def as_array(x: Any, float_dtype: Any = None, name: str = "The array") -> Any:
     if not isinstance(x, (torch.Tensor, np.ndarray)) and isinstance(x, jax.Array):
         return living(x, name)
     array = to_host(x, name)
-    by_default = float_dtype is not None and array.dtype.kind == "f" and getattr(x, "dtype", np.float64) == np.float64
+    by_default = (
+        float_dtype is not None
+        and array.dtype.kind == "f"
+        and getattr(x, "dtype", np.float64) == np.float64
+    )
     return array.astype(float_dtype) if by_default and not isinstance(x, torch.Tensor) else array
 
 
 def check_batch(args: Sequence[Any], axis: int) -> None:
     """Raises if there is no input, or nothing in the batch."""
     if not args:
-        raise InputError("There is no input. Pass a tensor, or a tuple of tensors for a model with several inputs.")
+        raise InputError(
+            "There is no input. Pass a tensor, or a tuple of tensors for a model with several "
+            "inputs."
+        )
     for n, a in enumerate(args):
         if np.ndim(a) > axis and np.shape(a)[axis] == 0:
-            raise InputError(f"{input_name('input', n, len(args))} has shape {tuple(np.shape(a))}: the batch is empty.")
+            raise InputError(
+                f"{input_name('input', n, len(args))} has shape {tuple(np.shape(a))}: the batch is "
+                "empty."
+            )
 
 
 def signature(arrays: Sequence[Any]) -> tuple:
@@ -86,7 +104,8 @@ def check_float_dtypes(args: Sequence[Any], float_dtype: Any) -> None:
     for n, a in enumerate(args):
         if jnp.issubdtype(a.dtype, jnp.floating) and a.dtype != float_dtype:
             raise InputError(
-                f"Input {n} is {a.dtype}, but the model's parameters are {float_dtype}. Convert one of them: `x.to(torch.{float_dtype})`."
+                f"Input {n} is {a.dtype}, but the model's parameters are {float_dtype}. Convert "
+                f"one of them: `x.to(torch.{float_dtype})`."
             )
 
 
@@ -97,8 +116,8 @@ def check_finite(named: dict[str, Any]) -> None:
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             where = np.argwhere(~np.isfinite(array))
             raise InputError(
-                f"The {name} has {len(where)} values that are NaN or infinite, the first at index {tuple(int(i) for i in where[0])}. "
-                "Clean the data, or leave `check_inputs` off."
+                f"The {name} has {len(where)} values that are NaN or infinite, the first at index "
+                f"{tuple(int(i) for i in where[0])}. Clean the data, or leave `check_inputs` off."
             )
 
 
@@ -106,18 +125,25 @@ def sequence_length(args: Sequence[Any], targets: Any, mask: Any, batch_first: b
     """The number of time steps that inputs, targets and mask agree on; arrays are time-major here."""
     for n, a in enumerate(args):
         if np.ndim(a) < 2:
-            raise InputError(f"Input {n} has shape {tuple(np.shape(a))}; a sequence needs a time and a batch axis.")
+            raise InputError(
+                f"Input {n} has shape {tuple(np.shape(a))}; a sequence needs a time and a batch "
+                "axis."
+            )
     lengths = {f"input {n}": np.shape(a)[0] for n, a in enumerate(args)}
     for n, t in enumerate(jax.tree.leaves(targets)):
-        lengths[f"target {n}" if n else "the target"] = np.shape(t)[0] if np.ndim(t) else "no time axis"
+        lengths[f"target {n}" if n else "the target"] = (
+            np.shape(t)[0] if np.ndim(t) else "no time axis"
+        )
     if mask is not None:
         lengths["`mask`"] = np.shape(mask)[0] if np.ndim(mask) else "no time axis"
     found = set(lengths.values())
     if len(found) != 1:
         layout = "(batch, T, …), since the model is batch_first" if batch_first else "(T, batch, …)"
         raise InputError(
-            f"The number of time steps differs: {', '.join(f'{name} has {n}' for name, n in lengths.items())}. Sequences are {layout}. "
-            "For one target for each sequence, (batch, …), make the learner with `loss_at='last'` or `loss_at='every'`."
+            "The number of time steps differs: "
+            f"{', '.join(f'{name} has {n}' for name, n in lengths.items())}. Sequences are "
+            f"{layout}. For one target for each sequence, (batch, …), make the learner with "
+            "`loss_at='last'` or `loss_at='every'`."
         )
     length = found.pop()
     if not length:
@@ -126,12 +152,14 @@ def sequence_length(args: Sequence[Any], targets: Any, mask: Any, batch_first: b
 
 
 class FastReader:
-    """Reads a step's arrays of one known kind; gives None for anything else, which then takes the checked way.
+    """Reads a step's arrays of one known kind; gives None for anything else, which then takes the
+    checked way.
 
-    Everything is converted by `as_array`, except for torch tensors in plain memory, which go into buffers of our own. The buffers are
-    used in turn: whoever reads must let the computation catch up every `turns` reads. Bytes that are already those that JAX wants are
-    copied by `memmove`: `Tensor.numpy()` and a copy take 13 µs when the caches are cold from the step before. Eight-byte numbers of
-    which JAX keeps four bytes are cast.
+    Everything is converted by `as_array`, except for torch tensors in plain memory, which go into
+    buffers of our own. The buffers are used in turn: whoever reads must let the computation catch
+    up every `turns` reads. Bytes that are already those that JAX wants are copied by `memmove`:
+    `Tensor.numpy()` and a copy take 13 µs when the caches are cold from the step before. Eight-byte
+    numbers of which JAX keeps four bytes are cast.
 
     Args:
         example: an array as the user gave it, of the shape and dtype to come.
@@ -142,15 +170,42 @@ class FastReader:
         turns: number of buffers.
     """
 
-    __slots__ = ("_buffers", "_casts", "_dtype", "_float_dtype", "_name", "_ranges", "_shape", "_size", "_type")
+    __slots__ = (
+        "_buffers",
+        "_casts",
+        "_dtype",
+        "_float_dtype",
+        "_name",
+        "_ranges",
+        "_shape",
+        "_size",
+        "_type",
+    )
 
-    def __init__(self, example: Any, array: Any, float_dtype: Any, ranges: Sequence[InputRange], name: str, turns: int) -> None:
+    def __init__(
+        self,
+        example: Any,
+        array: Any,
+        float_dtype: Any,
+        ranges: Sequence[InputRange],
+        name: str,
+        turns: int,
+    ) -> None:
         self._type, self._dtype, self._shape = type(example), example.dtype, tuple(example.shape)
-        self._float_dtype, self._ranges, self._name, self._size = float_dtype, ranges, name, array.nbytes
+        self._float_dtype, self._ranges, self._name, self._size = (
+            float_dtype,
+            ranges,
+            name,
+            array.nbytes,
+        )
         kinds = str(self._dtype), str(array.dtype)
         self._casts = kinds in (("torch.int64", "int32"), ("torch.float64", "float32"))
         is_buffered = self._casts or (kinds[0] == f"torch.{kinds[1]}" and array.dtype.kind != "c")
-        buffers = [_unaligned_like(array) for _ in range(turns)] if is_buffered and self._type is torch.Tensor else None
+        buffers = (
+            [_unaligned_like(array) for _ in range(turns)]
+            if is_buffered and self._type is torch.Tensor
+            else None
+        )
         self._buffers = None if buffers is None else itertools.cycle(buffers)
 
     def __call__(self, x: Any) -> Any:
@@ -166,7 +221,8 @@ class FastReader:
                 source = x.detach().numpy()
                 np.copyto(array, source, casting="unsafe")
                 if array.dtype.kind == "i" and not (array == source).all():
-                    return as_array(x, self._float_dtype, self._name)  # which says what does not fit
+                    # which says what does not fit
+                    return as_array(x, self._float_dtype, self._name)
             else:
                 ctypes.memmove(address, x.data_ptr(), self._size)
         else:
@@ -184,8 +240,8 @@ def _is_plain_memory(x: torch.Tensor) -> bool:
 def _unaligned_like(array: Any) -> tuple[np.ndarray, int]:
     """A buffer of an array's shape, and its address.
 
-    Its address is odd for vector loads, so that JAX always copies it: an aligned one it would use in place, and a result that is an
-    input unchanged would then change with the buffer.
+    Its address is odd for vector loads, so that JAX always copies it: an aligned one it would use
+    in place, and a result that is an input unchanged would then change with the buffer.
     """
     memory = np.empty(array.nbytes + 64 + array.dtype.itemsize, np.uint8)
     start = -memory.ctypes.data % 64 + array.dtype.itemsize

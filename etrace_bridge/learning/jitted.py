@@ -31,7 +31,8 @@ from etrace_bridge.schedule.chunk_plan import ChunkPlan
 class JittedPrograms:
     """The jitted programs of the store's active step.
 
-    Those that change the learner's state take and give it as a flat list of arrays, for `Store.advance`.
+    Those that change the learner's state take and give it as a flat list of arrays, for
+    `Store.advance`.
 
     Args:
         store: the learner's store.
@@ -48,27 +49,39 @@ class JittedPrograms:
         return ProgramSpec(self._store.core, loss, self._store.updater, reduction, options.guard)
 
     def step(self, loss: Any, own_update: bool) -> Callable:
-        """`(leaves, args, target) -> (leaves, loss, output, more)` as `make_step` describes it; donates `leaves` if the update is its own."""
+        """`(leaves, args, target) -> (leaves, loss, output, more)` as `make_step` describes it;
+        donates `leaves` if the update is its own.
+        """
         key = ("step", loss, own_update)
-        make = lambda: self._settled(make_step(self.spec(loss), own_update), 0)  # noqa: E731
+        make = lambda: self._settled(make_step(self.spec(loss), own_update), 0)
         return self._on_leaves(key, make, donate=own_update, one_step=True)
 
     def update(self, loss: Any, plan: ChunkPlan, carry: bool, by_chunk: bool) -> Callable:
-        """`(leaves, start, args, targets, mask) -> (leaves, losses, outputs, weights)`; donates `leaves`."""
+        """`(leaves, start, args, targets, mask) -> (leaves, losses, outputs, weights)`; donates
+        `leaves`.
+        """
         key = ("update", loss, plan, carry, by_chunk)
-        make = lambda: self._settled(make_update(self.spec(loss), plan, carry, by_chunk), 1)  # noqa: E731
+        make = lambda: self._settled(make_update(self.spec(loss), plan, carry, by_chunk), 1)
         return self._on_leaves(key, make, donate=True)
 
     def gradients(self, loss: Any, plan: ChunkPlan, carry: bool) -> Callable:
         """As `make_gradients` describes it."""
-        return self._jit(("gradients", loss, plan, carry), lambda: self._gradients(loss, plan, carry))
+        return self._jit(
+            ("gradients", loss, plan, carry), lambda: self._gradients(loss, plan, carry)
+        )
 
     def _gradients(self, loss: Any, plan: ChunkPlan, carry: bool) -> Callable:
-        run, place, batch = make_gradients(self.spec(loss), plan, carry), self._store.placement, self._store.compiled.batch
+        run, place, batch = (
+            make_gradients(self.spec(loss), plan, carry),
+            self._store.placement,
+            self._store.compiled.batch,
+        )
 
         def settled(*args: Any) -> tuple:
             grads, losses, outputs, weights, discarded, (hidden, other, trace), bad = run(*args)
-            grads, losses, weights, discarded, bad = place.settle((grads, losses, weights, discarded, bad), None, batch)
+            grads, losses, weights, discarded, bad = place.settle(
+                (grads, losses, weights, discarded, bad), None, batch
+            )
             hidden, trace = place.settle_state((hidden, trace), batch)
             after = hidden, place.settle(other, 0, batch), trace
             return grads, losses, place.settle(outputs, 1, batch), weights, discarded, after, bad
@@ -81,11 +94,20 @@ class JittedPrograms:
 
     def stream_slope(self, loss: Any, plan: ChunkPlan) -> Callable:
         """As `make_stream_slope` describes it."""
-        return self._jit(("stream slope", loss, plan), lambda: make_stream_slope(self.spec(loss), plan))
+        return self._jit(
+            ("stream slope", loss, plan), lambda: make_stream_slope(self.spec(loss), plan)
+        )
 
     def metered_step(self, loss: Any) -> Callable:
-        """`(leaves, args, target, meter, counts) -> (leaves, loss, output, meter)`; donates `leaves`."""
-        return self._on_leaves(("metered step", loss), lambda: make_metered_step(self.spec(loss)), donate=True, one_step=True)
+        """`(leaves, args, target, meter, counts) -> (leaves, loss, output, meter)`; donates
+        `leaves`.
+        """
+        return self._on_leaves(
+            ("metered step", loss),
+            lambda: make_metered_step(self.spec(loss)),
+            donate=True,
+            one_step=True,
+        )
 
     def meter_state(self, window: MeterWindow) -> MeterState:
         """The meter's state before the next steps."""
@@ -111,7 +133,9 @@ class JittedPrograms:
 
         def make() -> Callable:
             if isinstance(loss, SequenceLoss):
-                return lambda y, target: loss.in_place(loss.value(y, target), jax.tree.leaves(y)[0].shape[0])
+                return lambda y, target: loss.in_place(
+                    loss.value(y, target), jax.tree.leaves(y)[0].shape[0]
+                )
             return jax.vmap(loss)
 
         return self._jit(("losses", loss), lambda: self._everywhere(make()))
@@ -121,7 +145,9 @@ class JittedPrograms:
         return lambda *args: self._store.placement.settle(function(*args), None, None)
 
     def reset(self) -> Callable:
-        """`(hidden, other, trace, start, gone) -> (hidden, other, trace)`, with some batch elements set back."""
+        """`(hidden, other, trace, start, gone) -> (hidden, other, trace)`, with some batch elements
+        set back.
+        """
         core, place, batch = self._store.core, self._store.placement, self._store.compiled.batch
 
         def run(hidden: Any, other: Any, trace: Any, start: Any, gone: Any) -> tuple:
@@ -136,7 +162,9 @@ class JittedPrograms:
         return self._jit("apply", lambda: updater.update)
 
     def _settled(self, function: Callable, axis: int) -> Callable:
-        """A program whose results lie where the next one, or the user, wants them; the batch is on `axis` of its outputs."""
+        """A program whose results lie where the next one, or the user, wants them; the batch is on
+        `axis` of its outputs.
+        """
         place, batch = self._store.placement, self._store.compiled.batch
         program = self._store.compiled.program
 
@@ -157,7 +185,9 @@ class JittedPrograms:
             programs[key] = jit(make(), platform=self._store.placement.platform, **options)
         return programs[key]
 
-    def _on_leaves(self, key: Any, make: Callable[[], Callable], donate: bool, one_step: bool = False) -> Callable:
+    def _on_leaves(
+        self, key: Any, make: Callable[[], Callable], donate: bool, one_step: bool = False
+    ) -> Callable:
         """A program on a state, as one on the flat state."""
         tree = self._store.tree
 
@@ -168,9 +198,14 @@ class JittedPrograms:
                 new, *out = function(jax.tree.unflatten(tree, leaves), *rest)
                 flat, after = jax.tree.flatten(new)
                 if after != tree:
-                    raise StateError(f"A step changed the structure of the learner's state from {tree} to {after}.")
+                    raise StateError(
+                        f"A step changed the structure of the learner's state from {tree} to "
+                        f"{after}."
+                    )
                 return flat, *out
 
             return run
 
-        return self._jit((key, tree), on_leaves, one_step=one_step, donate_argnums=(0,) if donate else ())
+        return self._jit(
+            (key, tree), on_leaves, one_step=one_step, donate_argnums=(0,) if donate else ()
+        )

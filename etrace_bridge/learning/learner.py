@@ -26,7 +26,12 @@ from etrace_bridge.learning.metrics import Metrics
 from etrace_bridge.learning.options import Options
 from etrace_bridge.learning.place_in_fit import PlaceInFit
 from etrace_bridge.learning.placement import Placement
-from etrace_bridge.learning.results import GradientResult, SequenceResult, StepInfo, sequence_to_torch
+from etrace_bridge.learning.results import (
+    GradientResult,
+    SequenceResult,
+    StepInfo,
+    sequence_to_torch,
+)
 from etrace_bridge.learning.runtime import Runtime
 from etrace_bridge.learning.torch_update import run_hooks
 from etrace_bridge.lowering import keep_programs
@@ -40,9 +45,10 @@ class OnlineLearner:
         model: a torch module, a `BridgedModule`, or any brainstate module.
         rule: a rule's name or object, see `etrace_bridge.rules`.
         loss: torch or JAX callable `(output_t, target_t) -> scalar`.
-        optimizer: an optax transformation or a `torch.optim` instance; None for learners that only give gradients. SGD, Adam, AdamW,
-            RMSprop and Adagrad run inside the compiled step, with their parameter groups, and follow torch's schedulers; any other
-            torch optimizer runs in torch, through `.grad`.
+        optimizer: an optax transformation or a `torch.optim` instance; None for learners that only
+            give gradients. SGD, Adam, AdamW, RMSprop and Adagrad run inside the compiled step, with
+            their parameter groups, and follow torch's schedulers; any other torch optimizer runs in
+            torch, through `.grad`.
         chunk: steps in a chunk, or `"auto"`.
         reduction: `"mean"` or `"sum"` over the steps of a sequence.
         budget: bytes that a chunk's buffers may take; None for no more than the trace itself.
@@ -50,22 +56,29 @@ class OnlineLearner:
         clip_value: most that the size of a gradient's element may be.
         accumulate: gradients averaged for one update.
         schedule: factor of the learning rate by number of updates: an optax schedule.
-        guard: stop with `NonFiniteError` when a loss, weight or hidden state becomes NaN or infinite, and keep the last finite state.
+        guard: stop with `NonFiniteError` when a loss, weight or hidden state becomes NaN or
+            infinite, and keep the last finite state.
         check_inputs: raise when inputs or targets have NaN or infinity.
-        track_norm: keep the norm of the last gradients in `gradient_norm`, and give `fit`'s records its mean.
+        track_norm: keep the norm of the last gradients in `gradient_norm`, and give `fit`'s records
+            its mean.
         device: `"cpu"`, `"gpu"`, `"tpu"` or a `jax.Device`.
-        mesh: a `jax.sharding.Mesh`, over which the batch is divided. If it spans processes (`distributed_mesh()`), each passes its
-            own part of the batch.
-        partition: an axis of `mesh` that divides hidden units instead of the batch: traces, states and the weights that feed them.
+        mesh: a `jax.sharding.Mesh`, over which the batch is divided. If it spans processes
+            (`distributed_mesh()`), each passes its own part of the batch.
+        partition: an axis of `mesh` that divides hidden units instead of the batch: traces, states
+            and the weights that feed them.
         seed: seed of a torch model's random ops.
-        loss_at: for one target for each sequence, `(batch, …)`: `"last"`: its loss is at the last step, or the last that `mask` leaves;
-            `"every"`: at every step; `"model"`: of the output as the model's own `forward` reduces it over time (`net.reduction`).
+        loss_at: for one target for each sequence, `(batch, …)`: `"last"`: its loss is at the last
+            step, or the last that `mask` leaves;
+            `"every"`: at every step; `"model"`: of the output as the model's own `forward` reduces
+                it over time (`net.reduction`).
             None: every step has a target of its own.
-        freeze: where a mask of single sequences is zero, their states and traces stay as they are, as if the step had not been; for rules
-            whose trace moves with the states alone.
-        seq_loss: a loss of all outputs in place of `loss`: `(outputs, target) -> scalar`, outputs `(T, batch, …)` as the model lays out
-            sequences; for `gradients`, `update`, `evaluate` and `fit`.
-        cache_dir: a folder in which compiled programs are kept for later processes; it serves every JAX program of this process.
+        freeze: where a mask of single sequences is zero, their states and traces stay as they are,
+            as if the step had not been; for rules whose trace moves with the states alone.
+        seq_loss: a loss of all outputs in place of `loss`: `(outputs, target) -> scalar`, outputs
+            `(T, batch, …)` as the model lays out sequences; for `gradients`, `update`, `evaluate`
+            and `fit`.
+        cache_dir: a folder in which compiled programs are kept for later processes; it serves every
+            JAX program of this process.
 
     Attributes:
         rule: the learning rule.
@@ -101,17 +114,37 @@ class OnlineLearner:
         cache_dir: str | PathLike | None = None,
     ) -> None:
         if loss is not None and seq_loss is not None:
-            raise InputError("`loss` and `seq_loss` were both given; a learner has one loss, of each step or of the whole sequence.")
+            raise InputError(
+                "`loss` and `seq_loss` were both given; a learner has one loss, of each step or "
+                "of the whole sequence."
+            )
         if cache_dir is not None:
             keep_programs(cache_dir)
         net = wrap(model, seed=seed) if isinstance(model, torch.nn.Module) else model
         if not isinstance(net, brainstate.nn.Module):
-            raise InputError(f"`model` is a {type(model).__name__}; it must be a torch or a brainstate module.")
-        options = Options(chunk, reduction, budget, clip_norm, clip_value, accumulate, schedule, guard, check_inputs, track_norm, loss_at, freeze)
+            raise InputError(
+                f"`model` is a {type(model).__name__}; it must be a torch or a brainstate module."
+            )
+        options = Options(
+            chunk,
+            reduction,
+            budget,
+            clip_norm,
+            clip_value,
+            accumulate,
+            schedule,
+            guard,
+            check_inputs,
+            track_norm,
+            loss_at,
+            freeze,
+        )
         self.rule = make_rule(rule)
         self.history: History | None = None
         self.place_in_fit: PlaceInFit | None = None
-        self.runtime = Runtime(net, self.rule, loss, optimizer, options, Placement(device, mesh, partition), seq_loss)
+        self.runtime = Runtime(
+            net, self.rule, loss, optimizer, options, Placement(device, mesh, partition), seq_loss
+        )
 
     def __repr__(self) -> str:
         store = self.runtime.store
@@ -124,11 +157,14 @@ class OnlineLearner:
         graph = self.graph._repr_html_() if self.runtime.store.started else ""
         return f"<div><code>{escape(repr(self))}</code>{graph}</div>"
 
-    # -- what it holds -----------------------------------------------------------------------------------------
+    # -- what it holds
+    # -----------------------------------------------------------------------------------------
 
     @property
     def net(self) -> brainstate.nn.Module:
-        """The brainstate module, with copies of the learner's weights and states in it; changes made there are taken over."""
+        """The brainstate module, with copies of the learner's weights and states in it; changes
+        made there are taken over.
+        """
         self.runtime.store.lend()
         return self.runtime.net
 
@@ -152,7 +188,8 @@ class OnlineLearner:
         """The norm of the last gradients, before clipping; None without `track_norm=True`."""
         return self.runtime.gradient_norm
 
-    # -- learning ----------------------------------------------------------------------------------------------
+    # -- learning
+    # ----------------------------------------------------------------------------------------------
 
     def step(self, x: Any, target: Any = None, mask: Any = None) -> StepInfo:
         """One time step: forward, trace, gradient, update.
@@ -163,26 +200,37 @@ class OnlineLearner:
             mask: (batch,) weights of the batch elements' losses.
         """
         runtime = self.runtime
-        loss, output, discarded = runtime.step(x if type(x) is tuple else as_inputs(x), target, mask)
+        loss, output, discarded = runtime.step(
+            x if type(x) is tuple else as_inputs(x), target, mask
+        )
         return StepInfo(loss, output, runtime.watch.look, discarded, self._is_plain)
 
-    def gradients(self, xs: Any, targets: Any, mask: Any = None, carry: bool = False) -> GradientResult:
+    def gradients(
+        self, xs: Any, targets: Any, mask: Any = None, carry: bool = False
+    ) -> GradientResult:
         """Gradients of a whole sequence, without an update.
 
         Args:
-            xs: inputs `(T, batch, …)`, or `(batch, T, …)` for a `batch_first` module; a tuple for several inputs.
-            targets: targets, time where the inputs have it; with `loss_at`, one for each sequence, `(batch, …)`.
-            mask: weights of the steps' losses, `(T,)`; or of each step of each sequence, `(T, batch)`, laid out as the inputs. The mean
-                is then over all that counts. torch's packed sequences bring a mask of their own.
-            carry: start from the current states and trace and keep those after the sequence; otherwise the sequence
-                starts from initial states, and the learner's own stay as they are. Running statistics and the random key move on
-                either way, as in torch.
+            xs: inputs `(T, batch, …)`, or `(batch, T, …)` for a `batch_first` module; a tuple for
+                several inputs.
+            targets: targets, time where the inputs have it; with `loss_at`, one for each sequence,
+                `(batch, …)`.
+            mask: weights of the steps' losses, `(T,)`; or of each step of each sequence, `(T,
+                batch)`, laid out as the inputs. The mean is then over all that counts. torch's
+                packed sequences bring a mask of their own.
+            carry: start from the current states and trace and keep those after the sequence;
+                otherwise the sequence starts from initial states, and the learner's own stay as
+                they are. Running statistics and the random key move on either way, as in torch.
         """
         xs, targets, mask = self._unpacked(xs, targets, mask)
         grads, *rest, discarded = self.runtime.gradients(as_inputs(xs), targets, mask, carry)
-        return GradientResult(grads, self._after_hooks, discarded, *rest, self.runtime.batch_first, self._is_plain)
+        return GradientResult(
+            grads, self._after_hooks, discarded, *rest, self.runtime.batch_first, self._is_plain
+        )
 
-    def update(self, xs: Any, targets: Any, mask: Any = None, carry: bool = False, every: str = "sequence") -> SequenceResult:
+    def update(
+        self, xs: Any, targets: Any, mask: Any = None, carry: bool = False, every: str = "sequence"
+    ) -> SequenceResult:
         """Gradients of a sequence, and updates.
 
         Args:
@@ -190,7 +238,8 @@ class OnlineLearner:
             targets: targets, as for `gradients`.
             mask: weights of the steps' losses, as for `gradients`.
             carry: as for `gradients`.
-            every: one update a `"sequence"`, a `"chunk"` (from the loss over its steps) or a `"step"`.
+            every: one update a `"sequence"`, a `"chunk"` (from the loss over its steps) or a
+                `"step"`.
         """
         xs, targets, mask = self._unpacked(xs, targets, mask)
         found = self.runtime.update(as_inputs(xs), targets, mask, carry, every)
@@ -199,7 +248,8 @@ class OnlineLearner:
         return SequenceResult(*found, self.runtime.batch_first, self._is_plain)
 
     def predict(self, xs: Any, carry: bool = False) -> Any:
-        """Outputs of a sequence in evaluation mode, as torch tensors, packed if the inputs are; JAX arrays for a brainstate module.
+        """Outputs of a sequence in evaluation mode, as torch tensors, packed if the inputs are; JAX
+        arrays for a brainstate module.
 
         The learner stays as it is.
 
@@ -212,10 +262,14 @@ class OnlineLearner:
         outputs = self.runtime.predict(as_inputs(padded), carry)
         if self._is_plain:
             return outputs
-        return jax.tree.map(lambda x: pack_like(sequence_to_torch(x, batch_first), xs, batch_first), outputs)
+        return jax.tree.map(
+            lambda x: pack_like(sequence_to_torch(x, batch_first), xs, batch_first), outputs
+        )
 
     def evaluate(self, batches: Iterable[Any]) -> float:
-        """The mean loss over batches `(xs, targets[, mask])`, in evaluation mode; the learner stays as it is."""
+        """The mean loss over batches `(xs, targets[, mask])`, in evaluation mode; the learner stays
+        as it is.
+        """
         _check_batches(batches)
         losses = []
         for batch in batches:
@@ -245,46 +299,64 @@ class OnlineLearner:
     ) -> History:
         """Trains on batches of sequences.
 
-        `history` is filled as it goes. A loader's error and Ctrl-C leave the learner as it was after the last whole batch.
+        `history` is filled as it goes. A loader's error and Ctrl-C leave the learner as it was
+        after the last whole batch.
 
         Args:
-            batches: any iterable of `(xs, targets)`, `(xs, targets, mask)` or dicts with these keys, a torch DataLoader for one; or a
-                function that makes such an iterable for every epoch.
+            batches: any iterable of `(xs, targets)`, `(xs, targets, mask)` or dicts with these
+                keys, a torch DataLoader for one; or a function that makes such an iterable for
+                every epoch.
             epochs: how often to go through them.
-            validation: batches whose mean loss is the epoch's `validation_loss`; or a function of the learner that gives a number
-                or a dict of numbers.
-            metrics: further numbers of training and validation: `"accuracy"`, functions `(output, target) -> number`, a list of
-                these, or a dict by name. They get all steps that count as one batch, `(steps * batch, …)`.
-            callbacks: functions of the learner and the epoch's record, called after every epoch; `True` ends the training. One
-                with a method `before_batch(learner, xs, targets, mask, carry)`, such as `FidelityMeter`, is called before every
-                update too.
+            validation: batches whose mean loss is the epoch's `validation_loss`; or a function of
+                the learner that gives a number or a dict of numbers.
+            metrics: further numbers of training and validation: `"accuracy"`, functions `(output,
+                target) -> number`, a list of these, or a dict by name. They get all steps that
+                count as one batch, `(steps * batch, …)`.
+            callbacks: functions of the learner and the epoch's record, called after every epoch;
+                `True` ends the training. One with a method `before_batch(learner, xs, targets,
+                mask, carry)`, such as `FidelityMeter`, is called before every update too.
             early_stopping: when to end; a number is the patience.
             scheduler: a torch learning-rate scheduler, stepped after every epoch.
             every: one update a `"sequence"`, a `"chunk"` or a `"step"`.
             carry: batches continue one another: states and trace go on from batch to batch.
             max_batches: most batches in an epoch, for streams.
-            checkpoint: where to save, every ten minutes, at the end, at Ctrl-C and at SIGTERM; `Checkpoints` sets how often.
-            resume: go on with the call of `fit` that the loaded checkpoint was in, to the same number of `epochs`; start with the
-                first epoch if it was in none. Random generators go back to where they were, and batches that were done are read
-                and left out; an iterator is read on from where it is.
-            progress: show a live line, or plain lines where the error output is not a terminal; by default only where somebody
-                can see it: on a terminal or in a notebook.
+            checkpoint: where to save, every ten minutes, at the end, at Ctrl-C and at SIGTERM;
+                `Checkpoints` sets how often.
+            resume: go on with the call of `fit` that the loaded checkpoint was in, to the same
+                number of `epochs`; start with the first epoch if it was in none. Random generators
+                go back to where they were, and batches that were done are read and left out; an
+                iterator is read on from where it is.
+            progress: show a live line, or plain lines where the error output is not a terminal; by
+                default only where somebody can see it: on a terminal or in a notebook.
         """
         self.runtime.require_optimizer()
         _check_batches(batches)
         options = FitOptions(
-            validation, metrics, tuple(callbacks), early_stopping, scheduler, every, carry, max_batches, checkpoint, resume, progress
+            validation,
+            metrics,
+            tuple(callbacks),
+            early_stopping,
+            scheduler,
+            every,
+            carry,
+            max_batches,
+            checkpoint,
+            resume,
+            progress,
         )
         return run_fit(self, batches, epochs, options)
 
     def reset(self, mask: Any = None) -> None:
-        """Sets hidden states and traces back to their initial values; `mask` (batch,) picks elements.
+        """Sets hidden states and traces back to their initial values; `mask` (batch,) picks
+        elements.
 
-        Running statistics and the random key are the model's and stay. After a full reset the batch size may change.
+        Running statistics and the random key are the model's and stay. After a full reset the batch
+        size may change.
         """
         self.runtime.reset(mask)
 
-    # -- home again --------------------------------------------------------------------------------------------
+    # -- home again
+    # --------------------------------------------------------------------------------------------
 
     def fill_grad(self, result: GradientResult | Mapping[str, torch.Tensor]) -> None:
         """Puts gradients into `.grad` of the torch model's parameters, for a torch optimizer.
@@ -292,7 +364,10 @@ class OnlineLearner:
         Parameters that the step does not use keep their `.grad`, as after torch's `backward`.
         """
         if not isinstance(result, (GradientResult, Mapping)):
-            raise InputError(f"`fill_grad` takes what `gradients` returned, or gradients by name, not a `{type(result).__name__}`.")
+            raise InputError(
+                "`fill_grad` takes what `gradients` returned, or gradients by name, not a "
+                f"`{type(result).__name__}`."
+            )
         grads = result
         if isinstance(result, GradientResult):
             used = set(self.runtime.store.compiled.weight_names)
@@ -307,11 +382,16 @@ class OnlineLearner:
             named[name].grad = grad.detach().to(named[name]).clone()
 
     def sync_to_torch(self) -> None:
-        """Writes weights and buffers into the torch model, in place, and a translated optimizer's state into that optimizer."""
+        """Writes weights and buffers into the torch model, in place, and a translated optimizer's
+        state into that optimizer.
+        """
         model, store = self._torch_model(), self.runtime.store
         current = self.net.state_dict()  # pyright: ignore[reportAttributeAccessIssue]
         with torch.no_grad():
-            for own in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+            for own in (
+                model.named_parameters(remove_duplicate=False),
+                model.named_buffers(remove_duplicate=False),
+            ):
                 for name, tensor in own:
                     if name in current and tensor.shape == current[name].shape:
                         tensor.copy_(current[name])
@@ -323,15 +403,18 @@ class OnlineLearner:
         model = self._torch_model()
         self.net.load_state_dict(model.state_dict())  # pyright: ignore[reportAttributeAccessIssue]
 
-    # -- checkpoints -------------------------------------------------------------------------------------------
+    # -- checkpoints
+    # -------------------------------------------------------------------------------------------
 
     def save(self, path: str | PathLike) -> Path:
-        """Writes weights, states, traces, optimizer state, random keys and counts; atomically, without pickle.
+        """Writes weights, states, traces, optimizer state, random keys and counts; atomically,
+        without pickle.
 
         Args:
-            path: the weights' file; `.safetensors` is added if it is missing. Plain torch can load it:
-                `model.load_state_dict(safetensors.torch.load_file(path))`. The rest goes into a file beside it. Of a learner whose
-                mesh spans processes it is a folder, and every process must call this.
+            path: the weights' file; `.safetensors` is added if it is missing. Plain torch can load
+                it: `model.load_state_dict(safetensors.torch.load_file(path))`. The rest goes into a
+                file beside it. Of a learner whose mesh spans processes it is a folder, and every
+                process must call this.
 
         Returns:
             The weights' file, or the folder.
@@ -360,7 +443,8 @@ class OnlineLearner:
             model: a model of the same structure; its own weights do not matter.
             rule: the rule; by default the checkpoint's.
             loss: the loss.
-            optimizer: an optimizer like the saved one; its state and parameter groups are taken from the checkpoint.
+            optimizer: an optimizer like the saved one; its state and parameter groups are taken
+                from the checkpoint.
             chunk: steps in a chunk; by default the checkpoint's.
             reduction: by default the checkpoint's.
             **options: further arguments of `OnlineLearner`.
@@ -375,19 +459,25 @@ class OnlineLearner:
         learner.history = None if facts["history"] is None else History(**facts["history"])
         return learner
 
-    def export(self, path: str | PathLike, platforms: Sequence[str] = PLATFORMS, batch: str = "fixed") -> Path:
-        """Writes the learning step and the inference step as files that run without torch and without this package.
+    def export(
+        self, path: str | PathLike, platforms: Sequence[str] = PLATFORMS, batch: str = "fixed"
+    ) -> Path:
+        """Writes the learning step and the inference step as files that run without torch and
+        without this package.
 
-        The steps are StableHLO programs; weights, states, traces and optimizer state lie beside them in a safetensors file, and
-        `manifest.json` has names, shapes and checksums. Call `step(x, target)` first: the files are for inputs of that shape, and go
-        on from where the learner is. `etrace_bridge.load_exported` reads them; so does any process with JAX and NumPy.
+        The steps are StableHLO programs; weights, states, traces and optimizer state lie beside
+        them in a safetensors file, and `manifest.json` has names, shapes and checksums. Call
+        `step(x, target)` first: the files are for inputs of that shape, and go on from where the
+        learner is. `etrace_bridge.load_exported` reads them; so does any process with JAX and
+        NumPy.
 
         Args:
             path: a folder.
-            platforms: for which to write the programs, of `"cpu"`, `"cuda"`, `"rocm"`, `"tpu"`; those that the step cannot be lowered
-                for are left out.
-            batch: `"fixed"`: the batch size of the last step, and the learner's states and traces. `"symbolic"`: any batch size, which
-                `load_exported` is told, from initial states; for models whose batch elements do not depend on each other.
+            platforms: for which to write the programs, of `"cpu"`, `"cuda"`, `"rocm"`, `"tpu"`;
+                those that the step cannot be lowered for are left out.
+            batch: `"fixed"`: the batch size of the last step, and the learner's states and traces.
+                `"symbolic"`: any batch size, which `load_exported` is told, from initial states;
+                for models whose batch elements do not depend on each other.
 
         Returns:
             The folder.
@@ -410,15 +500,21 @@ class OnlineLearner:
     def _torch_model(self) -> torch.nn.Module:
         model = getattr(self.runtime.net, "model", None)
         if model is None:
-            raise InputError("This learner was made from a brainstate module, so there is no torch model to write to.")
+            raise InputError(
+                "This learner was made from a brainstate module, so there is no torch model to "
+                "write to."
+            )
         return model
 
 
 def _check_batches(batches: Any) -> None:
-    if not (callable(batches) or hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")) or isinstance(
-        batches, (str, torch.Tensor)
-    ):
-        raise InputError(f"`batches` is a {type(batches).__name__}; it must be an iterable of `(xs, targets)`, such as a DataLoader.")
+    if not (
+        callable(batches) or hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")
+    ) or isinstance(batches, (str, torch.Tensor)):
+        raise InputError(
+            f"`batches` is a {type(batches).__name__}; it must be an iterable of `(xs, targets)`, "
+            "such as a DataLoader."
+        )
 
 
 def _check_path(path: Any) -> None:
@@ -429,8 +525,11 @@ def _check_path(path: Any) -> None:
 def _check_gradient(name: str, grad: Any, parameter: torch.Tensor) -> None:
     if not isinstance(grad, torch.Tensor) or grad.layout is not torch.strided or grad.is_meta:
         kind = f"{grad.layout} tensor" if isinstance(grad, torch.Tensor) else type(grad).__name__
-        raise InputError(f"The gradient of `{name}` is a {kind}; it must be a dense tensor with values.")
+        raise InputError(
+            f"The gradient of `{name}` is a {kind}; it must be a dense tensor with values."
+        )
     if grad.shape != parameter.shape or grad.is_complex() != parameter.is_complex():
         raise InputError(
-            f"The gradient of `{name}` is {grad.dtype}{tuple(grad.shape)}, but the parameter is {parameter.dtype}{tuple(parameter.shape)}."
+            f"The gradient of `{name}` is {grad.dtype}{tuple(grad.shape)}, but the parameter is "
+            f"{parameter.dtype}{tuple(parameter.shape)}."
         )

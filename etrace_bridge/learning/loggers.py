@@ -13,14 +13,20 @@ if TYPE_CHECKING:
 
 def epoch_numbers(record: dict[str, Any]) -> dict[str, float]:
     """The numbers of an epoch's record besides the epoch itself."""
-    return {name: float(v) for name, v in record.items() if name != "epoch" and not isinstance(v, bool) and isinstance(v, (int, float))}
+    return {
+        name: float(v)
+        for name, v in record.items()
+        if name != "epoch" and not isinstance(v, bool) and isinstance(v, (int, float))
+    }
 
 
 class TensorBoardLogger:
-    """Writes an epoch's loss, metrics and speed to TensorBoard: `fit(..., callbacks=[TensorBoardLogger("runs/first")])`.
+    """Writes an epoch's loss, metrics and speed to TensorBoard: `fit(...,
+    callbacks=[TensorBoardLogger("runs/first")])`.
 
     Args:
-        target: a folder, which needs `pip install tensorboard`; or a writer with `add_scalar(name, value, step)`.
+        target: a folder, which needs `pip install tensorboard`; or a writer with `add_scalar(name,
+            value, step)`.
     """
 
     def __init__(self, target: str | PathLike | Any) -> None:
@@ -30,7 +36,10 @@ class TensorBoardLogger:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise InputError("`TensorBoardLogger` needs TensorBoard to write into a folder: `pip install tensorboard`.") from error
+            raise InputError(
+                "`TensorBoardLogger` needs TensorBoard to write into a folder: `pip install "
+                "tensorboard`."
+            ) from error
         self.writer = SummaryWriter(str(target))
 
     def __call__(self, learner: OnlineLearner, record: dict[str, Any]) -> None:
@@ -42,7 +51,8 @@ class TensorBoardLogger:
 
 
 class WandbLogger:
-    """Sends an epoch's loss, metrics and speed to Weights & Biases: `fit(..., callbacks=[WandbLogger(wandb.init(project="p"))])`.
+    """Sends an epoch's loss, metrics and speed to Weights & Biases: `fit(...,
+    callbacks=[WandbLogger(wandb.init(project="p"))])`.
 
     Args:
         run: what `wandb.init` gave; or anything with `log(numbers, step=...)`.
@@ -50,7 +60,10 @@ class WandbLogger:
 
     def __init__(self, run: Any) -> None:
         if not hasattr(run, "log"):
-            raise InputError(f"`run` is a {type(run).__name__}; it must be what `wandb.init(...)` gave, with a method `log`.")
+            raise InputError(
+                f"`run` is a {type(run).__name__}; it must be what `wandb.init(...)` gave, with a "
+                "method `log`."
+            )
         self.run = run
 
     def __call__(self, learner: OnlineLearner, record: dict[str, Any]) -> None:

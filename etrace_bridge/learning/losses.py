@@ -17,7 +17,12 @@ from etrace_bridge._errors import BridgeError, InputError
 from etrace_bridge._jax_compat import depends_on
 from etrace_bridge.frontend import InputRange, to_torch, trace_function, trace_with_ranges
 from etrace_bridge.learning.compiled_step import CompiledStep
-from etrace_bridge.learning.element_loss import ElementLoss, class_weights, ignored_value, without_empty_steps
+from etrace_bridge.learning.element_loss import (
+    ElementLoss,
+    class_weights,
+    ignored_value,
+    without_empty_steps,
+)
 from etrace_bridge.learning.inputs import is_array
 
 
@@ -40,12 +45,18 @@ class JaxLoss:
     @cached_property
     def by_element(self) -> ElementLoss:
         """The loss of single batch elements; raises if the batch's loss is not made of those."""
-        return ElementLoss(self.function, *self.shapes, self.ranges, class_weights(self.given), _name(self.given))
+        return ElementLoss(
+            self.function, *self.shapes, self.ranges, class_weights(self.given), _name(self.given)
+        )
 
     def ignores(self, targets: Any) -> bool:
-        """Whether labels of a sequence are to be ignored, and the loss is a mean or a sum of the others'."""
+        """Whether labels of a sequence are to be ignored, and the loss is a mean or a sum of the
+        others'.
+        """
         ignored = ignored_value(self.ranges)
-        if ignored is None or not np.any(np.asarray(jax.tree.leaves(targets)[ignored[0]]) == ignored[1]):
+        if ignored is None or not np.any(
+            np.asarray(jax.tree.leaves(targets)[ignored[0]]) == ignored[1]
+        ):
             return False
         try:
             return self.by_element is not None
@@ -70,8 +81,15 @@ class LossTable:
         self._losses: dict[Any, JaxLoss] = {}
         self._tried: set[Any] = set()
 
-    def find(self, compiled: CompiledStep, target: Any, length: int | None = None, batch_first: bool = False) -> JaxLoss:
-        """The loss for a step's output and targets like this one, of one step and as the user gave it.
+    def find(
+        self,
+        compiled: CompiledStep,
+        target: Any,
+        length: int | None = None,
+        batch_first: bool = False,
+    ) -> JaxLoss:
+        """The loss for a step's output and targets like this one, of one step and as the user gave
+        it.
 
         Args:
             compiled: the step.
@@ -80,7 +98,10 @@ class LossTable:
             batch_first: whether those are (batch, time, …).
         """
         if self.loss is None:
-            raise InputError("This learner has no loss. Give one: `OnlineLearner(model, loss=torch.nn.functional.mse_loss)`.")
+            raise InputError(
+                "This learner has no loss. Give one: `OnlineLearner(model, "
+                "loss=torch.nn.functional.mse_loss)`."
+            )
         leaves, tree = jax.tree.flatten(target)
         where = (compiled.signature, tree, length)
         given = (where, tuple((tuple(np.shape(t)), str(t.dtype)) for t in leaves))
@@ -88,39 +109,55 @@ class LossTable:
         if given not in self._tried:
             program = compiled.program
             lead = () if length is None else (length,)
-            shapes = [jax.ShapeDtypeStruct((*lead, *v.aval.shape), v.aval.dtype) for v in program.out_vars]
+            shapes = [
+                jax.ShapeDtypeStruct((*lead, *v.aval.shape), v.aval.dtype) for v in program.out_vars
+            ]
             if batch_first:
-                shapes = [jax.ShapeDtypeStruct((s.shape[1], s.shape[0], *s.shape[2:]), s.dtype) for s in shapes]
+                shapes = [
+                    jax.ShapeDtypeStruct((s.shape[1], s.shape[0], *s.shape[2:]), s.dtype)
+                    for s in shapes
+                ]
             loss = as_jax_loss(self.loss, program.output_tree(shapes), target, self._prefer_torch)
             self._losses.setdefault(key, loss)
             self._tried.add(given)
         return self._losses[key]
 
     def last(self, compiled: CompiledStep) -> tuple[Any, JaxLoss] | None:
-        """Shapes of the last new kind of target of a step, and the loss for it; None if there was no target yet."""
+        """Shapes of the last new kind of target of a step, and the loss for it; None if there was
+        no target yet.
+        """
         known = [key for key in self._losses if key[0][0] == compiled.signature]
         if not known:
             return None
         (_, tree, _), shapes = known[-1]
-        target = jax.tree.unflatten(tree, [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in shapes])
+        target = jax.tree.unflatten(
+            tree, [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in shapes]
+        )
         return target, self._losses[known[-1]]
 
 
 def as_jax_loss(loss: Callable, output: Any, target: Any, prefer_torch: bool) -> JaxLoss:
     """A loss as a JAX callable `(output, target) -> scalar`, checked to have a derivative.
 
-    The loss is called once on torch tensors of the right shapes. If that works it is torch code and is traced like the model, with
-    torch's meaning of every operation; if not, it must work on JAX arrays. A torch loss that fails gives torch's own message.
+    The loss is called once on torch tensors of the right shapes. If that works it is torch code and
+    is traced like the model, with torch's meaning of every operation; if not, it must work on JAX
+    arrays. A torch loss that fails gives torch's own message.
 
     Args:
         loss: torch function or module, or JAX callable.
         output: the model's output at one step, as shapes.
         target: a target of one step, as the user gave it.
-        prefer_torch: the model is torch's, so that code that works for both libraries means torch's.
+        prefer_torch: the model is torch's, so that code that works for both libraries means
+            torch's.
     """
     if not callable(loss):
-        raise InputError(f"`loss` is a {type(loss).__name__}; it must be a callable `(output, target) -> scalar`.")
-    surely_torch = isinstance(loss, torch.nn.Module) or (getattr(loss, "__module__", None) or "").startswith("torch")
+        raise InputError(
+            f"`loss` is a {type(loss).__name__}; it must be a callable `(output, target) -> "
+            "scalar`."
+        )
+    surely_torch = isinstance(loss, torch.nn.Module) or (
+        getattr(loss, "__module__", None) or ""
+    ).startswith("torch")
     attempts = [_try_torch, _try_jax] if prefer_torch or surely_torch else [_try_jax, _try_torch]
     errors: dict[str, Exception] = {}
     for attempt in attempts[:1] if surely_torch else attempts:
@@ -130,14 +167,18 @@ def as_jax_loss(loss: Callable, output: Any, target: Any, prefer_torch: bool) ->
         errors["torch tensors" if attempt is _try_torch else "JAX arrays"] = error
     reasons = " ".join(f"On {kind}: {type(e).__name__}: {e}" for kind, e in errors.items())
     raise InputError(
-        f"The loss `{_name(loss)}` does not work on the model's output {_show(output)} and the target {_show(target)}. {reasons} "
-        "Check the target's shape and dtype (class labels are int64, as for torch)."
+        f"The loss `{_name(loss)}` does not work on the model's output {_show(output)} and the "
+        f"target {_show(target)}. {reasons} Check the target's shape and dtype (class labels are "
+        "int64, as for torch)."
     ) from next(iter(errors.values()))
 
 
 def _try_torch(loss: Callable, output: Any, target: Any) -> tuple[Callable | None, Any]:
     try:
-        probe = jax.tree.map(lambda o: to_torch(np.full(o.shape, 0.5)).to(to_torch(np.zeros(0, o.dtype)).dtype), output)
+        probe = jax.tree.map(
+            lambda o: to_torch(np.full(o.shape, 0.5)).to(to_torch(np.zeros(0, o.dtype)).dtype),
+            output,
+        )
         result = loss(probe, jax.tree.map(_as_label, target, is_leaf=is_array))
     except BridgeError:
         raise
@@ -164,16 +205,20 @@ def _checked(function: Callable, loss: Callable, output: Any, target: Any) -> Ja
     result = jax.eval_shape(function, output, target)
     if getattr(result, "shape", None) == (1,):  # as torch's `backward` takes it
         inner = function
-        function = lambda output, target: inner(output, target)[0]  # noqa: E731
+        function = lambda output, target: inner(output, target)[0]
         result = jax.eval_shape(function, output, target)
     if not hasattr(result, "shape") or result.shape != ():
-        found = f"shape {result.shape}" if hasattr(result, "shape") else f"a {type(result).__name__}"
+        found = (
+            f"shape {result.shape}" if hasattr(result, "shape") else f"a {type(result).__name__}"
+        )
         raise InputError(
-            f"The loss `{_name(loss)}` must return a scalar for one step; it returned {found}. Take its mean or sum over the batch."
+            f"The loss `{_name(loss)}` must return a scalar for one step; it returned {found}. "
+            "Take its mean or sum over the batch."
         )
     if not jnp.issubdtype(result.dtype, jnp.floating):
         raise InputError(
-            f"The loss `{_name(loss)}` returned a scalar of {result.dtype}; it must be a real floating-point number, or there is no gradient."
+            f"The loss `{_name(loss)}` returned a scalar of {result.dtype}; it must be a real "
+            "floating-point number, or there is no gradient."
         )
     outputs, tree = jax.tree.flatten(output)
     targets, target_tree = jax.tree.flatten(target)
@@ -181,22 +226,30 @@ def _checked(function: Callable, loss: Callable, output: Any, target: Any) -> Ja
     def slopes(cotangent: Any, *flat: Any) -> list[Any]:
         """The loss's derivative by the output, times a number."""
         wanted = jax.tree.unflatten(target_tree, flat[len(outputs) :])
-        _, back = jax.vjp(lambda *o: function(jax.tree.unflatten(tree, o), wanted), *flat[: len(outputs)])
+        _, back = jax.vjp(
+            lambda *o: function(jax.tree.unflatten(tree, o), wanted), *flat[: len(outputs)]
+        )
         return [g for g in back(cotangent) if g.dtype != jax.dtypes.float0]
 
     closed, ranges = trace_with_ranges(slopes, result, *outputs, *targets)
     if not depends_on(closed.jaxpr, closed.jaxpr.invars[0]):
         raise InputError(
-            f"The loss `{_name(loss)}` has no derivative by the model's output: it is constant, or the output was detached or rounded on "
-            "the way. Nothing could be learned from it."
+            f"The loss `{_name(loss)}` has no derivative by the model's output: it is constant, or "
+            "the output was detached or rounded on the way. Nothing could be learned from it."
         )
     first = 1 + len(outputs)
-    ranges = [dataclasses.replace(r, position=r.position - first) for r in ranges if r.position >= first]
-    return JaxLoss(without_empty_steps(function, ignored_value(ranges)), ranges, (output, target), loss)
+    ranges = [
+        dataclasses.replace(r, position=r.position - first) for r in ranges if r.position >= first
+    ]
+    return JaxLoss(
+        without_empty_steps(function, ignored_value(ranges)), ranges, (output, target), loss
+    )
 
 
 def _shapes(target: Any) -> Any:
-    return jax.tree.map(lambda t: jax.ShapeDtypeStruct(np.shape(t), jax_dtype(t)), target, is_leaf=is_array)
+    return jax.tree.map(
+        lambda t: jax.ShapeDtypeStruct(np.shape(t), jax_dtype(t)), target, is_leaf=is_array
+    )
 
 
 def jax_dtype(x: Any) -> np.dtype:
@@ -208,11 +261,19 @@ def jax_dtype(x: Any) -> np.dtype:
 
 
 def _as_label(x: Any) -> torch.Tensor:
-    """A torch tensor like a target; integers are zeros, which every loss takes, and int64 if they come from another library."""
-    tensor = x.detach().cpu() if isinstance(x, torch.Tensor) else to_torch(x if isinstance(x, jax.Array) else np.asarray(x))
+    """A torch tensor like a target; integers are zeros, which every loss takes, and int64 if they
+    come from another library.
+    """
+    tensor = (
+        x.detach().cpu()
+        if isinstance(x, torch.Tensor)
+        else to_torch(x if isinstance(x, jax.Array) else np.asarray(x))
+    )
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         return tensor
-    return torch.zeros(tensor.shape, dtype=tensor.dtype if isinstance(x, torch.Tensor) else torch.int64)
+    return torch.zeros(
+        tensor.shape, dtype=tensor.dtype if isinstance(x, torch.Tensor) else torch.int64
+    )
 
 
 def _name(loss: Any) -> str:
@@ -221,4 +282,7 @@ def _name(loss: Any) -> str:
 
 def _show(tree: Any) -> str:
     leaves = jax.tree.leaves(tree, is_leaf=is_array)
-    return ", ".join(f"{str(getattr(x, 'dtype', type(x).__name__)).removeprefix('torch.')}{tuple(np.shape(x))}" for x in leaves)
+    return ", ".join(
+        f"{str(getattr(x, 'dtype', type(x).__name__)).removeprefix('torch.')}{tuple(np.shape(x))}"
+        for x in leaves
+    )

@@ -1,8 +1,8 @@
 """Which steps of which sequences count: masks, lengths, packed sequences, one target per sequence.
 
-A mask of single sequences, m (T, B), becomes weights of the steps, `w_t`: the mean of `m_t` over the
-batch, and factors of the batch elements within a step, `f_t = m_t / w_t`, whose mean is one. The
-engine knows the weights; the factors travel with the targets to the loss (`element_loss`).
+A mask of single sequences, m (T, B), becomes weights of the steps, `w_t`: the mean of `m_t` over
+the batch, and factors of the batch elements within a step, `f_t = m_t / w_t`, whose mean is one.
+The engine knows the weights; the factors travel with the targets to the loss (`element_loss`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ def unpack_sequences(xs: Any, targets: Any, mask: Any, batch_first: bool) -> tup
 
 def pack_like(output: Any, xs: Any, batch_first: bool) -> Any:
     """An output as a packed sequence, if the inputs were one."""
-    packed = next((x for x in (xs if type(xs) in (tuple, list) else (xs,)) if isinstance(x, PackedSequence)), None)
+    packed = next(
+        (x for x in (xs if type(xs) in (tuple, list) else (xs,)) if isinstance(x, PackedSequence)),
+        None,
+    )
     if packed is None or not isinstance(output, torch.Tensor):
         return output
     lengths = pad_packed_sequence(packed)[1]
@@ -68,9 +71,17 @@ def _both(mask: Any, lengths: torch.Tensor) -> torch.Tensor:
     """The mask of lengths with the user's own weights."""
     if mask is None:
         return lengths
-    given = torch.as_tensor(np.asarray(mask) if not isinstance(mask, torch.Tensor) else mask).detach().cpu()
+    given = (
+        torch.as_tensor(np.asarray(mask) if not isinstance(mask, torch.Tensor) else mask)
+        .detach()
+        .cpu()
+    )
     if given.dim() == 1:
-        given = given[None, :] if given.shape[0] == lengths.shape[1] != lengths.shape[0] else given[:, None]
+        given = (
+            given[None, :]
+            if given.shape[0] == lengths.shape[1] != lengths.shape[0]
+            else given[:, None]
+        )
     return given * lengths
 
 
@@ -80,15 +91,19 @@ def check_mask(mask: Any, length: int, batch: int | None) -> None:
     if tuple(np.shape(mask)) not in allowed:
         shown = " or ".join(str(shape) for shape in allowed)
         raise InputError(
-            f"`mask` has shape {tuple(np.shape(mask))}, time first; it must be {shown}: one weight for each time step, or one for each "
-            "step of each sequence."
+            f"`mask` has shape {tuple(np.shape(mask))}, time first; it must be {shown}: one weight "
+            "for each time step, or one for each step of each sequence."
         )
     if np.ndim(mask) == 2 and np.any(np.asarray(mask) < 0):
-        raise InputError("`mask` has negative weights of single sequences; they must be positive or zero.")
+        raise InputError(
+            "`mask` has negative weights of single sequences; they must be positive or zero."
+        )
 
 
 def last_of(mask: Any, length: int) -> np.ndarray:
-    """A mask of the last step that counts, with its weight there; of each sequence if it has a batch axis."""
+    """A mask of the last step that counts, with its weight there; of each sequence if it has a
+    batch axis.
+    """
     mask = np.ones(length) if mask is None else np.asarray(mask)
     later = np.cumsum((mask != 0)[::-1], axis=0)[::-1]  # steps from here on that count
     return np.where((mask != 0) & (later == 1), mask, 0)
@@ -99,8 +114,9 @@ def repeat_targets(target: Any, length: int, batch: int | None) -> Any:
     shape = tuple(np.shape(target))
     if batch is not None and shape[:1] != (batch,):
         raise InputError(
-            f"With `loss_at` there is one target for each sequence, ({batch}, …); this one has shape {shape}. For targets of every step "
-            "leave `loss_at` out, and choose the steps that count with `mask`."
+            f"With `loss_at` there is one target for each sequence, ({batch}, …); this one has "
+            f"shape {shape}. For targets of every step leave `loss_at` out, and choose the steps "
+            "that count with `mask`."
         )
     return np.broadcast_to(np.asarray(target), (length, *shape))
 

@@ -25,15 +25,20 @@ Metrics = Mapping[str, Metric] | Sequence[str | Metric] | str | Metric | None
 
 
 def accuracy(output: torch.Tensor, target: torch.Tensor) -> float:
-    """The share of outputs `(N, classes, …)` whose largest class is the target's; or, for targets of the outputs' shape, whose sign is right."""
+    """The share of outputs `(N, classes, …)` whose largest class is the target's; or, for targets
+    of the outputs' shape, whose sign is right.
+    """
     if not isinstance(output, torch.Tensor):
-        raise InputError(f"`accuracy` needs a model with one output; this one gives a {type(output).__name__}. Write your own function.")
+        raise InputError(
+            f"`accuracy` needs a model with one output; this one gives a {type(output).__name__}. "
+            "Write your own function."
+        )
     if output.shape == target.shape:
         return float(((output > 0) == (target > 0.5)).double().mean())
     if output.dim() < 2 or output.shape[:1] + output.shape[2:] != target.shape:
         raise InputError(
-            f"`accuracy` needs outputs (N, classes) and labels (N,), or both of one shape; they have {tuple(output.shape)} and "
-            f"{tuple(target.shape)}."
+            "`accuracy` needs outputs (N, classes) and labels (N,), or both of one shape; they "
+            f"have {tuple(output.shape)} and {tuple(target.shape)}."
         )
     return float((output.argmax(1) == target).double().mean())
 
@@ -49,29 +54,38 @@ def named_metrics(metrics: Metrics) -> dict[str, Metric]:
         found = dict(metrics)
     else:
         each = [metrics] if isinstance(metrics, str) or callable(metrics) else list(metrics)
-        found = {m if isinstance(m, str) else getattr(m, "__name__", type(m).__name__): m for m in each}
+        found = {
+            m if isinstance(m, str) else getattr(m, "__name__", type(m).__name__): m for m in each
+        }
     for name, metric in found.items():
         if isinstance(metric, str):
             if metric not in KNOWN:
                 raise InputError(
-                    f"There is no metric {metric!r}. Known: {', '.join(KNOWN)}; or pass a function `(output, target) -> number`."
+                    f"There is no metric {metric!r}. Known: {', '.join(KNOWN)}; or pass a function "
+                    "`(output, target) -> number`."
                 )
             found[name] = KNOWN[metric]
         elif not callable(metric):
-            raise InputError(f"The metric {name!r} is a {type(metric).__name__}; it must be a function `(output, target) -> number`.")
+            raise InputError(
+                f"The metric {name!r} is a {type(metric).__name__}; it must be a function "
+                "`(output, target) -> number`."
+            )
     return found
 
 
-def measure(metrics: Mapping[str, Metric], outputs: Any, targets: Any, mask: Any, runtime: Runtime) -> tuple[dict[str, float], float]:
+def measure(
+    metrics: Mapping[str, Metric], outputs: Any, targets: Any, mask: Any, runtime: Runtime
+) -> tuple[dict[str, float], float]:
     """The metrics of one batch, and how many pairs of output and target they were computed from.
 
     Args:
         metrics: functions by name.
         outputs: the model's outputs, time-major, on the device.
         targets: targets as the user gave them.
-        mask: weights of the steps, or of the steps of each sequence; those with weight zero are left out.
-        runtime: knows how sequences and targets are laid out. Of several processes each computes the metrics of its own part, and
-            their means over all processes are returned.
+        mask: weights of the steps, or of the steps of each sequence; those with weight zero are
+            left out.
+        runtime: knows how sequences and targets are laid out. Of several processes each computes
+            the metrics of its own part, and their means over all processes are returned.
     """
     batch_first, loss_at = runtime.batch_first, runtime.options.loss_at
     wanted = jax.tree.map(_as_torch, as_targets(targets))
@@ -88,7 +102,8 @@ def measure(metrics: Mapping[str, Metric], outputs: Any, targets: Any, mask: Any
     for t in jax.tree.leaves(wanted):
         if t.shape[:2] != steps:
             raise InputError(
-                f"Metrics need one target for each step; outputs are {tuple(steps)} steps and sequences, a target {tuple(t.shape)}."
+                f"Metrics need one target for each step; outputs are {tuple(steps)} steps and "
+                f"sequences, a target {tuple(t.shape)}."
             )
     keep = None
     if mask is not None:
@@ -100,7 +115,10 @@ def measure(metrics: Mapping[str, Metric], outputs: Any, targets: Any, mask: Any
 
     given, wanted = jax.tree.map(flat, given), jax.tree.map(flat, wanted)
     count = len(jax.tree.leaves(wanted)[0])
-    found = {name: (as_number(name, metric(given, wanted)) if count else 0.0, count) for name, metric in metrics.items()}
+    found = {
+        name: (as_number(name, metric(given, wanted)) if count else 0.0, count)
+        for name, metric in metrics.items()
+    }
     found = runtime.store.placement.mean(found)
     counted = max((count for _, count in found.values()), default=0)
     return {name: value for name, (value, _) in found.items()} if counted else {}, counted
@@ -111,10 +129,14 @@ def as_number(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"{name!r} gave a {type(value).__name__}; it must give one number.") from error
+        raise InputError(
+            f"{name!r} gave a {type(value).__name__}; it must give one number."
+        ) from error
 
 
-def evaluate_with(learner: OnlineLearner, batches: Iterable[Any], metrics: Mapping[str, Metric]) -> dict[str, float]:
+def evaluate_with(
+    learner: OnlineLearner, batches: Iterable[Any], metrics: Mapping[str, Metric]
+) -> dict[str, float]:
     """The mean loss over batches, and the metrics, in evaluation mode."""
     losses, sums, weights = [], dict.fromkeys(metrics, 0.0), 0
     for batch in batches:
@@ -128,8 +150,16 @@ def evaluate_with(learner: OnlineLearner, batches: Iterable[Any], metrics: Mappi
                 sums[name] += value * count
     if not losses:
         raise InputError("There was no batch to evaluate.")
-    return {"loss": sum(losses) / len(losses)} | ({name: total / weights for name, total in sums.items()} if weights else {})
+    return {"loss": sum(losses) / len(losses)} | (
+        {name: total / weights for name, total in sums.items()} if weights else {}
+    )
 
 
 def _as_torch(x: Any) -> torch.Tensor:
-    return x if isinstance(x, torch.Tensor) else to_torch(own_part(x)) if isinstance(x, jax.Array) else torch.as_tensor(np.asarray(x))
+    return (
+        x
+        if isinstance(x, torch.Tensor)
+        else to_torch(own_part(x))
+        if isinstance(x, jax.Array)
+        else torch.as_tensor(np.asarray(x))
+    )

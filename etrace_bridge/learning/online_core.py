@@ -1,9 +1,11 @@
-"""One compiled step and one learning rule as pure functions: the only way from the learner and its siblings to the engine.
+"""One compiled step and one learning rule as pure functions: the only way from the learner and its
+siblings to the engine.
 
-`OnlineCore` works on lists of arrays in the program's order; the learner's programs and `export` are written on it. `NamedCore`
-gives the same by name, for `functional` and `OnlineModule`. There the loss is not part of the program: a caller that knows the
-cotangents `ȳ_t` of the outputs asks for the online gradient of the linear loss `sum of <ȳ_t, y_t>`. Every rule that may be used so
-is linear in the derivative of the loss, so this is the gradient of any loss with that derivative.
+`OnlineCore` works on lists of arrays in the program's order; the learner's programs and `export`
+are written on it. `NamedCore` gives the same by name, for `functional` and `OnlineModule`. There
+the loss is not part of the program: a caller that knows the cotangents `ȳ_t` of the outputs asks
+for the online gradient of the linear loss `sum of <ȳ_t, y_t>`. Every rule that may be used so is
+linear in the derivative of the loss, so this is the gradient of any loss with that derivative.
 """
 
 from __future__ import annotations
@@ -44,57 +46,99 @@ class OnlineCore:
         """How a sequence is divided into chunks."""
         key = length, repr(chunk), budget
         if key not in self._plans:
-            self._plans[key] = divide(length, choose_chunk(self.program, self.rule, length, chunk, budget))
+            self._plans[key] = divide(
+                length, choose_chunk(self.program, self.rule, length, chunk, budget)
+            )
         return self._plans[key]
 
     def tuned_for(self, platform: str) -> OnlineCore:
         """The same for another kind of device."""
         return OnlineCore(self.compiled.tuned_for(platform), self.rule)
 
-    # -- the engine --------------------------------------------------------------------------------------------
+    # -- the engine
+    # --------------------------------------------------------------------------------------------
 
-    def chunk(self, theta: Sequence[Any], carry: Carry, data: Chunk, fresh: bool, final: bool) -> ChunkResult:
+    def chunk(
+        self, theta: Sequence[Any], carry: Carry, data: Chunk, fresh: bool, final: bool
+    ) -> ChunkResult:
         """Runs the rule on one chunk."""
         return run_chunk(self.rule, self.program, theta, carry, data, fresh, final)
 
     def sequence(
-        self, theta: Sequence[Any], carry: Carry, data: Chunk, plan: ChunkPlan, fresh: bool, final: bool
+        self,
+        theta: Sequence[Any],
+        carry: Carry,
+        data: Chunk,
+        plan: ChunkPlan,
+        fresh: bool,
+        final: bool,
     ) -> tuple[Any, Any, Any, Carry]:
-        """Runs the rule on a sequence: summed gradients, losses, outputs and the carry after it; arguments as in `run_sequence`."""
+        """Runs the rule on a sequence: summed gradients, losses, outputs and the carry after it;
+        arguments as in `run_sequence`.
+        """
         return self.sequence_with_discarded(theta, carry, data, plan, fresh, final)[:4]
 
     def sequence_with_discarded(
-        self, theta: Sequence[Any], carry: Carry, data: Chunk, plan: ChunkPlan, fresh: bool, final: bool
+        self,
+        theta: Sequence[Any],
+        carry: Carry,
+        data: Chunk,
+        plan: ChunkPlan,
+        fresh: bool,
+        final: bool,
     ) -> tuple[Any, Any, Any, Carry, Any]:
         """`sequence`, and what the rule left out of the gradients, as in `ReverseRule.discarded`."""
 
         def chunk(state: tuple, part: tuple, fresh: bool, final: bool):
             result = self.chunk(theta, Carry(*state), Chunk(*part, data.loss), fresh, final)
             new, rows = result.carry, None
-            if result.discarded is not None:  # a row per step, as losses are joined: the first one is the chunk's
-                rows = jnp.zeros((part[0][0].shape[0], 2), result.discarded.dtype).at[0].set(result.discarded)
-            return result.grads, (result.losses, rows), result.outputs, (new.hidden, new.other, new.trace)
+            # A row per step, as losses are joined: the first one is the chunk's
+            if result.discarded is not None:
+                rows = (
+                    jnp.zeros((part[0][0].shape[0], 2), result.discarded.dtype)
+                    .at[0]
+                    .set(result.discarded)
+                )
+            return (
+                result.grads,
+                (result.losses, rows),
+                result.outputs,
+                (new.hidden, new.other, new.trace),
+            )
 
         state = carry.hidden, carry.other, carry.trace
         arrays = list(data.args), data.targets, data.weights
-        grads, (losses, rows), outputs, state = run_sequence(chunk, state, arrays, plan, fresh, final)
+        grads, (losses, rows), outputs, state = run_sequence(
+            chunk, state, arrays, plan, fresh, final
+        )
         return grads, losses, outputs, Carry(*state), None if rows is None else jnp.sum(rows, 0)
 
-    # -- states ------------------------------------------------------------------------------------------------
+    # -- states
+    # ------------------------------------------------------------------------------------------------
 
     def zero_trace(self) -> Any:
         """The rule's memory before the first step."""
         return self.rule.init(self.program)
 
     def begin(self, start: tuple[Sequence[Any], Sequence[Any]], other: Sequence[Any]) -> Carry:
-        """States and trace before a sequence: initial ones, save for what belongs to the model, which stays as in `other`."""
+        """States and trace before a sequence: initial ones, save for what belongs to the model,
+        which stays as in `other`.
+        """
         return Carry(list(start[0]), self.compiled.join_other(start[1], other), self.zero_trace())
 
-    def reset_elements(self, carry: Carry, start: tuple[Sequence[Any], Sequence[Any]], gone: Any) -> Carry:
-        """Initial states and a zero trace for the batch elements that `gone` (batch,) picks; a trace of None stays None."""
+    def reset_elements(
+        self, carry: Carry, start: tuple[Sequence[Any], Sequence[Any]], gone: Any
+    ) -> Carry:
+        """Initial states and a zero trace for the batch elements that `gone` (batch,) picks; a
+        trace of None stays None.
+        """
         batch = self.compiled.batch
         if gone.shape != (batch,):
-            wanted = "there is no batch axis" if batch is None else f"it must be ({batch},), one entry per batch element"
+            wanted = (
+                "there is no batch axis"
+                if batch is None
+                else f"it must be ({batch},), one entry per batch element"
+            )
             raise InputError(f"`mask` has shape {gone.shape}; {wanted}.")
         gone = gone.astype(bool)
 
@@ -109,7 +153,11 @@ class OnlineCore:
         if trace is not None:
             dtype = self.program.weight_vars[0].aval.dtype
             trace = self.rule.reset(self.program, trace, 1 - gone.astype(dtype))
-        return Carry([put_back(old, new) for old, new in zip(carry.hidden, start[0], strict=True)], other, trace)
+        return Carry(
+            [put_back(old, new) for old, new in zip(carry.hidden, start[0], strict=True)],
+            other,
+            trace,
+        )
 
 
 class OnlineCarry(NamedTuple):
@@ -117,7 +165,8 @@ class OnlineCarry(NamedTuple):
 
     Attributes:
         hidden: hidden states by name.
-        other: other arrays that a step carries, by name: running statistics, frozen weights, random keys.
+        other: other arrays that a step carries, by name: running statistics, frozen weights, random
+            keys.
         trace: the rule's memory; None stands for a memory of zeros that need not be read.
     """
 
@@ -127,7 +176,8 @@ class OnlineCarry(NamedTuple):
 
 
 class NamedCore:
-    """`OnlineCore` by name, and for cotangents in place of a loss. Every method is pure and may be traced by JAX.
+    """`OnlineCore` by name, and for cotangents in place of a loss. Every method is pure and may be
+    traced by JAX.
 
     Args:
         core: the step and its rule.
@@ -136,46 +186,88 @@ class NamedCore:
     def __init__(self, core: OnlineCore) -> None:
         if core.rule.needs_loss:
             raise InputError(
-                f"The rule `{core.rule.name}` reads the value of the loss, and here only the loss's derivative by the outputs is known. "
-                "Use `OnlineLearner`, which is given the loss, or another rule."
+                f"The rule `{core.rule.name}` reads the value of the loss, and here only the "
+                "loss's derivative by the outputs is known. Use `OnlineLearner`, which is given "
+                "the loss, or another rule."
             )
         self.core, self.compiled, self.program = core, core.compiled, core.program
-        self.float_outputs = tuple(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in self.program.out_vars)
+        self.float_outputs = tuple(
+            jnp.issubdtype(v.aval.dtype, jnp.floating) for v in self.program.out_vars
+        )
 
-    # -- the engine --------------------------------------------------------------------------------------------
+    # -- the engine
+    # --------------------------------------------------------------------------------------------
 
-    def _run(self, params: Params, carry: OnlineCarry, args: Sequence[Any], cotangents: Any, plan: ChunkPlan | None, final: bool):
+    def _run(
+        self,
+        params: Params,
+        carry: OnlineCarry,
+        args: Sequence[Any],
+        cotangents: Any,
+        plan: ChunkPlan | None,
+        final: bool,
+    ):
         """Gradients (None without cotangents), outputs and the carry after the steps."""
         theta, steps, fresh = self._theta(params), args[0].shape[0], carry.trace is None
         trace = self.core.zero_trace() if fresh else carry.trace
         loss = None if cotangents is None else self._linear_loss
         data = Chunk(args, cotangents, jnp.ones(steps, theta[0].dtype), loss)
         start = Carry(*self._states(carry), trace)
-        grads, _, outputs, new = self.core.sequence(theta, start, data, plan or divide(steps, steps), fresh, final)
+        grads, _, outputs, new = self.core.sequence(
+            theta, start, data, plan or divide(steps, steps), fresh, final
+        )
         named = None if grads is None else self.compiled.by_weight_name(grads)
         return named, outputs, self._named(new)
 
-    def advance(self, params: Params, carry: OnlineCarry, args: Sequence[Any], plan: ChunkPlan | None = None) -> tuple[Any, OnlineCarry]:
+    def advance(
+        self, params: Params, carry: OnlineCarry, args: Sequence[Any], plan: ChunkPlan | None = None
+    ) -> tuple[Any, OnlineCarry]:
         """Outputs, and states and trace after the steps."""
         _, outputs, carry = self._run(params, carry, args, None, plan, False)
         return outputs, carry
 
-    def infer(self, params: Params, carry: OnlineCarry, args: Sequence[Any]) -> tuple[Any, OnlineCarry]:
-        """Outputs and states after the steps; the trace is zero afterwards, as for states that torch made under `no_grad`."""
-        outputs, hidden, other = scan_steps(self.program, self._theta(params), *self._states(carry), list(args))
+    def infer(
+        self, params: Params, carry: OnlineCarry, args: Sequence[Any]
+    ) -> tuple[Any, OnlineCarry]:
+        """Outputs and states after the steps; the trace is zero afterwards, as for states that
+        torch made under `no_grad`.
+        """
+        outputs, hidden, other = scan_steps(
+            self.program, self._theta(params), *self._states(carry), list(args)
+        )
         return outputs, self._named(Carry(hidden, other, None))
 
-    def gradients(self, params: Params, carry: OnlineCarry, args: Sequence[Any], cotangents: Sequence[Any], plan: ChunkPlan | None = None):
-        """The online gradient by name, from the carry before the steps and the cotangents of their floating-point outputs."""
+    def gradients(
+        self,
+        params: Params,
+        carry: OnlineCarry,
+        args: Sequence[Any],
+        cotangents: Sequence[Any],
+        plan: ChunkPlan | None = None,
+    ):
+        """The online gradient by name, from the carry before the steps and the cotangents of their
+        floating-point outputs.
+        """
         return self._run(params, carry, args, list(cotangents), plan, True)[0]
 
-    def learn(self, params: Params, carry: OnlineCarry, args: Sequence[Any], cotangents: Sequence[Any], plan: ChunkPlan | None = None):
+    def learn(
+        self,
+        params: Params,
+        carry: OnlineCarry,
+        args: Sequence[Any],
+        cotangents: Sequence[Any],
+        plan: ChunkPlan | None = None,
+    ):
         """`gradients`, and the carry after the steps as `advance` gives it, in one pass."""
         grads, _, carry = self._run(params, carry, args, list(cotangents), plan, False)
         return grads, carry
 
-    def input_gradients(self, params: Params, carry: OnlineCarry, args: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        """Gradient of each input, None for integers: reverse mode through these steps, with the states before them fixed."""
+    def input_gradients(
+        self, params: Params, carry: OnlineCarry, args: Sequence[Any], cotangents: Sequence[Any]
+    ) -> list[Any]:
+        """Gradient of each input, None for integers: reverse mode through these steps, with the
+        states before them fixed.
+        """
         places = [n for n, a in enumerate(args) if jnp.issubdtype(a.dtype, jnp.floating)]
         theta, states = self._theta(params), self._states(carry)
 
@@ -189,7 +281,8 @@ class NamedCore:
         by_place = dict(zip(places, pull(list(cotangents))[0], strict=True))
         return [by_place.get(n) for n in range(len(args))]
 
-    # -- states ------------------------------------------------------------------------------------------------
+    # -- states
+    # ------------------------------------------------------------------------------------------------
 
     def start(self) -> OnlineCarry:
         """Initial states and a trace of zeros."""
@@ -197,20 +290,25 @@ class NamedCore:
         return self._named(Carry(hidden, other, self.core.zero_trace()))
 
     def reset(self, carry: OnlineCarry, mask: Any = None) -> OnlineCarry:
-        """Initial states and a zero trace for all batch elements, or for those that `mask` (batch,) picks.
+        """Initial states and a zero trace for all batch elements, or for those that `mask` (batch,)
+        picks.
 
-        What belongs to the model rather than to a sequence (running statistics, the random key) stays.
+        What belongs to the model rather than to a sequence (running statistics, the random key)
+        stays.
         """
         start = self._start()
         hidden, other = self._states(carry)
         if mask is None:
             return self._named(self.core.begin(start, other))
-        return self._named(self.core.reset_elements(Carry(hidden, other, carry.trace), start, jnp.asarray(mask)))
+        return self._named(
+            self.core.reset_elements(Carry(hidden, other, carry.trace), start, jnp.asarray(mask))
+        )
 
     def _start(self) -> tuple[list[Any], list[Any]]:
         return jax.tree.map(jnp.asarray, self.compiled.initial)
 
-    # -- checks ------------------------------------------------------------------------------------------------
+    # -- checks
+    # ------------------------------------------------------------------------------------------------
 
     def params(self) -> dict[str, Any]:
         """The model's weights of now, by name."""
@@ -221,38 +319,61 @@ class NamedCore:
         names = self.compiled.weight_names
         if set(params) != set(names):
             missing, unexpected = sorted(set(names) - set(params)), sorted(set(params) - set(names))
-            parts = [f"{what}: {', '.join(which)}" for what, which in (("missing", missing), ("unexpected", unexpected)) if which]
-            raise InputError(f"`params` does not hold the weights that the step reads ({'; '.join(parts)}).")
+            parts = [
+                f"{what}: {', '.join(which)}"
+                for what, which in (("missing", missing), ("unexpected", unexpected))
+                if which
+            ]
+            raise InputError(
+                f"`params` does not hold the weights that the step reads ({'; '.join(parts)})."
+            )
 
     def check_inputs(self, args: Sequence[Any]) -> None:
         """Raises unless these are K steps of the inputs that the step was compiled for."""
-        given, wanted = tuple((tuple(a.shape[1:]), str(a.dtype)) for a in args), self.compiled.signature
+        given, wanted = (
+            tuple((tuple(a.shape[1:]), str(a.dtype)) for a in args),
+            self.compiled.signature,
+        )
         if given != wanted or len({a.shape[0] for a in args}) != 1:
             raise InputError(
-                f"One time step of this input is {show_signature(given)}, but the step was compiled for {show_signature(wanted)}. "
-                "Give inputs of that shape and dtype, or compile the model for these."
+                f"One time step of this input is {show_signature(given)}, but the step was "
+                f"compiled for {show_signature(wanted)}. Give inputs of that shape and dtype, or "
+                "compile the model for these."
             )
 
-    # -- names and lists ---------------------------------------------------------------------------------------
+    # -- names and lists
+    # ---------------------------------------------------------------------------------------
 
     def _theta(self, params: Params) -> list[Any]:
         self.check_params(params)
         return [params[name] for name in self.compiled.weight_names]
 
     def _states(self, carry: OnlineCarry) -> tuple[list[Any], list[Any]]:
-        """Hidden and other arrays in the program's order; dicts that went through JAX are sorted by name."""
-        return [carry.hidden[n] for n in self.compiled.hidden_names], [carry.other[n] for n in self.compiled.other_names]
+        """Hidden and other arrays in the program's order; dicts that went through JAX are sorted by
+        name.
+        """
+        return [carry.hidden[n] for n in self.compiled.hidden_names], [
+            carry.other[n] for n in self.compiled.other_names
+        ]
 
     def _named(self, carry: Carry) -> OnlineCarry:
         hidden = dict(zip(self.compiled.hidden_names, carry.hidden, strict=True))
-        return OnlineCarry(hidden, dict(zip(self.compiled.other_names, carry.other, strict=True)), carry.trace)
+        return OnlineCarry(
+            hidden, dict(zip(self.compiled.other_names, carry.other, strict=True)), carry.trace
+        )
 
     def _float_leaves(self, output: Any) -> list[Any]:
-        return [x for x, wanted in zip(jax.tree.leaves(output), self.float_outputs, strict=True) if wanted]
+        return [
+            x
+            for x, wanted in zip(jax.tree.leaves(output), self.float_outputs, strict=True)
+            if wanted
+        ]
 
     def _linear_loss(self, output: Any, cotangents: Sequence[Any]) -> Any:
         """`<ȳ, y>` of one step."""
         leaves = self._float_leaves(output)
         if not leaves:
-            raise InputError("The model's output has no floating-point values, so no loss of it has a gradient.")
+            raise InputError(
+                "The model's output has no floating-point values, so no loss of it has a gradient."
+            )
         return sum(jnp.vdot(y_bar, y) for y_bar, y in zip(cotangents, leaves, strict=True))

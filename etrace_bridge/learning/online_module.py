@@ -49,7 +49,9 @@ class Call:
         return self.after
 
     def gradients(self, cotangents: list[Any]) -> list[Any]:
-        """The online gradient in the order of the weights; a single step computes its new trace in the same pass, since the next step will want it."""
+        """The online gradient in the order of the weights; a single step computes its new trace in
+        the same pass, since the next step will want it.
+        """
         given = self.params, self.carry, self.args, cotangents
         if self.plan is None and self.after is None:
             grads, self.after = self.compiled.run("learn", None)(*given)
@@ -81,11 +83,13 @@ class Stream:
 
 
 class OnlineModule(nn.Module):
-    """A torch module around a recurrent model: `backward` of any loss of its outputs gives the model's parameters online gradients.
+    """A torch module around a recurrent model: `backward` of any loss of its outputs gives the
+    model's parameters online gradients.
 
-    The module keeps the model's hidden states and the rule's traces from call to call. The loss may come later than the next step,
-    may join the outputs of several steps, or may never come. An output that waits for its loss keeps the states, the trace and the
-    weights of its step; they are freed with the output's graph.
+    The module keeps the model's hidden states and the rule's traces from call to call. The loss may
+    come later than the next step, may join the outputs of several steps, or may never come. An
+    output that waits for its loss keeps the states, the trace and the weights of its step; they are
+    freed with the output's graph.
 
     Args:
         model: a torch module with recurrent or spiking layers. Its parameters stay its own.
@@ -105,30 +109,43 @@ class OnlineModule(nn.Module):
         ...     optimizer.zero_grad()
     """
 
-    def __init__(self, model: nn.Module, rule: str | Rule = "d_rtrl", *, chunk: int | str = "auto", seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        rule: str | Rule = "d_rtrl",
+        *,
+        chunk: int | str = "auto",
+        seed: int = 0,
+    ) -> None:
         super().__init__()
         if not isinstance(model, nn.Module) or isinstance(model, OnlineModule):
-            raise InputError(f"`model` is a {type(model).__name__}; it must be a `torch.nn.Module` that is not online already.")
+            raise InputError(
+                f"`model` is a {type(model).__name__}; it must be a `torch.nn.Module` that is not "
+                "online already."
+            )
         self.model = model
         self.rule = make_rule(rule)
         self._chunk, self._seed = chunk, seed
-        self._persistent: dict[str, Any] = {}  # what outlives a sequence and is no torch buffer: the random key
+        # what outlives a sequence and is no torch buffer: the random key
+        self._persistent: dict[str, Any] = {}
         self._stream: Stream | None = None
         self._dims: tuple[int, ...] | None = None  # axes of one time step of each input
         self._make_caches()
 
     def _make_caches(self) -> None:
         self._mirror = TensorMirror(self.model)
-        self._steps: dict[Any, tuple[TorchStep, bool]] = {}  # and whether such inputs are a sequence
+        # and whether such inputs are a sequence
+        self._steps: dict[Any, tuple[TorchStep, bool]] = {}
 
-    # -- a call ------------------------------------------------------------------------------------------------
+    # -- a call
+    # ------------------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, sequence: bool | None = None) -> Any:
         """Run one time step, or a sequence.
 
         Args:
-            *inputs: one time step of each input, `(batch, …)`; or, where the model itself takes sequences, a sequence in its layout,
-                `(T, batch, …)` or `(batch, T, …)`.
+            *inputs: one time step of each input, `(batch, …)`; or, where the model itself takes
+                sequences, a sequence in its layout, `(T, batch, …)` or `(batch, T, …)`.
             sequence: which of the two it is; by default told from the number of axes.
 
         Returns:
@@ -143,20 +160,27 @@ class OnlineModule(nn.Module):
             inputs = tuple(x.transpose(0, 1) for x in inputs)
         plan = compiled.plan(len(inputs[0]), self._chunk) if is_sequence else None
         tensors = [self._mirror.tensor(name) for name in compiled.weight_names]
-        learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*inputs, *tensors))
-        call = Call(compiled, {}, self._carry_for(compiled, learns), [view_tensor(x) for x in inputs], plan)
+        learns = torch.is_grad_enabled() and any(
+            t is not None and t.requires_grad for t in (*inputs, *tensors)
+        )
+        call = Call(
+            compiled, {}, self._carry_for(compiled, learns), [view_tensor(x) for x in inputs], plan
+        )
         if learns:
             with torch.autograd.graph.saved_tensors_hooks(lambda _: call, _hold):
                 flat = _OnlineStep.apply(self, call, len(inputs), *inputs, *tensors)
         else:
             flat = self._advance(call, False)
-        return jax.tree.unflatten(compiled.out_tree, [y.transpose(0, 1) for y in flat] if flip else flat)
+        return jax.tree.unflatten(
+            compiled.out_tree, [y.transpose(0, 1) for y in flat] if flip else flat
+        )
 
     def _advance(self, call: Call, learns: bool) -> tuple[torch.Tensor, ...]:
         """Runs a call forward and moves the stream; the trace follows when something needs it.
 
-        Weights and inputs lie in torch's memory until the program has ended. A call that may get a loss keeps copies of them, which
-        the program makes; weights that torch has not changed since the last call share one copy.
+        Weights and inputs lie in torch's memory until the program has ended. A call that may get a
+        loss keeps copies of them, which the program makes; weights that torch has not changed since
+        the last call share one copy.
         """
         compiled, mirror = call.compiled, self._mirror
         if learns:
@@ -170,23 +194,30 @@ class OnlineModule(nn.Module):
         else:
             params = mirror.views(compiled.weight_names)
             outputs, new = compiled.run("infer", call.plan)(params, call.carry, call.args)
-        # This waits for the program, all of whose results are there at once: torch may change its memory again.
+        # This waits for the program, all of whose results are there at once: torch may change its
+        # memory again.
         flat = tuple(to_tensor(y, compiled.device(mirror)) for y in outputs)
         for name in compiled.written_buffers:
             self._mirror.write(name, new.other[name])
         self._stream = Stream(compiled.text, compiled.inputs, new, call if learns else None)
         return flat
 
-    def _compiled_for(self, inputs: Sequence[torch.Tensor], sequence: bool | None) -> tuple[TorchStep, bool]:
+    def _compiled_for(
+        self, inputs: Sequence[torch.Tensor], sequence: bool | None
+    ) -> tuple[TorchStep, bool]:
         """The compiled step for these inputs, and whether they are a sequence."""
         if self._mirror.find_again():
             self._steps.clear()
         key = (self._mirror.kind(), sequence, *[(x.shape, x.dtype) for x in inputs])
         found = self._steps.get(key)
         if found is None:
-            step, is_sequence = find_step(self.model, self.rule, self._seed, inputs, sequence, self._dims)
+            step, is_sequence = find_step(
+                self.model, self.rule, self._seed, inputs, sequence, self._dims
+            )
             self._dims = tuple(len(shape) for shape, _ in step.inputs)
-            same = (s for k, (s, _) in self._steps.items() if k[0] == key[0] and s.inputs == step.inputs)
+            same = (
+                s for k, (s, _) in self._steps.items() if k[0] == key[0] and s.inputs == step.inputs
+            )
             self._steps[key] = found = next(same, step), is_sequence
         return found
 
@@ -198,8 +229,9 @@ class OnlineModule(nn.Module):
             return start._replace(other=start.other | self._persistent_of(start.other) | buffers)
         if stream.inputs != compiled.inputs:
             raise InputError(
-                f"The states are those of inputs {show_signature(stream.inputs)}; this input is {show_signature(compiled.inputs)}. They cannot go on with "
-                "another batch. Call `reset()` first to start with new states, or use the same batch size."
+                f"The states are those of inputs {show_signature(stream.inputs)}; this input is "
+                f"{show_signature(compiled.inputs)}. They cannot go on with another batch. Call "
+                "`reset()` first to start with new states, or use the same batch size."
             )
         carry = stream.settle() if learns else stream.carry
         if stream.text != compiled.text:
@@ -209,13 +241,15 @@ class OnlineModule(nn.Module):
     def _persistent_of(self, other: dict[str, Any]) -> dict[str, Any]:
         return {n: x for n, x in self._persistent.items() if n in other}
 
-    # -- states ------------------------------------------------------------------------------------------------
+    # -- states
+    # ------------------------------------------------------------------------------------------------
 
     def reset(self, mask: Any = None) -> None:
-        """Set hidden states and traces back to their initial values; `mask` (batch,) picks batch elements.
+        """Set hidden states and traces back to their initial values; `mask` (batch,) picks batch
+        elements.
 
-        Outputs of earlier steps may still get their loss. Running statistics and the random key are the model's and stay. After a
-        full reset the batch size may change.
+        Outputs of earlier steps may still get their loss. Running statistics and the random key are
+        the model's and stay. After a full reset the batch size may change.
         """
         stream = self._stream
         if stream is None:
@@ -224,10 +258,17 @@ class OnlineModule(nn.Module):
             self._persistent = {n: x for n, x in stream.carry.other.items() if n == "rng_key"}
             self._stream = None
             return
-        known = (s for s, _ in self._steps.values() if s.text == stream.text and s.inputs == stream.inputs)
+        known = (
+            s
+            for s, _ in self._steps.values()
+            if s.text == stream.text and s.inputs == stream.inputs
+        )
         compiled = next(known, None)
         if compiled is None:  # this is a copy that has not run yet
-            raise StateError("The module has not run since it was copied or its layers changed. Call it before `reset(mask)`.")
+            raise StateError(
+                "The module has not run since it was copied or its layers changed. Call it before "
+                "`reset(mask)`."
+            )
         gone = np.asarray(as_array(mask)).astype(bool)
         self._stream = Stream(stream.text, stream.inputs, compiled.reset(stream.settle(), gone))
 
@@ -235,13 +276,18 @@ class OnlineModule(nn.Module):
     def graph(self) -> ETraceGraph:
         """The compiled graph of the last new kind of input; there is one after the first call."""
         if not self._steps:
-            raise StateError("The module has seen no input yet, so there is no graph. Call it first.")
+            raise StateError(
+                "The module has seen no input yet, so there is no graph. Call it first."
+            )
         return next(reversed(self._steps.values()))[0].core.program.graph
 
-    # -- state dicts, copies -----------------------------------------------------------------------------------
+    # -- state dicts, copies
+    # -----------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **options: Any) -> Any:
-        """The model's own state dict, under the model's names; hidden states and traces are not in it."""
+        """The model's own state dict, under the model's names; hidden states and traces are not in
+        it.
+        """
         return self.model.state_dict(*args, **options)
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest: Any) -> None:
@@ -250,7 +296,9 @@ class OnlineModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a pickle takes along: model, rule, states and traces; compiled programs are made anew."""
+        """What a copy or a pickle takes along: model, rule, states and traces; compiled programs
+        are made anew.
+        """
         state = super().__getstate__() if hasattr(super(), "__getstate__") else self.__dict__.copy()
         state = {n: v for n, v in state.items() if n not in ("_mirror", "_steps", "_stream")}
         stream = self._stream
@@ -270,7 +318,9 @@ class _OnlineStep(torch.autograd.Function):
     """The call as a node of torch's graph."""
 
     @staticmethod
-    def forward(ctx: Any, module: OnlineModule, call: Call, num_inputs: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, module: OnlineModule, call: Call, num_inputs: int, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.num_inputs = num_inputs
         ctx.save_for_backward(torch.empty(0))  # stands for the call, see `_hold`
         outputs = module._advance(call, True)
@@ -281,23 +331,35 @@ class _OnlineStep(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple:
         call: Call = ctx.saved_tensors[0].call
-        y_bar = [view_tensor(c) for c, wanted in zip(cotangents, call.compiled.core.float_outputs, strict=True) if wanted]
+        y_bar = [
+            view_tensor(c)
+            for c, wanted in zip(cotangents, call.compiled.core.float_outputs, strict=True)
+            if wanted
+        ]
         needs = ctx.needs_input_grad[3:]
         found: list[torch.Tensor | None] = [None] * len(needs)
         device = cotangents[0].device
         if any(needs[ctx.num_inputs :]):
             found[ctx.num_inputs :] = [to_tensor(g, device) for g in call.gradients(y_bar)]
         if any(needs[: ctx.num_inputs]):
-            grads = call.compiled.run("inputs", call.plan)(call.params, call.carry, call.args, y_bar)
+            grads = call.compiled.run("inputs", call.plan)(
+                call.params, call.carry, call.args, y_bar
+            )
             found[: ctx.num_inputs] = [None if g is None else to_tensor(g, device) for g in grads]
-        return None, None, None, *(g if wanted else None for g, wanted in zip(found, needs, strict=True))
+        return (
+            None,
+            None,
+            None,
+            *(g if wanted else None for g, wanted in zip(found, needs, strict=True)),
+        )
 
 
 def _hold(call: Call) -> torch.Tensor:
     """A tensor that brings a call to the backward pass.
 
-    torch frees what it has saved for a backward pass when that pass has run, or the graph is gone; so calls are kept there, and not
-    in the node itself, which lives as long as any loss that a user collects.
+    torch frees what it has saved for a backward pass when that pass has run, or the graph is gone;
+    so calls are kept there, and not in the node itself, which lives as long as any loss that a user
+    collects.
     """
     holder = torch.empty(0)
     holder.call = call  # pyright: ignore[reportAttributeAccessIssue]
@@ -308,12 +370,20 @@ def _adopt(carry: OnlineCarry, start: OnlineCarry, learns: bool) -> OnlineCarry:
     """The states of one step for another, as after `eval()`; its trace is zero."""
     if learns and carry.trace is not None:
         raise StateError(
-            "The model's step has changed within a stream (`train()`, `eval()`, `requires_grad_` or a new layer), and its traces belong "
-            "to the step before. Call `reset()` first, or run the other mode under `torch.no_grad()`."
+            "The model's step has changed within a stream (`train()`, `eval()`, `requires_grad_` "
+            "or a new layer), and its traces belong to the step before. Call `reset()` first, or "
+            "run the other mode under `torch.no_grad()`."
         )
-    if {n: h.shape for n, h in carry.hidden.items()} != {n: h.shape for n, h in start.hidden.items()}:
-        raise StateError("The model has other hidden states than before. Call `reset()` first to start with new ones.")
-    return OnlineCarry(carry.hidden, start.other | {n: x for n, x in carry.other.items() if n in start.other}, None)
+    if {n: h.shape for n, h in carry.hidden.items()} != {
+        n: h.shape for n, h in start.hidden.items()
+    }:
+        raise StateError(
+            "The model has other hidden states than before. Call `reset()` first to start with "
+            "new ones."
+        )
+    return OnlineCarry(
+        carry.hidden, start.other | {n: x for n, x in carry.other.items() if n in start.other}, None
+    )
 
 
 def _as_tensor(x: Any) -> torch.Tensor:

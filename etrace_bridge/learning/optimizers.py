@@ -1,8 +1,10 @@
-"""Optimizers inside the learner's one jitted call: optax as it is, `torch.optim` translated to optax.
+"""Optimizers inside the learner's one jitted call: optax as it is, `torch.optim` translated to
+optax.
 
-A translated optimizer keeps torch's own names for its slots (`exp_avg`, `momentum_buffer`, …), so its state comes from and goes
-back to the torch optimizer. Learning rates and the other numbers of a parameter group are read from the torch optimizer
-whenever they change, so torch's schedulers work on it.
+A translated optimizer keeps torch's own names for its slots (`exp_avg`, `momentum_buffer`, …), so
+its state comes from and goes back to the torch optimizer. Learning rates and the other numbers of a
+parameter group are read from the torch optimizer whenever they change, so torch's schedulers work
+on it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from etrace_bridge._errors import InputError, NotSupportedError
 from etrace_bridge.frontend import to_real_jax, to_torch
 from etrace_bridge.learning.torch_rules import TORCH_RULES, Arrays
 
-# -- translation ------------------------------------------------------------------------------------------------
+# -- translation
+# ------------------------------------------------------------------------------------------------
 
 
 class TranslatedState(NamedTuple):
@@ -44,7 +47,9 @@ class Translated:
         parameters: the model's parameters by torch name.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
+    ) -> None:
         self.optimizer = optimizer
         self.rule = TORCH_RULES[type(optimizer)]
         self.tensors = parameters
@@ -66,17 +71,25 @@ class Translated:
         """The groups' numbers, (groups, numbers)."""
         if self._structure() != self._fixed:
             raise InputError(
-                f"The parameter groups of `{type(self.optimizer).__name__}` changed in more than their numbers after the learner was "
-                "made (a group was added, or a flag such as `nesterov` was switched). Make a new learner."
+                f"The parameter groups of `{type(self.optimizer).__name__}` changed in more than "
+                "their numbers after the learner was made (a group was added, or a flag such as "
+                "`nesterov` was switched). Make a new learner."
             )
         # torch's schedulers warn unless the optimizer says that it has stepped.
         self.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
-        return np.array([[float(v) for v in self.rule.numbers(g).values()] for g in self.optimizer.param_groups])
+        return np.array(
+            [[float(v) for v in self.rule.numbers(g).values()] for g in self.optimizer.param_groups]
+        )
 
     def _structure(self) -> tuple:
         groups = self.optimizer.param_groups
         return tuple(
-            (tuple(map(id, g["params"])), tuple(self.rule.slots(g)), tuple(bool(g.get(k)) for k in self.rule.fixed)) for g in groups
+            (
+                tuple(map(id, g["params"])),
+                tuple(self.rule.slots(g)),
+                tuple(bool(g.get(k)) for k in self.rule.fixed),
+            )
+            for g in groups
         )
 
     def _init(self, theta: Arrays) -> TranslatedState:
@@ -94,12 +107,21 @@ class Translated:
                 slots.setdefault(slot, {})[name] = array
         if len(counts) > 1:
             raise NotSupportedError(
-                f"The parameters of this `{type(self.optimizer).__name__}` were updated different numbers of times: "
-                f"{sorted(counts)}. Make a new optimizer, or step all parameters equally often."
+                f"The parameters of this `{type(self.optimizer).__name__}` were updated different "
+                f"numbers of times: {sorted(counts)}. Make a new optimizer, or step all parameters "
+                "equally often."
             )
         return TranslatedState(jnp.asarray(counts.pop() if counts else 0, jnp.int32), slots)
 
-    def _update(self, grads: Arrays, state: TranslatedState, params: Arrays | None = None, *, numbers: Any, **_: Any):
+    def _update(
+        self,
+        grads: Arrays,
+        state: TranslatedState,
+        params: Arrays | None = None,
+        *,
+        numbers: Any,
+        **_: Any,
+    ):
         if params is None:
             raise InputError("A torch optimizer's update needs the parameters.")
         count = state.count + 1
@@ -107,14 +129,17 @@ class Translated:
         new: dict[str, Arrays] = {slot: dict(held) for slot, held in state.slots.items()}
         for name, g in grads.items():
             if name not in self.group_of:
-                changes[name] = jnp.zeros_like(params[name])  # not among the optimizer's parameters: stays as it is
+                # not among the optimizer's parameters: stays as it is
+                changes[name] = jnp.zeros_like(params[name])
                 continue
             place = self.group_of[name]
             group = self.optimizer.param_groups[place]
             n = {key: numbers[place, i].astype(g.dtype) for i, key in enumerate(self._names)}
             held = {slot: arrays[name] for slot, arrays in state.slots.items() if name in arrays}
             g = -g if group["maximize"] else g
-            changes[name], slots = self.rule.update(params[name], g, held, n, count.astype(g.dtype), group)
+            changes[name], slots = self.rule.update(
+                params[name], g, held, n, count.astype(g.dtype), group
+            )
             for slot, array in slots.items():
                 new[slot][name] = array
         return changes, TranslatedState(count, new)
@@ -125,7 +150,11 @@ class Translated:
         for one in found:
             count = int(one.count)
             for name in self.group_of:
-                mine = {slot: to_torch(arrays[name], self.tensors[name]) for slot, arrays in one.slots.items() if name in arrays}
+                mine = {
+                    slot: to_torch(arrays[name], self.tensors[name])
+                    for slot, arrays in one.slots.items()
+                    if name in arrays
+                }
                 if not mine or not count:
                     continue
                 if type(self.optimizer) is not torch.optim.SGD:
@@ -143,7 +172,9 @@ def _count_in(held: Mapping) -> int:
     return int(held.get("momentum_buffer") is not None)
 
 
-def group_places(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
+def group_places(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
+) -> dict[str, int]:
     """The parameter group of each named parameter that the optimizer has."""
     names = {id(p): name for name, p in reversed(parameters.items())}
     places: dict[str, int] = {}
@@ -156,13 +187,15 @@ def group_places(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torc
                 strangers.append(f"group {place}, shape {tuple(p.shape)}")
     if strangers:
         raise InputError(
-            f"`{type(optimizer).__name__}` holds {len(strangers)} tensor(s) that are no parameters of the model ({'; '.join(strangers[:5])}). "
-            "The learner can only update the model's own parameters: make the optimizer from `model.parameters()`."
+            f"`{type(optimizer).__name__}` holds {len(strangers)} tensor(s) that are no parameters "
+            f"of the model ({'; '.join(strangers[:5])}). The learner can only update the model's "
+            "own parameters: make the optimizer from `model.parameters()`."
         )
     return places
 
 
-# -- what the learner uses --------------------------------------------------------------------------------------
+# -- what the learner uses
+# --------------------------------------------------------------------------------------
 
 
 class UpdateState(NamedTuple):
@@ -184,7 +217,8 @@ class Updater:
     """Turns gradients into new weights, purely.
 
     Attributes:
-        transform: clipping, the optimizer, the schedule and accumulation, as one optax transformation.
+        transform: clipping, the optimizer, the schedule and accumulation, as one optax
+            transformation.
         translated: the torch optimizer behind it, if there is one.
         track_norm: keep the norm of the last gradients.
     """
@@ -199,11 +233,17 @@ class Updater:
         norm = jnp.zeros((), jnp.result_type(*jax.tree.leaves(theta))) if self.track_norm else None
         return UpdateState(self.transform.init(theta), self.numbers(theta), norm)
 
-    def update(self, grads: Arrays, state: UpdateState, theta: Arrays) -> tuple[Arrays, UpdateState]:
+    def update(
+        self, grads: Arrays, state: UpdateState, theta: Arrays
+    ) -> tuple[Arrays, UpdateState]:
         """New weights and state."""
         changes, inner = self.transform.update(grads, state.inner, theta, numbers=state.numbers)
         new = {name: theta[name] + changes[name].astype(theta[name].dtype) for name in theta}
-        return new, UpdateState(inner, state.numbers, gradient_norm(grads).astype(state.norm.dtype) if self.track_norm else None)
+        return new, UpdateState(
+            inner,
+            state.numbers,
+            gradient_norm(grads).astype(state.norm.dtype) if self.track_norm else None,
+        )
 
     def numbers(self, theta: Any) -> Any:
         """The torch groups' numbers as they are now; None for optax."""
@@ -220,7 +260,9 @@ def gradient_norm(grads: Any) -> Any:
 
 
 def clip_by_norm(most: float) -> optax.GradientTransformation:
-    """Scales all gradients so that their common norm is at most `most`, as `torch.nn.utils.clip_grad_norm_` does."""
+    """Scales all gradients so that their common norm is at most `most`, as
+    `torch.nn.utils.clip_grad_norm_` does.
+    """
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         factor = jnp.minimum(most / (gradient_norm(grads) + 1e-6), 1)
@@ -243,13 +285,21 @@ class AveragingState(NamedTuple):
     waiting: Any
 
 
-def average_gradients(inner: optax.GradientTransformationExtraArgs, number: int) -> optax.GradientTransformationExtraArgs:
-    """One update from the mean of every `number` gradients (optax's own averages in float32, whatever the weights are)."""
+def average_gradients(
+    inner: optax.GradientTransformationExtraArgs, number: int
+) -> optax.GradientTransformationExtraArgs:
+    """One update from the mean of every `number` gradients (optax's own averages in float32,
+    whatever the weights are).
+    """
 
     def init(theta: Any) -> AveragingState:
-        return AveragingState(inner.init(theta), jax.tree.map(jnp.zeros_like, theta), jnp.zeros((), jnp.int32))
+        return AveragingState(
+            inner.init(theta), jax.tree.map(jnp.zeros_like, theta), jnp.zeros((), jnp.int32)
+        )
 
-    def update(grads: Any, state: AveragingState, params: Any = None, **extra: Any) -> tuple[Any, AveragingState]:
+    def update(
+        grads: Any, state: AveragingState, params: Any = None, **extra: Any
+    ) -> tuple[Any, AveragingState]:
         total = jax.tree.map(lambda t, g: t + g / number, state.total, grads)
         zero = jax.tree.map(jnp.zeros_like, total)
 
@@ -274,7 +324,8 @@ def make_updater(
     schedule: Callable[[Any], Any] | None = None,
     track_norm: bool = False,
 ) -> Updater | None:
-    """The update that a learner's options describe; None for a torch optimizer that has no translation.
+    """The update that a learner's options describe; None for a torch optimizer that has no
+    translation.
 
     Args:
         optimizer: optax transformation, torch optimizer, or None for no update at all.
@@ -290,17 +341,23 @@ def make_updater(
         inner = optax.set_to_zero()
     elif isinstance(optimizer, torch.optim.Optimizer):
         if parameters is None:
-            raise InputError("A torch optimizer needs a torch model; this learner was made from a brainstate module. Use optax.")
+            raise InputError(
+                "A torch optimizer needs a torch model; this learner was made from a brainstate "
+                "module. Use optax."
+            )
         if type(optimizer) not in TORCH_RULES:
             return None
         translated = Translated(optimizer, parameters)
         inner = translated.transform
-    elif isinstance(optimizer, optax.GradientTransformation) or (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+    elif isinstance(optimizer, optax.GradientTransformation) or (
+        hasattr(optimizer, "init") and hasattr(optimizer, "update")
+    ):
         inner = optimizer
     else:
         raise InputError(
-            f"`optimizer` is a {type(optimizer).__name__}; it must be an optax transformation such as `optax.adam(1e-3)`, or a torch "
-            "optimizer such as `torch.optim.Adam(model.parameters())`."
+            f"`optimizer` is a {type(optimizer).__name__}; it must be an optax transformation such "
+            "as `optax.adam(1e-3)`, or a torch optimizer such as "
+            "`torch.optim.Adam(model.parameters())`."
         )
     steps: Sequence[Any] = [
         *([clip_by_norm(clip_norm)] if clip_norm is not None else []),

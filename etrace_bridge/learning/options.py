@@ -30,13 +30,17 @@ class Options:
     def __post_init__(self) -> None:
         if self.loss_at not in LOSS_AT:
             raise InputError(
-                f"`loss_at` is {self.loss_at!r}; it must be 'last', 'every' or 'model' for one target for each sequence, or None for "
-                "targets of every step."
+                f"`loss_at` is {self.loss_at!r}; it must be 'last', 'every' or 'model' for one "
+                "target for each sequence, or None for targets of every step."
             )
         if self.reduction not in ("mean", "sum"):
             raise InputError(f"`reduction` is {self.reduction!r}; it must be 'mean' or 'sum'.")
         if not isinstance(self.accumulate, int) or self.accumulate < 1:
-            raise InputError(f"`accumulate` is {self.accumulate!r}; it must be a positive number of gradients.")
+            raise InputError(
+                f"`accumulate` is {self.accumulate!r}; it must be a positive number of gradients."
+            )
         for name, value in (("clip_norm", self.clip_norm), ("clip_value", self.clip_value)):
             if value is not None and not value > 0:
-                raise InputError(f"`{name}` is {value!r}; it must be positive, or None for no clipping.")
+                raise InputError(
+                    f"`{name}` is {value!r}; it must be positive, or None for no clipping."
+                )

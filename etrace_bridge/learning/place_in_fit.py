@@ -1,4 +1,6 @@
-"""How far a call of `fit` has come: what a checkpoint needs so that another process can go on with it, bit for bit."""
+"""How far a call of `fit` has come: what a checkpoint needs so that another process can go on with
+it, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,10 @@ class BestEpoch:
         compiled, state = store.compiled, store.state
         kept = store.placement.put(self.kept)
         theta = [kept[f"parameter {n}"] for n in compiled.weight_names]
-        other = [kept.get(f"carried {n}", x) for n, x in zip(compiled.other_names, state.other, strict=True)]
+        other = [
+            kept.get(f"carried {n}", x)
+            for n, x in zip(compiled.other_names, state.other, strict=True)
+        ]
         store.state = state.replace(theta=theta, other=other)
 
 
@@ -65,8 +70,9 @@ class PlaceInFit:
         batch: batches of it that are done.
         total: sum of their losses.
         sums: for each further number of the epoch its weighted sum, and the sum of the weights.
-        stage: `"batches"` while there are batches or a validation to come, `"callbacks"` after the scheduler's step, `"end"`
-            after the epoch, `"over"` if training has ended before the last epoch.
+        stage: `"batches"` while there are batches or a validation to come, `"callbacks"` after the
+            scheduler's step, `"end"` after the epoch, `"over"` if training has ended before the
+            last epoch.
         best: the best epoch, if early stopping is on.
         scheduler: what the learning-rate scheduler holds.
         generators: states of the random generators before the epoch's first batch.
@@ -83,7 +89,13 @@ class PlaceInFit:
 
     def start_epoch(self, source: Any) -> None:
         """The next epoch, before its first batch."""
-        self.epoch, self.batch, self.total, self.sums, self.stage = self.epoch + 1, 0, 0.0, {}, "batches"
+        self.epoch, self.batch, self.total, self.sums, self.stage = (
+            self.epoch + 1,
+            0,
+            0.0,
+            {},
+            "batches",
+        )
         self.generators = generator_states(source)
 
     def pack(self) -> tuple[Tensors, dict[str, Any]]:
@@ -97,7 +109,9 @@ class PlaceInFit:
             "total": self.total,
             "sums": self.sums,
             "stage": self.stage,
-            "best": None if self.best is None else {"value": self.best.value, "since": self.best.since},
+            "best": None
+            if self.best is None
+            else {"value": self.best.value, "since": self.best.since},
             "scheduler": self.scheduler,
         }
 
@@ -106,19 +120,26 @@ class PlaceInFit:
         """The place that `pack` has described; raises if it does not fit the learner."""
         saved = {name: t for name, t in arrays.items() if name.startswith(PREFIX)}
         kept = {name: saved.pop(name) for name in list(saved) if name.startswith(f"{PREFIX}best ")}
-        place = cls(**{**facts, "best": None if facts["best"] is None else BestEpoch(**facts["best"])})
+        place = cls(
+            **{**facts, "best": None if facts["best"] is None else BestEpoch(**facts["best"])}
+        )
         if kept:
             if place.best is None or not store.started:
-                raise CheckpointError("The checkpoint has the weights of a best epoch, but there was none.")
+                raise CheckpointError(
+                    "The checkpoint has the weights of a best epoch, but there was none."
+                )
             own = {f"{PREFIX}best {name}": x for name, x in model_arrays(store).items()}
             raise_differences(compare({name: as_tensor(x) for name, x in own.items()}, kept, ""))
-            place.best.kept = {name.removeprefix(f"{PREFIX}best "): like(x, kept[name]) for name, x in own.items()}
+            place.best.kept = {
+                name.removeprefix(f"{PREFIX}best "): like(x, kept[name]) for name, x in own.items()
+            }
         place.generators = {name.removeprefix(f"{PREFIX}random "): t for name, t in saved.items()}
         check_generator_states(place.generators)
         return place
 
 
-# -- random generators --------------------------------------------------------------------------------------------
+# -- random generators
+# --------------------------------------------------------------------------------------------
 
 
 def generator_states(source: Any) -> Tensors:
@@ -140,7 +161,15 @@ def set_generator_states(states: Tensors, source: Any) -> None:
     """Puts the generators back to where they were."""
     torch.set_rng_state(states["torch"])
     numbers = states["numpy"].tolist()
-    np.random.set_state(("MT19937", np.array(numbers[:-2], np.uint32), numbers[-2], numbers[-1], float(states["numpy gauss"])))
+    np.random.set_state(
+        (
+            "MT19937",
+            np.array(numbers[:-2], np.uint32),
+            numbers[-2],
+            numbers[-1],
+            float(states["numpy gauss"]),
+        )
+    )
     version, *numbers, has_gauss = states["python"].tolist()
     random.setstate((version, tuple(numbers), float(states["python gauss"]) if has_gauss else None))
     own = getattr(source, "generator", None)
@@ -151,25 +180,40 @@ def set_generator_states(states: Tensors, source: Any) -> None:
 def check_generator_states(states: Tensors) -> None:
     """Raises if these are not states that generators can have."""
     plain = generator_states(None)
-    expected = {name: (t.dtype, t.shape) for name, t in plain.items()} | {"loader": (torch.uint8, plain["torch"].shape)}
-    found = {"loader": expected["loader"]} | {name: (t.dtype, t.shape) for name, t in states.items()}
+    expected = {name: (t.dtype, t.shape) for name, t in plain.items()} | {
+        "loader": (torch.uint8, plain["torch"].shape)
+    }
+    found = {"loader": expected["loader"]} | {
+        name: (t.dtype, t.shape) for name, t in states.items()
+    }
     fits = found == expected
     if fits:
         keys, python = states["numpy"], states["python"]
         fits = bool(((keys >= 0) & (keys < 2**32)).all() & (keys[-2] <= 624) & (keys[-1] <= 1))
-        fits = fits and bool(((python >= 0) & (python < 2**32)).all() & (python[0] == 3) & (python[-2] <= 624) & (python[-1] <= 1))
+        fits = fits and bool(
+            ((python >= 0) & (python < 2**32)).all()
+            & (python[0] == 3)
+            & (python[-2] <= 624)
+            & (python[-1] <= 1)
+        )
     if not fits:
         raise CheckpointError("The checkpoint's states of random generators are damaged.")
 
 
-# -- learning-rate schedulers -------------------------------------------------------------------------------------
+# -- learning-rate schedulers
+# -------------------------------------------------------------------------------------
 
 
 def scheduler_state(scheduler: Any) -> list[dict[str, Any]] | None:
-    """The numbers that a torch scheduler holds, and those of schedulers inside it; what it was made with is not among them."""
+    """The numbers that a torch scheduler holds, and those of schedulers inside it; what it was made
+    with is not among them.
+    """
     if scheduler is None:
         return None
-    return [{key: value for key, value in vars(one).items() if _is_numbers(value)} for one in _with_inner(scheduler)]
+    return [
+        {key: value for key, value in vars(one).items() if _is_numbers(value)}
+        for one in _with_inner(scheduler)
+    ]
 
 
 def set_scheduler_state(scheduler: Any, state: list[dict[str, Any]] | None) -> None:
@@ -177,17 +221,23 @@ def set_scheduler_state(scheduler: Any, state: list[dict[str, Any]] | None) -> N
     inner = [] if scheduler is None else _with_inner(scheduler)
     if len(inner) != len(state or []):
         raise CheckpointError(
-            f"The interrupted `fit` had {len(state or [])} learning-rate schedulers, this one has {len(inner)}. Pass the same `scheduler`."
+            f"The interrupted `fit` had {len(state or [])} learning-rate schedulers, this one has "
+            f"{len(inner)}. Pass the same `scheduler`."
         )
     for one, numbers in zip(inner, state or [], strict=True):
         vars(one).update(numbers)
     # A scheduler that is made after `load` has changed the learning rates when it was made.
-    for group, rate in zip(inner[0].optimizer.param_groups, inner[0].get_last_lr(), strict=True) if inner else ():
+    for group, rate in (
+        zip(inner[0].optimizer.param_groups, inner[0].get_last_lr(), strict=True) if inner else ()
+    ):
         group["lr"] = rate
 
 
 def _with_inner(scheduler: Any) -> list[Any]:
-    return [scheduler, *(each for one in getattr(scheduler, "_schedulers", ()) for each in _with_inner(one))]
+    return [
+        scheduler,
+        *(each for one in getattr(scheduler, "_schedulers", ()) for each in _with_inner(one)),
+    ]
 
 
 def _is_numbers(value: Any) -> bool:

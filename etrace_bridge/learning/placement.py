@@ -43,27 +43,42 @@ class Placement:
         spans_processes: the mesh has devices of other processes.
     """
 
-    def __init__(self, device: Any = None, mesh: Mesh | None = None, partition: str | None = None) -> None:
+    def __init__(
+        self, device: Any = None, mesh: Mesh | None = None, partition: str | None = None
+    ) -> None:
         if device is not None and mesh is not None:
-            raise InputError("`device` and `mesh` were both given; a mesh already names its devices.")
+            raise InputError(
+                "`device` and `mesh` were both given; a mesh already names its devices."
+            )
         if mesh is not None and not isinstance(mesh, Mesh):
-            raise InputError(f"`mesh` is a {type(mesh).__name__}; it must be a `jax.sharding.Mesh`.")
+            raise InputError(
+                f"`mesh` is a {type(mesh).__name__}; it must be a `jax.sharding.Mesh`."
+            )
         self.mesh = mesh
         self.device = find_device(device)
         self.spans_processes = mesh is not None and mesh.is_multi_process
         axes = () if mesh is None else mesh.axis_names
         if partition is not None and partition not in axes:
             known = f"its axes are {', '.join(map(repr, axes))}" if axes else "there is no `mesh`"
-            raise InputError(f"`partition` is {partition!r}; it must name an axis of the mesh, and {known}.")
+            raise InputError(
+                f"`partition` is {partition!r}; it must name an axis of the mesh, and {known}."
+            )
         if partition is not None and self.spans_processes:
-            raise InputError("`partition` divides units over the devices of one process; this mesh spans several. Leave it out.")
+            raise InputError(
+                "`partition` divides units over the devices of one process; this mesh spans "
+                "several. Leave it out."
+            )
         self.partition = partition
         self._batch_axes = tuple(name for name in axes if name != partition)
-        self._parts = math.prod(mesh.shape[name] for name in self._batch_axes) if mesh is not None else 1
+        self._parts = (
+            math.prod(mesh.shape[name] for name in self._batch_axes) if mesh is not None else 1
+        )
 
     @property
     def is_single(self) -> bool:
-        """Whether there is one device only, so that a step's inputs follow the learner's own arrays there."""
+        """Whether there is one device only, so that a step's inputs follow the learner's own arrays
+        there.
+        """
         return self.mesh is None
 
     @property
@@ -113,7 +128,8 @@ class Placement:
             fewer, more = (batch or 0) // count * count, ((batch or 0) // count + 1) * count
             sizes = f"{fewer} or {more}" if fewer else str(more)
             raise InputError(
-                f"The batch of {batch} cannot be divided over the mesh's {count} devices. Use a multiple of {count}, such as {sizes}."
+                f"The batch of {batch} cannot be divided over the mesh's {count} devices. Use a "
+                f"multiple of {count}, such as {sizes}."
             )
 
     def spec(self, shape: Sequence[int], axis: int, batch: int | None) -> PartitionSpec:
@@ -123,7 +139,9 @@ class Placement:
         return PartitionSpec(*(None,) * axis, self._batch_axes)
 
     def _state_spec(self, shape: Sequence[int], batch: int | None) -> PartitionSpec:
-        """Of a hidden state or a rule's memory: along the batch, and along the units, whose axis comes next."""
+        """Of a hidden state or a rule's memory: along the batch, and along the units, whose axis
+        comes next.
+        """
         axis = next((n for n, size in enumerate(shape) if size == batch), 0)
         spec = self.spec(shape, axis, batch)
         if self._divides_units(shape, axis + 1) and spec:
@@ -132,30 +150,51 @@ class Placement:
 
     def _divides_units(self, shape: Sequence[int], axis: int) -> bool:
         mesh: Any = self.mesh
-        return self.partition is not None and len(shape) > axis and shape[axis] % mesh.shape[self.partition] == 0
+        return (
+            self.partition is not None
+            and len(shape) > axis
+            and shape[axis] % mesh.shape[self.partition] == 0
+        )
 
     def _weight_specs(self, program: StepProgram) -> dict[tuple[int, ...], PartitionSpec]:
-        """How weights of each shape are divided: those that meet data at a trace, along the axis of their units."""
+        """How weights of each shape are divided: those that meet data at a trace, along the axis of
+        their units.
+        """
         specs: dict[tuple[int, ...], PartitionSpec] = {}
         for contact in program.traced_contacts if self.partition is not None else ():
             shape, form = contact.view.var.aval.shape, contact.form
             axes = [n for n, letter in enumerate(form.view) if letter in form.out]
-            if contact.x is not None and contact.view.var in program.weight_vars and axes and self._divides_units(shape, axes[0]):
+            if (
+                contact.x is not None
+                and contact.view.var in program.weight_vars
+                and axes
+                and self._divides_units(shape, axes[0])
+            ):
                 specs.setdefault(tuple(shape), PartitionSpec(*(None,) * axes[0], self.partition))
         return specs
 
     # -- inside programs ---------------------------------------------------------------------------
 
     def settle(self, tree: Any, axis: int | None, batch: int | None) -> Any:
-        """Results of a program, divided along the batch on this axis; None: every device has all of them."""
+        """Results of a program, divided along the batch on this axis; None: every device has all of
+        them.
+        """
         if self.mesh is None:
             return tree
-        spec = (lambda x: PartitionSpec()) if axis is None else (lambda x: self.spec(x.shape, axis, batch))
+        spec = (
+            (lambda x: PartitionSpec())
+            if axis is None
+            else (lambda x: self.spec(x.shape, axis, batch))
+        )
         return self._constrain(tree, spec)
 
     def settle_state(self, tree: Any, batch: int | None) -> Any:
         """The same for hidden states and a rule's memory, along batch and units."""
-        return tree if self.mesh is None else self._constrain(tree, lambda x: self._state_spec(x.shape, batch))
+        return (
+            tree
+            if self.mesh is None
+            else self._constrain(tree, lambda x: self._state_spec(x.shape, batch))
+        )
 
     def settle_weights(self, tree: Any, program: StepProgram) -> Any:
         """The same for weights and what an optimizer keeps of their shapes."""
@@ -166,7 +205,9 @@ class Placement:
 
     def _constrain(self, tree: Any, spec: Callable[[Any], PartitionSpec]) -> Any:
         mesh: Any = self.mesh
-        return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(x))), tree)
+        return jax.tree.map(
+            lambda x: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec(x))), tree
+        )
 
     def _place(self, x: Any, spec: PartitionSpec) -> Any:
         sharding = NamedSharding(self.mesh, spec)  # pyright: ignore[reportArgumentType] - there is a mesh
@@ -197,14 +238,16 @@ class Placement:
         each, rows = len(mesh.local_devices), np.shape(x)[axis]
         if rows % each:
             raise InputError(
-                f"This process's part of the batch has {rows} elements, which cannot be divided over its {each} devices. "
-                f"Use a multiple of {each}."
+                f"This process's part of the batch has {rows} elements, which cannot be divided "
+                f"over its {each} devices. Use a multiple of {each}."
             )
         sharding = NamedSharding(mesh, PartitionSpec(*(None,) * axis, mesh.axis_names))
         return jax.make_array_from_process_local_data(sharding, np.asarray(x))
 
     def stand_in(self, tree: Any) -> Any:
-        """One step's targets as large as those of all processes, as the user gave them; their values do not matter."""
+        """One step's targets as large as those of all processes, as the user gave them; their
+        values do not matter.
+        """
         if not self.spans_processes:
             return tree
         mesh: Any = self.mesh
@@ -215,12 +258,22 @@ class Placement:
                 return np.zeros(x.shape, x.dtype)
             if np.ndim(x) == 0:
                 return x
-            return torch.cat([x] * times) if isinstance(x, torch.Tensor) else np.concatenate([np.asarray(x)] * times)
+            return (
+                torch.cat([x] * times)
+                if isinstance(x, torch.Tensor)
+                else np.concatenate([np.asarray(x)] * times)
+            )
 
         return jax.tree.map(whole, tree)
 
-    def together(self, call: str, read: Callable[[], T], shapes_of: Callable[[T], Sequence[Any]] = lambda _: ()) -> T:
-        """What `read` gives; raises in every process if it raises in one, or if they do not make the same call.
+    def together(
+        self,
+        call: str,
+        read: Callable[[], T],
+        shapes_of: Callable[[T], Sequence[Any]] = lambda _: (),
+    ) -> T:
+        """What `read` gives; raises in every process if it raises in one, or if they do not make
+        the same call.
 
         Otherwise they would wait for each other for ever, or add up what does not belong together.
 
@@ -237,7 +290,9 @@ class Placement:
             shapes = [(tuple(np.shape(a)), str(a.dtype)) for a in shapes_of(found)]
         except BridgeError as error:
             problem = error
-        code = REFUSED if problem is not None else zlib.crc32(f"{call} {shapes}".encode()) & 0x7FFFFFFF
+        code = (
+            REFUSED if problem is not None else zlib.crc32(f"{call} {shapes}".encode()) & 0x7FFFFFFF
+        )
         codes = np.asarray(multihost_utils.process_allgather(np.array(code, np.int32))).reshape(-1)
         if problem is not None:
             raise problem
@@ -245,13 +300,16 @@ class Placement:
             return found  # pyright: ignore[reportReturnType] - there was no problem
         refused = [str(n) for n in np.flatnonzero(codes == REFUSED)]
         if refused:
-            raise InputError(f"Process {', '.join(refused)} refused its data; its own error says why.")
+            raise InputError(
+                f"Process {', '.join(refused)} refused its data; its own error says why."
+            )
         here = "".join(f" of {dtype}{shape}" for shape, dtype in shapes)
         others = ", ".join(str(n) for n in np.flatnonzero(codes != code))
         raise InputError(
-            f"The processes do not do the same. Process {jax.process_index()} is at `{call}`{here}; process {others} is elsewhere, or "
-            "has data of another shape. All must make the same calls with parts of one shape: give the loaders `drop_last=True`, and "
-            "samplers of equal length."
+            f"The processes do not do the same. Process {jax.process_index()} is at "
+            f"`{call}`{here}; process {others} is elsewhere, or has data of another shape. All "
+            "must make the same calls with parts of one shape: give the loaders `drop_last=True`, "
+            "and samplers of equal length."
         )
 
     def first(self, value: bool) -> bool:
@@ -267,7 +325,8 @@ class Placement:
         sums = np.array([(mean * weight, weight) for mean, weight in values.values()], np.float64)
         total = np.sum(gather_float64(sums), axis=0)
         return {
-            name: (float(s / w) if w else float("nan"), float(w)) for name, (s, w) in zip(values, total, strict=True)
+            name: (float(s / w) if w else float("nan"), float(w))
+            for name, (s, w) in zip(values, total, strict=True)
         }
 
 
@@ -276,11 +335,15 @@ def find_device(device: Any) -> Any:
     if device is None or isinstance(device, jax.Device):
         return device
     if not isinstance(device, str):
-        raise InputError(f"`device` is a {type(device).__name__}; it must be 'cpu', 'gpu', 'tpu' or a `jax.Device`.")
+        raise InputError(
+            f"`device` is a {type(device).__name__}; it must be 'cpu', 'gpu', 'tpu' or a "
+            "`jax.Device`."
+        )
     try:
         return jax.local_devices(backend="gpu" if device == "cuda" else device)[0]
     except RuntimeError as error:
         there = sorted({d.platform for d in jax.devices()})
         raise InputError(
-            f"There is no device {device!r} here; JAX sees: {', '.join(there)}. Install JAX for that device, or leave `device` out."
+            f"There is no device {device!r} here; JAX sees: {', '.join(there)}. Install JAX for "
+            "that device, or leave `device` out."
         ) from error

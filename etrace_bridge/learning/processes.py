@@ -1,4 +1,6 @@
-"""Several processes: joining them, the usual mesh over all their devices, and what each has of an array."""
+"""Several processes: joining them, the usual mesh over all their devices, and what each has of an
+array.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from jax.sharding import Mesh
 from etrace_bridge._errors import InputError
 
 # What `python -m etrace_bridge train --processes N` tells the processes that it starts.
-COORDINATOR, COUNT, INDEX = (f"ETRACE_BRIDGE_{name}" for name in ("COORDINATOR", "PROCESSES", "PROCESS"))
+COORDINATOR, COUNT, INDEX = (
+    f"ETRACE_BRIDGE_{name}" for name in ("COORDINATOR", "PROCESSES", "PROCESS")
+)
 HEARTBEAT_SECONDS = 30  # after which a silent process counts as dead, and the others stop
 
 
@@ -27,13 +31,13 @@ def distributed_mesh(
 ) -> Mesh:
     """The mesh over the devices of all processes, along which a learner divides its batch.
 
-    Joins the processes first, if `jax.distributed` is not initialised yet. Without arguments that is
-    left to JAX, which knows SLURM, Open MPI and Kubernetes, or to `JAX_COORDINATOR_ADDRESS`,
+    Joins the processes first, if `jax.distributed` is not initialised yet. Without arguments that
+    is left to JAX, which knows SLURM, Open MPI and Kubernetes, or to `JAX_COORDINATOR_ADDRESS`,
     `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`; where there is none of these, this process is the only
     one. Call it before anything else uses JAX.
 
-    A process that dies is noticed within `heartbeat_seconds`; the others then end with an error, and
-    a run goes on from its last checkpoint.
+    A process that dies is noticed within `heartbeat_seconds`; the others then end with an error,
+    and a run goes on from its last checkpoint.
 
     Args:
         coordinator: `"host:port"` of process 0.
@@ -44,13 +48,18 @@ def distributed_mesh(
     given = {"coordinator": coordinator, "processes": processes, "process": process}
     missing = [name for name, value in given.items() if value is None]
     if 0 < len(missing) < len(given):
-        raise InputError(f"`{missing[0]}` is missing: give `coordinator`, `processes` and `process`, or none of them.")
+        raise InputError(
+            f"`{missing[0]}` is missing: give `coordinator`, `processes` and `process`, or none of "
+            "them."
+        )
     if not jax.distributed.is_initialized():
         _join(coordinator, processes, process, heartbeat_seconds)
     return Mesh(np.array(jax.devices()), ("batch",))
 
 
-def _join(coordinator: str | None, processes: int | None, process: int | None, seconds: int) -> None:
+def _join(
+    coordinator: str | None, processes: int | None, process: int | None, seconds: int
+) -> None:
     found = os.environ
     if coordinator is None and COORDINATOR in found:
         coordinator, processes, process = found[COORDINATOR], int(found[COUNT]), int(found[INDEX])
@@ -65,23 +74,32 @@ def _join(coordinator: str | None, processes: int | None, process: int | None, s
 def in_cluster(environment: Mapping[str, str]) -> bool:
     """Whether a scheduler has started several processes."""
     sizes = [environment.get(name, "1") for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")]
-    return "JAX_COORDINATOR_ADDRESS" in environment or any(n.isdigit() and int(n) > 1 for n in sizes)
+    return "JAX_COORDINATOR_ADDRESS" in environment or any(
+        n.isdigit() and int(n) > 1 for n in sizes
+    )
 
 
 # -- arrays of several processes -------------------------------------------------------------------
 
 
 def own_part(x: Any) -> Any:
-    """What this process has of an array: all of it, or its rows of a batch that is divided over processes."""
+    """What this process has of an array: all of it, or its rows of a batch that is divided over
+    processes.
+    """
     if not isinstance(x, jax.Array) or x.is_fully_addressable:
         return x
     if x.is_fully_replicated:
         return x.addressable_data(0)
-    parts = {tuple((s.start or 0) for s in shard.index): shard.data for shard in x.addressable_shards}
+    parts = {
+        tuple((s.start or 0) for s in shard.index): shard.data for shard in x.addressable_shards
+    }
     starts = sorted(parts)
     axes = [n for n in range(x.ndim) if len({start[n] for start in starts}) > 1]
     if len(axes) > 1:
-        raise InputError(f"An array of shape {x.shape} is divided along several axes; gather it before it is read.")
+        raise InputError(
+            f"An array of shape {x.shape} is divided along several axes; gather it before it is "
+            "read."
+        )
     return np.concatenate([np.asarray(parts[start]) for start in starts], axes[0] if axes else 0)
 
 

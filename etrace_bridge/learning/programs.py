@@ -1,6 +1,8 @@
-"""The learner's programs as pure functions: a step, the gradients of a sequence, an update from a sequence.
+"""The learner's programs as pure functions: a step, the gradients of a sequence, an update from a
+sequence.
 
-Each takes and gives a `LearnerState`. The learner jits them on the flat list of arrays, which it donates.
+Each takes and gives a `LearnerState`. The learner jits them on the flat list of arrays, which it
+donates.
 """
 
 from __future__ import annotations
@@ -12,7 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from etrace_bridge.learning.guard import choose, full_verdict, hold_back, is_bad, quick_verdict, to_watch
+from etrace_bridge.learning.guard import (
+    choose,
+    full_verdict,
+    hold_back,
+    is_bad,
+    quick_verdict,
+    to_watch,
+)
 from etrace_bridge.learning.online_core import OnlineCore
 from etrace_bridge.learning.optimizers import Updater
 from etrace_bridge.learning.sequence_loss import SequenceLoss
@@ -49,13 +58,23 @@ class ProgramSpec:
 
     def one_step(self, theta: Sequence[Any], args: Sequence[Any], target: Any) -> Chunk:
         """A single time step, given without a time axis."""
-        return self.data([a[None] for a in args], jax.tree.map(lambda t: t[None], target), jnp.ones(1, theta[0].dtype))
+        return self.data(
+            [a[None] for a in args],
+            jax.tree.map(lambda t: t[None], target),
+            jnp.ones(1, theta[0].dtype),
+        )
 
-    def prepare(self, theta: Sequence[Any], before: Carry, args: Sequence[Any], targets: Any) -> tuple[Any, Any]:
-        """Targets of the steps, and the steps' losses if those are known before: of a loss over the whole sequence."""
+    def prepare(
+        self, theta: Sequence[Any], before: Carry, args: Sequence[Any], targets: Any
+    ) -> tuple[Any, Any]:
+        """Targets of the steps, and the steps' losses if those are known before: of a loss over the
+        whole sequence.
+        """
         if not isinstance(self.loss, SequenceLoss):
             return targets, None
-        outputs, _, _ = scan_steps(self.core.program, theta, before.hidden, before.other, list(args))
+        outputs, _, _ = scan_steps(
+            self.core.program, theta, before.hidden, before.other, list(args)
+        )
         value, cotangents = self.loss.differentiate(outputs, targets)
         return cotangents, self.loss.in_place(value, args[0].shape[0])
 
@@ -64,18 +83,28 @@ class ProgramSpec:
         if self.updater is None:
             return list(theta), opt
         compiled = self.core.compiled
-        named, opt = self.updater.update(compiled.by_weight_name(grads), opt, compiled.by_weight_name(theta))
+        named, opt = self.updater.update(
+            compiled.by_weight_name(grads), opt, compiled.by_weight_name(theta)
+        )
         return [named[name] for name in compiled.weight_names], opt
 
-    def checked(self, old: LearnerState, new: LearnerState, losses: Any, grads: Sequence[Any]) -> LearnerState:
-        """`new`, or `old` for good once a loss, gradient, new weight or hidden state was not finite."""
+    def checked(
+        self, old: LearnerState, new: LearnerState, losses: Any, grads: Sequence[Any]
+    ) -> LearnerState:
+        """`new`, or `old` for good once a loss, gradient, new weight or hidden state was not
+        finite.
+        """
         if not self.guard:
             return new
-        fine, alarm = full_verdict(old.alarm, [losses, *zip(grads, new.theta, strict=True), *new.hidden])
+        fine, alarm = full_verdict(
+            old.alarm, [losses, *zip(grads, new.theta, strict=True), *new.hidden]
+        )
         return hold_back(fine, new.replace(alarm=alarm), old.replace(alarm=alarm))
 
     def after_sequence(self, before: LearnerState, after: LearnerState) -> LearnerState:
-        """What a sequence of its own leaves: hidden states and trace are as before, what belongs to the model has moved on."""
+        """What a sequence of its own leaves: hidden states and trace are as before, what belongs to
+        the model has moved on.
+        """
         other = self.core.compiled.join_other(before.other, after.other)
         return after.replace(hidden=before.hidden, other=other, trace=before.trace)
 
@@ -83,14 +112,14 @@ class ProgramSpec:
 def make_step(spec: ProgramSpec, own_update: bool, observe: Callable | None = None) -> Callable:
     """`(state, args, target, *more) -> (state, loss, output, seen)`, one time step.
 
-    `seen` are the gradients if they leave the program. Otherwise it is what `observe` gives or, without it, what the rule left out of
-    the gradients, as in `discarded_share`.
+    `seen` are the gradients if they leave the program. Otherwise it is what `observe` gives or,
+    without it, what the rule left out of the gradients, as in `discarded_share`.
 
     Args:
         spec: what to run.
         own_update: the update is part of the program; otherwise the gradients leave it.
-        observe: a function of `(theta, carry before the step, step, gradients, *more)`. It runs beside the step, not after it, so that
-            nothing is computed twice.
+        observe: a function of `(theta, carry before the step, step, gradients, *more)`. It runs
+            beside the step, not after it, so that nothing is computed twice.
     """
 
     is_product, tuning = spec.core.program.only_traced, spec.core.program.tuning
@@ -100,8 +129,15 @@ def make_step(spec: ProgramSpec, own_update: bool, observe: Callable | None = No
         data = spec.one_step(theta, args, target)
         result = spec.core.chunk(theta, before, data, False, False)
         grads, after = result.grads, result.carry
-        seen = discarded_share(result.discarded, grads) if observe is None else observe(theta, before, data, grads, *more)
-        loss, output = None if result.losses is None else result.losses[0], jax.tree.map(lambda o: o[0], result.outputs)
+        seen = (
+            discarded_share(result.discarded, grads)
+            if observe is None
+            else observe(theta, before, data, grads, *more)
+        )
+        loss, output = (
+            None if result.losses is None else result.losses[0],
+            jax.tree.map(lambda o: o[0], result.outputs),
+        )
         new = state.with_carry(after)
         if not own_update:
             return new, loss, output, grads
@@ -117,24 +153,33 @@ def make_step(spec: ProgramSpec, own_update: bool, observe: Callable | None = No
             updated = spec.apply(grads, state.opt, theta)
             theta, opt = hold_back(fine, updated, (theta, state.opt))
             new, fine = new.replace(theta=theta, opt=opt), tuning.order_after(fine, theta)
-        kept = hold_back(fine, (after.hidden, after.other, after.trace), (before.hidden, before.other, before.trace))
+        kept = hold_back(
+            fine,
+            (after.hidden, after.other, after.trace),
+            (before.hidden, before.other, before.trace),
+        )
         return new.with_carry(Carry(*kept)).replace(alarm=alarm), loss, output, seen
 
     return step
 
 
 def discarded_share(discarded: Any, grads: Sequence[Any] | None) -> Any:
-    """What a rule left out of gradients: the squared estimate, the bound, and the gradients' squared norm; None if it does not know."""
+    """What a rule left out of gradients: the squared estimate, the bound, and the gradients'
+    squared norm; None if it does not know.
+    """
     if discarded is None or grads is None:
         return None
     return jnp.append(discarded, sum(jnp.sum(g * g) for g in grads).astype(discarded.dtype))
 
 
 def make_gradients(spec: ProgramSpec, plan: ChunkPlan, carry: bool) -> Callable:
-    """`(theta, (hidden, other, trace), args, targets, mask) -> (gradients, losses, outputs, weights, discarded, state, bad)`.
+    """`(theta, (hidden, other, trace), args, targets, mask) -> (gradients, losses, outputs,
+    weights, discarded, state, bad)`.
 
-    `discarded` is as in `discarded_share`. Without `carry` the trace before the sequence is new, and of the state after it only what belongs to the model is wanted. `bad` says
-    for each hidden state, each other array and the trace whether NaN or infinity is in it and would be kept; None without a guard.
+    `discarded` is as in `discarded_share`. Without `carry` the trace before the sequence is new,
+    and of the state after it only what belongs to the model is wanted. `bad` says for each hidden
+    state, each other array and the trace whether NaN or infinity is in it and would be kept; None
+    without a guard.
     """
 
     def run(theta: Sequence[Any], state: tuple, args: Sequence[Any], targets: Any, mask: Any):
@@ -142,28 +187,38 @@ def make_gradients(spec: ProgramSpec, plan: ChunkPlan, carry: bool) -> Callable:
         before = Carry(*state) if carry else Carry(*state[:2], spec.core.zero_trace())
         targets, whole = spec.prepare(theta, before, args, targets)
         data = spec.data(args, targets, weights)
-        grads, losses, outputs, new, lost = spec.core.sequence_with_discarded(theta, before, data, plan, not carry, not carry)
+        grads, losses, outputs, new, lost = spec.core.sequence_with_discarded(
+            theta, before, data, plan, not carry, not carry
+        )
         discarded = discarded_share(lost, grads)
         losses = losses if whole is None else whole
         trace, bad = new.trace if carry else None, None
         if spec.guard:
             resets = spec.core.compiled.resets
-            kept = [(h, carry) for h in new.hidden] + [(o, carry or not r) for o, r in zip(new.other, resets, strict=True)]
-            bad = jnp.stack([is_bad(x) if is_kept else jnp.asarray(False) for x, is_kept in kept] + [is_bad(trace)])
+            kept = [(h, carry) for h in new.hidden] + [
+                (o, carry or not r) for o, r in zip(new.other, resets, strict=True)
+            ]
+            bad = jnp.stack(
+                [is_bad(x) if is_kept else jnp.asarray(False) for x, is_kept in kept]
+                + [is_bad(trace)]
+            )
         return grads, losses, outputs, weights, discarded, (new.hidden, new.other, trace), bad
 
     return run
 
 
 def make_update(spec: ProgramSpec, plan: ChunkPlan, carry: bool, by_chunk: bool) -> Callable:
-    """`(state, start, args, targets, mask) -> (state, losses, outputs, weights)`: gradients and updates of a sequence.
+    """`(state, start, args, targets, mask) -> (state, losses, outputs, weights)`: gradients and
+    updates of a sequence.
 
     Args:
         spec: what to run.
         plan: how the sequence is divided.
-        carry: start from the state's own hidden states and trace, and keep those at the end; `start` is then None. Otherwise start
-            from `start` (hidden, other); the state's own hidden states and trace stay as they are.
-        by_chunk: one update per chunk, from the mean or sum over its steps; otherwise one for the whole sequence.
+        carry: start from the state's own hidden states and trace, and keep those at the end;
+            `start` is then None. Otherwise start from `start` (hidden, other); the state's own
+            hidden states and trace stay as they are.
+        by_chunk: one update per chunk, from the mean or sum over its steps; otherwise one for the
+            whole sequence.
     """
 
     def run(state: LearnerState, start: Any, args: Sequence[Any], targets: Any, mask: Any):
@@ -173,11 +228,15 @@ def make_update(spec: ProgramSpec, plan: ChunkPlan, carry: bool, by_chunk: bool)
         weights = step_weights(len(ones), mask, spec.reduction).astype(ones.dtype)
         if by_chunk:
             data = spec.data(args, targets, steps)
-            new, losses, outputs = _update_by_chunk(spec, state.with_carry(before), data, plan, carry)
+            new, losses, outputs = _update_by_chunk(
+                spec, state.with_carry(before), data, plan, carry
+            )
             return new if carry else spec.after_sequence(state, new), losses, outputs, weights
         targets, whole = spec.prepare(state.theta, before, args, targets)
         data = spec.data(args, targets, weights)
-        grads, losses, outputs, after = spec.core.sequence(state.theta, before, data, plan, not carry, not carry)
+        grads, losses, outputs, after = spec.core.sequence(
+            state.theta, before, data, plan, not carry, not carry
+        )
         losses = losses if whole is None else whole
         theta, opt = spec.apply(grads, state.opt, state.theta)
         new = state.with_carry(after).replace(theta=theta, opt=opt)
@@ -187,7 +246,9 @@ def make_update(spec: ProgramSpec, plan: ChunkPlan, carry: bool, by_chunk: bool)
     return run
 
 
-def _update_by_chunk(spec: ProgramSpec, state: LearnerState, data: Chunk, plan: ChunkPlan, carry: bool):
+def _update_by_chunk(
+    spec: ProgramSpec, state: LearnerState, data: Chunk, plan: ChunkPlan, carry: bool
+):
     """One update per chunk: the state after all of them, losses and outputs."""
 
     def chunk(now: LearnerState, part: Any, fresh: bool, final: bool):
@@ -195,10 +256,17 @@ def _update_by_chunk(spec: ProgramSpec, state: LearnerState, data: Chunk, plan: 
         weights = steps
         if spec.reduction == "mean":  # a chunk that is masked altogether has no mean
             weights = steps / jnp.maximum(jnp.sum(steps), jnp.finfo(steps.dtype).tiny)
-        result = spec.core.chunk(now.theta, now.carry, spec.data(args, targets, weights), fresh, final)
+        result = spec.core.chunk(
+            now.theta, now.carry, spec.data(args, targets, weights), fresh, final
+        )
         theta, opt = spec.apply(result.grads, now.opt, now.theta)  # pyright: ignore[reportArgumentType] - there is a loss
         new = now.with_carry(result.carry).replace(theta=theta, opt=opt)
-        return None, result.losses, result.outputs, spec.checked(now, new, result.losses, result.grads)
+        return (
+            None,
+            result.losses,
+            result.outputs,
+            spec.checked(now, new, result.losses, result.grads),
+        )
 
     arrays = list(data.args), data.targets, data.weights
     _, losses, outputs, done = run_sequence(chunk, state, arrays, plan, not carry, not carry)

@@ -1,4 +1,6 @@
-"""What `fit` shows: one live line on a terminal or in a notebook, and one plain line for each finished epoch."""
+"""What `fit` shows: one live line on a terminal or in a notebook, and one plain line for each
+finished epoch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Column
 from rich.text import Text
 
@@ -23,7 +33,9 @@ COMPILING, TRAINING, VALIDATING = "compiling …", "", "validating …"
 
 
 def resident_memory() -> int:
-    """Bytes of memory that this process holds (its peak, where the system does not tell; 0 where it tells nothing)."""
+    """Bytes of memory that this process holds (its peak, where the system does not tell; 0 where it
+    tells nothing).
+    """
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()  # pyright: ignore[reportOptionalMemberAccess]
     except (OSError, ValueError, IndexError, AttributeError):
@@ -36,8 +48,15 @@ def resident_memory() -> int:
 def describe(record: dict[str, Any]) -> str:
     """A record's numbers for people."""
     shown = [f"loss {record['loss']:.4g}"]
-    shown += [f"{name} {value:.4g}" for name, value in record.items() if name not in PLAIN and isinstance(value, float)]
-    shown += [f"{record.get('steps_per_second', 0):,.0f} steps/s", f"{resident_memory() / 2**20:,.0f} MB"]
+    shown += [
+        f"{name} {value:.4g}"
+        for name, value in record.items()
+        if name not in PLAIN and isinstance(value, float)
+    ]
+    shown += [
+        f"{record.get('steps_per_second', 0):,.0f} steps/s",
+        f"{resident_memory() / 2**20:,.0f} MB",
+    ]
     return "  ".join(shown)
 
 
@@ -47,14 +66,18 @@ def describe_epoch(record: dict[str, Any], epochs: int) -> str:
 
 
 class FitProgress(AbstractContextManager):
-    """Shows nothing; the base of what does. Its calls are cheap: drawing happens a few times a second at most."""
+    """Shows nothing; the base of what does. Its calls are cheap: drawing happens a few times a
+    second at most.
+    """
 
     epochs = 0
 
     def __exit__(self, *_: Any) -> None:
         return None
 
-    def start_epoch(self, epoch: int, epochs: int, batches: int | None, record: dict[str, Any]) -> None:
+    def start_epoch(
+        self, epoch: int, epochs: int, batches: int | None, record: dict[str, Any]
+    ) -> None:
         """A new epoch, whose record changes as it goes."""
         self.epochs = epochs
 
@@ -93,7 +116,11 @@ class _Numbers(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         record, stage = task.fields["record"], task.fields["stage"]
-        return Text("  ".join(part for part in (stage, describe(record) if record.get("batches") else "") if part))
+        return Text(
+            "  ".join(
+                part for part in (stage, describe(record) if record.get("batches") else "") if part
+            )
+        )
 
 
 class TerminalLine(FitProgress):
@@ -105,10 +132,19 @@ class TerminalLine(FitProgress):
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        numbers = _Numbers(Column(no_wrap=True, overflow="ellipsis"))  # a second line would be left behind when it goes
-        columns = (TextColumn("epoch {task.fields[epoch]}"), BarColumn(12), MofNCompleteColumn(), TimeElapsedColumn(), numbers)
+        # a second line would be left behind when it goes
+        numbers = _Numbers(Column(no_wrap=True, overflow="ellipsis"))
+        columns = (
+            TextColumn("epoch {task.fields[epoch]}"),
+            BarColumn(12),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            numbers,
+        )
         self._bar = Progress(*columns, console=console, transient=True)
-        self._task = self._bar.add_task("", total=None, visible=False, epoch="", stage="", record={})
+        self._task = self._bar.add_task(
+            "", total=None, visible=False, epoch="", stage="", record={}
+        )
 
     def __enter__(self) -> TerminalLine:
         self._bar.start()
@@ -117,7 +153,9 @@ class TerminalLine(FitProgress):
     def __exit__(self, *_: Any) -> None:
         self._bar.stop()
 
-    def start_epoch(self, epoch: int, epochs: int, batches: int | None, record: dict[str, Any]) -> None:
+    def start_epoch(
+        self, epoch: int, epochs: int, batches: int | None, record: dict[str, Any]
+    ) -> None:
         """The line starts anew."""
         self.epochs = epochs
         # Not `reset`, which would draw at once.
@@ -134,7 +172,9 @@ class TerminalLine(FitProgress):
 
     def end_epoch(self, record: dict[str, Any]) -> None:
         """The epoch's line stays."""
-        self._console.print(describe_epoch(record, self.epochs), highlight=False, markup=False, soft_wrap=True)
+        self._console.print(
+            describe_epoch(record, self.epochs), highlight=False, markup=False, soft_wrap=True
+        )
 
 
 class NotebookLine(PlainLog):
@@ -153,9 +193,15 @@ class NotebookLine(PlainLog):
     def __exit__(self, *_: Any) -> None:
         self._draw("")
 
-    def start_epoch(self, epoch: int, epochs: int, batches: int | None, record: dict[str, Any]) -> None:
+    def start_epoch(
+        self, epoch: int, epochs: int, batches: int | None, record: dict[str, Any]
+    ) -> None:
         """The line starts anew."""
-        self.epochs, self._start, self._total = epochs, f"epoch {epoch}/{epochs}", str(batches or "?")
+        self.epochs, self._start, self._total = (
+            epochs,
+            f"epoch {epoch}/{epochs}",
+            str(batches or "?"),
+        )
 
     def say(self, stage: str) -> None:
         """A stage that takes its time is shown at once."""

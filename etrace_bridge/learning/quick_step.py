@@ -48,7 +48,12 @@ class QuickSteps:
     def find(self, args: tuple, target: Any) -> tuple[Callable, list[Any], Any] | None:
         """Program, inputs and target of a step; None if it must be checked."""
         quick, store = self._known.get(target is None), self._store
-        if quick is None or quick.core is not store.active or quick.tree is not store.tree or store.is_lent:
+        if (
+            quick is None
+            or quick.core is not store.active
+            or quick.tree is not store.tree
+            or store.is_lent
+        ):
             return None
         if len(args) != len(quick.inputs):
             return None
@@ -64,12 +69,26 @@ class QuickSteps:
             return
         store = self._store
 
-        def reader(what: str, n: int, count: int, given: Any, array: Any, dtype: Any, ranges: Sequence[InputRange]) -> FastReader:
+        def reader(
+            what: str,
+            n: int,
+            count: int,
+            given: Any,
+            array: Any,
+            dtype: Any,
+            ranges: Sequence[InputRange],
+        ) -> FastReader:
             own = [r for r in ranges if r.position == n]
             return FastReader(given, array, dtype, own, input_name(what, n, count), self._turns)
 
         ranges = store.compiled.ranges
         pairs = enumerate(zip(args, data.args, strict=True))
-        inputs = [reader("input", n, len(args), *pair, store.float_dtype, ranges) for n, pair in pairs]
-        target = None if loss is None else reader("target", 0, 1, data.target, data.wanted, None, loss.ranges)
+        inputs = [
+            reader("input", n, len(args), *pair, store.float_dtype, ranges) for n, pair in pairs
+        ]
+        target = (
+            None
+            if loss is None
+            else reader("target", 0, 1, data.target, data.wanted, None, loss.ranges)
+        )
         self._known[data.target is None] = QuickStep(store.core, store.tree, inputs, target, call)

@@ -12,7 +12,14 @@ import torch
 
 from etrace_bridge.frontend import check_ranges, input_name
 from etrace_bridge.learning.compiled_step import CompiledStep
-from etrace_bridge.learning.inputs import as_array, as_targets, check_batch, check_finite, read_mask, sequence_length
+from etrace_bridge.learning.inputs import (
+    as_array,
+    as_targets,
+    check_batch,
+    check_finite,
+    read_mask,
+    sequence_length,
+)
 from etrace_bridge.learning.losses import JaxLoss
 from etrace_bridge.learning.masks import blank_masked, check_mask
 from etrace_bridge.learning.store import Store
@@ -24,7 +31,8 @@ class StepData:
 
     Attributes:
         args: the inputs.
-        target: the target as the user gave it, with numbers as arrays; None for a step without a loss.
+        target: the target as the user gave it, with numbers as arrays; None for a step without a
+            loss.
         wanted: the target as arrays.
     """
 
@@ -39,7 +47,8 @@ class SequenceData:
 
     Attributes:
         args: the inputs.
-        target: the first time step's target as the user gave it, or that of the sequence; None without a loss.
+        target: the first time step's target as the user gave it, or that of the sequence; None
+            without a loss.
         targets: the targets.
         mask: weights of the steps; None if all count alike.
         length: time steps.
@@ -77,8 +86,12 @@ class DataReader:
         self._check(args, wanted)
         return StepData(args, target, wanted)
 
-    def sequence(self, inputs: Sequence[Any], targets: Any, mask: Any, per_sequence: bool) -> SequenceData:
-        """A checked sequence; `per_sequence`: there is one target for each sequence, without a time axis."""
+    def sequence(
+        self, inputs: Sequence[Any], targets: Any, mask: Any, per_sequence: bool
+    ) -> SequenceData:
+        """A checked sequence; `per_sequence`: there is one target for each sequence, without a time
+        axis.
+        """
         targets = as_targets(targets)
         args = list(map(self._time_first, self._inputs(inputs)))
         mask = None if mask is None else self._time_first(self.mask(mask))
@@ -89,8 +102,12 @@ class DataReader:
         length = sequence_length(args, None if per_sequence else arrays, mask, self.batch_first)
         if mask is not None:
             check_mask(mask, length, np.shape(args[0])[1])
-        self._check(args, jax.tree.map(lambda t: t if per_sequence else blank_masked(t, mask), arrays))
-        target = targets if per_sequence or targets is None else jax.tree.map(self._first_step, targets)
+        self._check(
+            args, jax.tree.map(lambda t: t if per_sequence else blank_masked(t, mask), arrays)
+        )
+        target = (
+            targets if per_sequence or targets is None else jax.tree.map(self._first_step, targets)
+        )
         return SequenceData(args, target, arrays, mask, length)
 
     def mask(self, mask: Any) -> Any:
@@ -100,7 +117,11 @@ class DataReader:
     def _time_first(self, array: Any) -> Any:
         if not self.batch_first or np.ndim(array) < 2:
             return array
-        return array.swapaxes(0, 1) if isinstance(array, jax.Array) else np.ascontiguousarray(array.swapaxes(0, 1))
+        return (
+            array.swapaxes(0, 1)
+            if isinstance(array, jax.Array)
+            else np.ascontiguousarray(array.swapaxes(0, 1))
+        )
 
     def _first_step(self, target: Any) -> Any:
         """The first time step of a target as the user gave it."""
@@ -109,21 +130,30 @@ class DataReader:
         return np.asarray(target)[0]
 
     def _inputs(self, args: Sequence[Any]) -> list[Any]:
-        return [as_array(a, self._store.float_dtype, input_name("input", n, len(args))) for n, a in enumerate(args)]
+        return [
+            as_array(a, self._store.float_dtype, input_name("input", n, len(args)))
+            for n, a in enumerate(args)
+        ]
 
     def _targets(self, targets: Any) -> Any:
         """A tree of targets as arrays; None stays None."""
         leaves, tree = jax.tree.flatten(targets)
-        return tree.unflatten([as_array(t, name=input_name("target", n, len(leaves))) for n, t in enumerate(leaves)])
+        return tree.unflatten(
+            [as_array(t, name=input_name("target", n, len(leaves))) for n, t in enumerate(leaves)]
+        )
 
     def _check(self, args: Sequence[Any], targets: Any) -> None:
         if self._check_values:
             named = {f"input {n}" if n else "input": a for n, a in enumerate(args)}
-            named |= {f"target {n}" if n else "target": t for n, t in enumerate(jax.tree.leaves(targets))}
+            named |= {
+                f"target {n}" if n else "target": t for n, t in enumerate(jax.tree.leaves(targets))
+            }
             check_finite(named)
 
 
-def check_indices(compiled: CompiledStep, args: Sequence[Any], loss: JaxLoss | None, targets: Any) -> None:
+def check_indices(
+    compiled: CompiledStep, args: Sequence[Any], loss: JaxLoss | None, targets: Any
+) -> None:
     """Raises if an input or a target that is used as an index is out of range."""
     check_ranges(compiled.ranges, args, "input")
     if loss is not None:

@@ -20,13 +20,14 @@ from etrace_bridge.learning.processes import own_part
 class Discarded:
     """How far a gradient is from exact RTRL's, by what the rule cut off; rounding aside.
 
-    Norms are those of all weights' gradients together. Exact RTRL means the same states and weights at
-    every step; while weights do not change, its gradient is that of BPTT.
+    Norms are those of all weights' gradients together. Exact RTRL means the same states and weights
+    at every step; while weights do not change, its gradient is that of BPTT.
 
     Attributes:
         estimate: the relative error to be expected.
-        bound: a relative error that is never exceeded; infinite where what was cut off may be as large as the gradient, or where
-            the rule cannot know (a weight that is computed from others).
+        bound: a relative error that is never exceeded; infinite where what was cut off may be as
+            large as the gradient, or where the rule cannot know (a weight that is computed from
+            others).
         absolute_bound: the same as a norm, not divided by that of the exact gradient.
     """
 
@@ -43,7 +44,9 @@ def read_discarded(raw: Any) -> Discarded | None:
     norm = math.sqrt(squared_norm)
     left = norm - bound  # at least the norm of the exact gradient
     relative = bound / left if left > 0 else (0.0 if bound == 0 else math.inf)
-    return Discarded(math.sqrt(square) / norm if norm else (0.0 if square == 0 else math.inf), relative, bound)
+    return Discarded(
+        math.sqrt(square) / norm if norm else (0.0 if square == 0 else math.inf), relative, bound
+    )
 
 
 class StepInfo:
@@ -57,7 +60,12 @@ class StepInfo:
     __slots__ = ("_as_jax", "_check", "_discarded", "raw_loss", "raw_output")
 
     def __init__(
-        self, raw_loss: Any, raw_output: Any, check: Callable[[], None], discarded: Any = None, as_jax: bool = False
+        self,
+        raw_loss: Any,
+        raw_output: Any,
+        check: Callable[[], None],
+        discarded: Any = None,
+        as_jax: bool = False,
     ) -> None:
         self._discarded = discarded
         self.raw_loss = raw_loss
@@ -76,12 +84,20 @@ class StepInfo:
 
     @property
     def output(self) -> Any:
-        """The model's output as torch tensors; JAX arrays for a brainstate module. Of this process's part of the batch, if there are several."""
-        return self.raw_output if self._as_jax else jax.tree.map(lambda x: to_torch(own_part(x)), self.raw_output)
+        """The model's output as torch tensors; JAX arrays for a brainstate module. Of this
+        process's part of the batch, if there are several.
+        """
+        return (
+            self.raw_output
+            if self._as_jax
+            else jax.tree.map(lambda x: to_torch(own_part(x)), self.raw_output)
+        )
 
     @property
     def discarded(self) -> Discarded | None:
-        """How far the step's gradient is from exact RTRL's; None for a rule that does not know, without a target, or where torch makes the update."""
+        """How far the step's gradient is from exact RTRL's; None for a rule that does not know,
+        without a target, or where torch makes the update.
+        """
         return read_discarded(self._discarded)
 
     def __repr__(self) -> str:
@@ -97,7 +113,14 @@ class SequenceResult:
         raw_weights: (T,) factors with which the losses are summed.
     """
 
-    def __init__(self, raw_losses: Any, raw_outputs: Any, raw_weights: Any, batch_first: bool, as_jax: bool = False) -> None:
+    def __init__(
+        self,
+        raw_losses: Any,
+        raw_outputs: Any,
+        raw_weights: Any,
+        batch_first: bool,
+        as_jax: bool = False,
+    ) -> None:
         self.raw_losses, self.raw_outputs, self.raw_weights = raw_losses, raw_outputs, raw_weights
         self._batch_first, self._as_jax = batch_first, as_jax
 
@@ -114,7 +137,8 @@ class SequenceResult:
 
     @cached_property
     def outputs(self) -> Any:
-        """The model's outputs as torch tensors, laid out as the model lays out sequences; JAX arrays for a brainstate module.
+        """The model's outputs as torch tensors, laid out as the model lays out sequences; JAX
+        arrays for a brainstate module.
 
         Of this process's part of the batch, if there are several.
         """
@@ -130,24 +154,34 @@ class GradientResult(SequenceResult):
     """Gradients of a sequence's loss, nothing updated.
 
     Attributes:
-        raw_grads: JAX arrays by torch name, without the parameters' hooks; of a complex parameter, real and imaginary part along a
-            last axis.
+        raw_grads: JAX arrays by torch name, without the parameters' hooks; of a complex parameter,
+            real and imaginary part along a last axis.
     """
 
-    def __init__(self, raw_grads: Mapping[str, Any], finish: Callable[[Mapping[str, Any]], dict], discarded: Any, *rest: Any) -> None:
+    def __init__(
+        self,
+        raw_grads: Mapping[str, Any],
+        finish: Callable[[Mapping[str, Any]], dict],
+        discarded: Any,
+        *rest: Any,
+    ) -> None:
         super().__init__(*rest)
         self.raw_grads, self._finish, self._discarded = raw_grads, finish, discarded
 
     @cached_property
     def discarded(self) -> Discarded | None:
-        """How far the gradient is from exact RTRL's, before the parameters' hooks; None for a rule that does not know."""
+        """How far the gradient is from exact RTRL's, before the parameters' hooks; None for a rule
+        that does not know.
+        """
         return read_discarded(self._discarded)
 
     @cached_property
     def grads(self) -> dict[str, Any]:
-        """Gradients by torch parameter name, after the parameters' hooks; zero for a parameter that the step does not use.
+        """Gradients by torch parameter name, after the parameters' hooks; zero for a parameter that
+        the step does not use.
 
-        For a brainstate module: by the names of the report, each with the structure of the State's value, JAX arrays.
+        For a brainstate module: by the names of the report, each with the structure of the State's
+        value, JAX arrays.
         """
         return self._finish(self.raw_grads)
 

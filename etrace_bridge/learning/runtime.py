@@ -51,22 +51,43 @@ class Runtime:
         reader: reads users' data.
     """
 
-    def __init__(self, net: brainstate.nn.Module, rule: Rule, loss: Any, optimizer: Any, options: Options, placement: Placement, seq_loss: Any = None) -> None:
+    def __init__(
+        self,
+        net: brainstate.nn.Module,
+        rule: Rule,
+        loss: Any,
+        optimizer: Any,
+        options: Options,
+        placement: Placement,
+        seq_loss: Any = None,
+    ) -> None:
         self.net, self.optimizer, self.options = net, optimizer, options
         is_torch = isinstance(net, BridgedModule)
         named = net.model.named_parameters() if is_torch else ()
         self.parameters: dict[str, torch.Tensor] = {n: p for n, p in named if p.requires_grad}
         clipping = (options.clip_norm, options.clip_value, options.accumulate)
-        updater = make_updater(optimizer, self.parameters if is_torch else None, *clipping, options.schedule, options.track_norm)
+        updater = make_updater(
+            optimizer,
+            self.parameters if is_torch else None,
+            *clipping,
+            options.schedule,
+            options.track_norm,
+        )
         self.torch_update = None
         if updater is None:
             if options.schedule is not None:
-                raise InputError(f"`schedule` cannot act on `{type(optimizer).__name__}`, which runs in torch. Use a torch scheduler.")
-            self.torch_update = TorchUpdate(optimizer, self.parameters, *clipping, options.track_norm)
+                raise InputError(
+                    f"`schedule` cannot act on `{type(optimizer).__name__}`, which runs in torch. "
+                    "Use a torch scheduler."
+                )
+            self.torch_update = TorchUpdate(
+                optimizer, self.parameters, *clipping, options.track_norm
+            )
         if options.freeze and not rule.follows_states:
             raise InputError(
-                f"`freeze` needs a rule whose trace moves with the states alone; that of `{rule.name}` would "
-                "go on. Use `d_rtrl`, `snap1`, `low_rank` or `rtrl`, or leave `freeze` out."
+                "`freeze` needs a rule whose trace moves with the states alone; that of "
+                f"`{rule.name}` would go on. Use `d_rtrl`, `snap1`, `low_rank` or `rtrl`, or leave "
+                "`freeze` out."
             )
         self.store = Store(net, rule, updater, placement, options.freeze)
         self.losses, over_time = LossTable(loss, is_torch), LossTable(seq_loss, is_torch)
@@ -84,10 +105,13 @@ class Runtime:
         """Whether sequences come as (batch, time, …)."""
         return self.reader.batch_first
 
-    # -- one step ----------------------------------------------------------------------------------------------
+    # -- one step
+    # ----------------------------------------------------------------------------------------------
 
     def step(self, args: tuple, target: Any, mask: Any = None) -> tuple[Any, Any, Any]:
-        """One online step with update; returns the loss, the output and what the rule discarded, on the device."""
+        """One online step with update; returns the loss, the output and what the rule discarded, on
+        the device.
+        """
         with self.store.lock:
             known = self._quick.find(args, target) if mask is None else None
             if known is not None and not has_hooks(self.parameters.values()):
@@ -95,19 +119,22 @@ class Runtime:
             with self.store.transaction():
                 return self._checked_step(args, target, mask)
 
-    def metered_step(self, args: tuple, target: Any, mask: Any, window: MeterWindow) -> tuple[Any, Any, MeterState]:
+    def metered_step(
+        self, args: tuple, target: Any, mask: Any, window: MeterWindow
+    ) -> tuple[Any, Any, MeterState]:
         """`step`, and the meter's state after it."""
         store = self.store
         with store.transaction():
             if self._host.is_needed:
                 raise NotSupportedError(
-                    "`FidelityMeter.step` measures inside the compiled step, but parameter hooks and torch optimizers without a "
-                    "translation update outside it. Use an optimizer that is translated (SGD, Adam, AdamW, RMSprop, Adagrad, any of "
+                    "`FidelityMeter.step` measures inside the compiled step, but parameter hooks "
+                    "and torch optimizers without a translation update outside it. Use an "
+                    "optimizer that is translated (SGD, Adam, AdamW, RMSprop, Adagrad, any of "
                     "optax), or the meter as a callback of `fit`."
                 )
             _, loss, batch = self._step_data(args, target, mask)
             now, metered = self.programs.meter_state(window), self.programs.metered_step(loss)
-            call = lambda leaves, *step: metered(leaves, *step, now, window.counts)  # noqa: E731
+            call = lambda leaves, *step: metered(leaves, *step, now, window.counts)
             return self._run_step(call, *batch)
 
     def _run_step(self, call: Callable, arrays: list[Any], target: Any) -> tuple[Any, Any, Any]:
@@ -124,10 +151,18 @@ class Runtime:
             self.watch.look()
         return loss, output, more
 
-    def _step_data(self, args: tuple, target: Any, mask: Any) -> tuple[StepData, Any, tuple[list[Any], Any]]:
-        """A checked step, with its compiled program active, its loss, and inputs and target on the device."""
+    def _step_data(
+        self, args: tuple, target: Any, mask: Any
+    ) -> tuple[StepData, Any, tuple[list[Any], Any]]:
+        """A checked step, with its compiled program active, its loss, and inputs and target on the
+        device.
+        """
         store, place = self.store, self.store.placement
-        data = place.together("step", lambda: self.reader.step(args, target), lambda d: [*d.args, *jax.tree.leaves(d.wanted)])
+        data = place.together(
+            "step",
+            lambda: self.reader.step(args, target),
+            lambda d: [*d.args, *jax.tree.leaves(d.wanted)],
+        )
         mask = None if mask is None else self.reader.mask(mask)
         data = self._with_keep(data, mask, np.shape(data.args[0])[:1])
         inputs = place.join(data.args, 0)
@@ -137,7 +172,11 @@ class Runtime:
         if learns:
             self._require_gradient()
             self._warn_without_optimizer()
-        return data, loss, place.put_batch((inputs, place.join(data.wanted, 0)), 0, core.compiled.batch)
+        return (
+            data,
+            loss,
+            place.put_batch((inputs, place.join(data.wanted, 0)), 0, core.compiled.batch),
+        )
 
     def _checked_step(self, args: tuple, target: Any, mask: Any) -> tuple[Any, Any, Any]:
         data, loss, (arrays, wanted) = self._step_data(args, target, mask)
@@ -159,8 +198,9 @@ class Runtime:
             loss, data = (None, None) if place.spans_processes and is_single else find()
             if place.spans_processes and (is_single or isinstance(loss, ElementLoss)):
                 raise NotSupportedError(
-                    "Masks of single sequences, and labels that are to be ignored, count over the whole batch, which is divided over "
-                    "several processes here. Use a mask of steps, (T,), or one process."
+                    "Masks of single sequences, and labels that are to be ignored, count over the "
+                    "whole batch, which is divided over several processes here. Use a mask of "
+                    "steps, (T,), or one process."
                 )
             return loss, data
 
@@ -193,25 +233,31 @@ class Runtime:
         store.steps += 1
         return loss, output, None
 
-    # -- sequences ---------------------------------------------------------------------------------------------
+    # -- sequences
+    # ---------------------------------------------------------------------------------------------
 
     def plan(self, length: int) -> ChunkPlan:
         """The division of a sequence."""
         return self.store.core.plan(length, self.options.chunk, self.options.budget)
 
-    def _sequence(self, xs: tuple, targets: Any, mask: Any, carry: bool) -> tuple[SequenceData, Any]:
+    def _sequence(
+        self, xs: tuple, targets: Any, mask: Any, carry: bool
+    ) -> tuple[SequenceData, Any]:
         """A checked sequence on the device, with its compiled step active, and its loss."""
         self.watch.look()
         store = self.store
         place = store.placement
-        read = lambda: self.reader.sequence(xs, targets, mask, self._per_sequence)  # noqa: E731
+        read = lambda: self.reader.sequence(xs, targets, mask, self._per_sequence)
         data = place.together("sequence", read, lambda d: [*d.args, *jax.tree.leaves(d.targets)])
         data = self._with_keep(data, data.mask, np.shape(data.args[0])[:2])
         inputs = place.join(data.args, 1)
         compiled = store.prepare([a[0] for a in inputs], carry).compiled
         data = replace(data, target=place.stand_in(data.target))
         loss, data = self._weigh(lambda: self._weighting.of_sequence(compiled, data), mask)
-        args, axis = place.put_batch(inputs, 1, compiled.batch), 0 if isinstance(loss, SequenceLoss) else 1
+        args, axis = (
+            place.put_batch(inputs, 1, compiled.batch),
+            0 if isinstance(loss, SequenceLoss) else 1,
+        )
         targets = place.put_batch(place.join(data.targets, axis), axis, compiled.batch)
         return SequenceData(args, data.target, targets, place.put(data.mask), data.length), loss
 
@@ -237,7 +283,9 @@ class Runtime:
             if not carry:
                 hidden, other = self.store.start_states()
                 before = (hidden, compiled.join_other(other, state.other), None)
-            grads, losses, outputs, weights, discarded, after, bad = call(state.theta, before, data.args, data.targets, data.mask)
+            grads, losses, outputs, weights, discarded, after, bad = call(
+                state.theta, before, data.args, data.targets, data.mask
+            )
             self.watch.check_states(losses, bad)
             hidden, other, trace = after
             if carry:
@@ -262,13 +310,18 @@ class Runtime:
                 return self._host_sequence(xs, targets, mask, carry, every)
             data, loss = self._sequence(xs, targets, mask, carry)
             if every != "sequence" and isinstance(loss, SequenceLoss):
-                raise InputError(f"A loss over the whole sequence allows one update for it, `every='sequence'`, not {every!r}.")
+                raise InputError(
+                    "A loss over the whole sequence allows one update for it, `every='sequence'`, "
+                    f"not {every!r}."
+                )
             self._require_gradient()
             plan = divide(data.length, 1) if every == "step" else self.plan(data.length)
             call = self.programs.update(loss, plan, carry, every != "sequence")
             store.refresh_numbers()
             start = None if carry else self.store.start_states()
-            losses, outputs, weights = store.advance(call, start, data.args, data.targets, data.mask)
+            losses, outputs, weights = store.advance(
+                call, start, data.args, data.targets, data.mask
+            )
             before, each = watch.good, data.length if every == "sequence" else plan.steps
             try:
                 watch.look(losses, each)
@@ -282,8 +335,9 @@ class Runtime:
     def _host_sequence(self, xs: tuple, targets: Any, mask: Any, carry: bool, every: str):
         if every != "sequence":
             raise InputError(
-                f"`every={every!r}` needs an update inside the compiled program; parameter hooks and torch optimizers "
-                "without a translation run outside it. Use `every='sequence'`, or call `step` for every time step."
+                f"`every={every!r}` needs an update inside the compiled program; parameter hooks "
+                "and torch optimizers without a translation run outside it. Use "
+                "`every='sequence'`, or call `step` for every time step."
             )
         before = self.store.steps
         grads, losses, outputs, weights, _ = self.gradients(xs, targets, mask, carry)
@@ -293,7 +347,9 @@ class Runtime:
         return losses, outputs, weights
 
     def own_slope(self, xs: tuple, targets: Any, mask: Any) -> tuple[float, float]:
-        """Along the rule's own gradient of a sequence: the true slope of its loss, and the rule's. The learner stays as it is."""
+        """Along the rule's own gradient of a sequence: the true slope of its loss, and the rule's.
+        The learner stays as it is.
+        """
         store = self.store
         with store.transaction():
             data, loss = self._sequence(xs, targets, mask, False)
@@ -301,12 +357,22 @@ class Runtime:
             hidden, first = store.start_states()
             state, compiled = store.state, store.compiled
             call = self.programs.own_slope(loss, self.plan(data.length))
-            slope, predicted = call(state.theta, (hidden, compiled.join_other(first, state.other)), data.args, data.targets, data.mask)
+            slope, predicted = call(
+                state.theta,
+                (hidden, compiled.join_other(first, state.other)),
+                data.args,
+                data.targets,
+                data.mask,
+            )
             store.return_to_stream()
             return float(slope), float(predicted)
 
-    def stream_slope(self, xs: tuple, targets: Any, mask: Any, window: MeterWindow) -> tuple[MeterState, int]:
-        """The meter's state after a sequence that continues the stream, and the sequence's length. The learner stays as it is."""
+    def stream_slope(
+        self, xs: tuple, targets: Any, mask: Any, window: MeterWindow
+    ) -> tuple[MeterState, int]:
+        """The meter's state after a sequence that continues the stream, and the sequence's length.
+        The learner stays as it is.
+        """
         store = self.store
         with store.transaction():
             data, loss = self._sequence(xs, targets, mask, True)
@@ -314,12 +380,16 @@ class Runtime:
             now, state = self.programs.meter_state(window), store.state
             call = self.programs.stream_slope(loss, self.plan(data.length))
             before = state.hidden, state.other, state.trace
-            return call(state.theta, before, now, window.counts, data.args, data.targets, data.mask), data.length
+            return call(
+                state.theta, before, now, window.counts, data.args, data.targets, data.mask
+            ), data.length
 
     def predict(self, xs: tuple, carry: bool) -> Any:
         """Outputs of a sequence in evaluation mode; the learner stays as it is."""
         with self.store.transaction():
-            return self._predict(self._sequence(xs, None, None, carry and self.store.stream is not None)[0], carry)
+            return self._predict(
+                self._sequence(xs, None, None, carry and self.store.stream is not None)[0], carry
+            )
 
     def _predict(self, data: SequenceData, carry: bool) -> Any:
         store, call = self.store, self.programs.predict()
@@ -342,7 +412,8 @@ class Runtime:
             losses = call(self._predict(data, False), data.targets)
             return losses, step_weights(data.length, data.mask, self.programs.spec(loss).reduction)
 
-    # -- what can be learned -----------------------------------------------------------------------------------
+    # -- what can be learned
+    # -----------------------------------------------------------------------------------
 
     @property
     def gradient_norm(self) -> float | None:
@@ -350,29 +421,33 @@ class Runtime:
         store = self.store
         if not self.options.track_norm or not store.started or not store.updates:
             return None
-        return self.torch_update.norm if self.torch_update is not None else float(store.state.opt.norm)
+        return (
+            self.torch_update.norm if self.torch_update is not None else float(store.state.opt.norm)
+        )
 
     def require_optimizer(self) -> None:
         """Raises if an update would change nothing."""
         if self.optimizer is None:
             raise InputError(
                 "This learner has no optimizer, so an update would change no weight. Give one: "
-                "`OnlineLearner(model, ..., optimizer=torch.optim.Adam(model.parameters()))`; for gradients alone call `gradients`."
+                "`OnlineLearner(model, ..., optimizer=torch.optim.Adam(model.parameters()))`; for "
+                "gradients alone call `gradients`."
             )
 
     def _require_gradient(self) -> None:
         """Raises if the loss's gradient is zero for every parameter, whatever the data."""
         if not self.store.compiled.is_trainable:
             raise InputError(
-                "No gradient can reach any parameter of this model, so training would change nothing: every path from the parameters to "
-                "the output is detached, rounded, or a step function without a surrogate gradient. See `learner.graph.report()`."
+                "No gradient can reach any parameter of this model, so training would change "
+                "nothing: every path from the parameters to the output is detached, rounded, or a "
+                "step function without a surrogate gradient. See `learner.graph.report()`."
             )
 
     def _warn_without_optimizer(self) -> None:
         if self.optimizer is None and not self._warned:
             self._warned = True
             warnings.warn(
-                "This learner has no optimizer: `step` gives losses and moves states and trace on, and changes no weight. "
-                "Pass `optimizer=` to train, or leave the target out.",
+                "This learner has no optimizer: `step` gives losses and moves states and trace "
+                "on, and changes no weight. Pass `optimizer=` to train, or leave the target out.",
                 stacklevel=6,  # the caller of `OnlineLearner.step`
             )

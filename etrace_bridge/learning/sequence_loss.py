@@ -1,7 +1,8 @@
-"""Losses over a whole sequence: one pass for the outputs, one online pass with the loss's derivative by each of them.
+"""Losses over a whole sequence: one pass for the outputs, one online pass with the loss's
+derivative by each of them.
 
-Every rule is linear in the derivative of the loss by the outputs. So the gradient of any function L of
-all outputs is that of the step losses `<c_t, y_t>` with `c_t = dL/dy_t`, which is known once the
+Every rule is linear in the derivative of the loss by the outputs. So the gradient of any function L
+of all outputs is that of the step losses `<c_t, y_t>` with `c_t = dL/dy_t`, which is known once the
 outputs of all steps are. The first pass keeps outputs only, not activations.
 """
 
@@ -27,7 +28,8 @@ REDUCTIONS: dict[str, Callable[[Any], Any]] = {
 
 @dataclass(frozen=True, eq=False)
 class LossInTorch:
-    """A loss of one output tensor that asks for values while it runs, and so cannot be compiled: torch computes it and its derivative.
+    """A loss of one output tensor that asks for values while it runs, and so cannot be compiled:
+    torch computes it and its derivative.
 
     Attributes:
         function: the loss, on torch tensors.
@@ -38,8 +40,13 @@ class LossInTorch:
 
     def __call__(self, output: Any, target: Any) -> Any:
         """The loss, from within a compiled program."""
-        shapes = jax.ShapeDtypeStruct((), output.dtype), jax.ShapeDtypeStruct(output.shape, output.dtype)
-        value, gradient = jax.pure_callback(self._run, shapes, jax.lax.stop_gradient(output), target)
+        shapes = (
+            jax.ShapeDtypeStruct((), output.dtype),
+            jax.ShapeDtypeStruct(output.shape, output.dtype),
+        )
+        value, gradient = jax.pure_callback(
+            self._run, shapes, jax.lax.stop_gradient(output), target
+        )
         offset = output - jax.lax.stop_gradient(output)  # zero, with the output's derivative
         return value + jnp.sum(gradient * offset)
 

@@ -1,4 +1,6 @@
-"""Programs of the fidelity meter: what the rule promises along a direction, beside the true slope of the loss."""
+"""Programs of the fidelity meter: what the rule promises along a direction, beside the true slope
+of the loss.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ class MeterState:
     """What the meter carries along a stream; a pytree.
 
     Attributes:
-        direction: the direction `v`, of length one, one array per weight; zeros while there is none.
+        direction: the direction `v`, of length one, one array per weight; zeros while there is
+            none.
         tangent: how the states move along it.
         total: sum of the rule's gradients in this window, which gives the next direction.
         slope: sum of the true slopes along `v`.
@@ -70,7 +73,8 @@ def next_window(program: StepProgram, meter: MeterState) -> MeterState:
 
 
 def make_own_slope(spec: ProgramSpec, plan: ChunkPlan) -> Callable:
-    """`(theta, (hidden, other), args, targets, mask) -> (slope, predicted)` of a sequence of its own.
+    """`(theta, (hidden, other), args, targets, mask) -> (slope, predicted)` of a sequence of its
+    own.
 
     The direction is the rule's own gradient `g` of this sequence, so `predicted` is `|g|`.
     """
@@ -92,7 +96,9 @@ def make_own_slope(spec: ProgramSpec, plan: ChunkPlan) -> Callable:
 
 
 def make_stream_slope(spec: ProgramSpec, plan: ChunkPlan) -> Callable:
-    """`(theta, (hidden, other, trace), meter, counts, args, targets, mask) -> meter` over steps of a stream."""
+    """`(theta, (hidden, other, trace), meter, counts, args, targets, mask) -> meter` over steps of
+    a stream.
+    """
 
     def run(theta: Sequence[Any], carry: tuple, meter: MeterState, counts: Any, *steps: Any):
         args, targets, mask = steps
@@ -107,7 +113,9 @@ def make_stream_slope(spec: ProgramSpec, plan: ChunkPlan) -> Callable:
 
 
 def make_metered_step(spec: ProgramSpec) -> Callable:
-    """`(state, args, target, meter, counts) -> (state, loss, output, meter)`: a step, and its slope with it."""
+    """`(state, args, target, meter, counts) -> (state, loss, output, meter)`: a step, and its slope
+    with it.
+    """
     return make_step(spec, own_update=True, observe=partial(_observe, spec))
 
 
@@ -127,9 +135,7 @@ def _observe(
         spec.core.program, theta, meter.direction, states, meter.tangent, arrays, loss
     )
     if grads is None:
-        return MeterState(
-            meter.direction, along.tangent, meter.total, meter.slope, meter.predicted
-        )
+        return MeterState(meter.direction, along.tangent, meter.total, meter.slope, meter.predicted)
     total = [t + g for t, g in zip(meter.total, grads, strict=True)]
     predicted = sum(jnp.vdot(g, v) for g, v in zip(grads, meter.direction, strict=True))
     dtype = meter.slope.dtype

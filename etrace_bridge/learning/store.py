@@ -1,4 +1,6 @@
-"""Holds a learner's state and its compiled steps, and knows how arrays get into and out of the model's States."""
+"""Holds a learner's state and its compiled steps, and knows how arrays get into and out of the
+model's States.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Loan:
-    """Arrays that were put into the model's States: weights, hidden states and other arrays of a compiled step."""
+    """Arrays that were put into the model's States: weights, hidden states and other arrays of a
+    compiled step.
+    """
 
     compiled: CompiledStep
     arrays: tuple[list[Any], list[Any], list[Any]]
@@ -52,9 +56,9 @@ class Loan:
 class Store:
     """Holds the `LearnerState` as one flat list of arrays.
 
-    brainstate States are written only on request (`lend`), so that a step is one jitted call on donated arrays. There is a
-    compiled step for every shape of input; one of them may be in the middle of a stream, whose states and trace are kept while
-    sequences of another shape run.
+    brainstate States are written only on request (`lend`), so that a step is one jitted call on
+    donated arrays. There is a compiled step for every shape of input; one of them may be in the
+    middle of a stream, whose states and trace are kept while sequences of another shape run.
 
     Attributes:
         net: the model.
@@ -63,15 +67,29 @@ class Store:
         placement: where the arrays live.
         active: the compiled step in use, with its rule; None before the first input.
         stream: the step whose states and trace hold something worth keeping.
-        lock: held by the thread that reads or changes the arrays; calls from several threads run one after the other.
+        lock: held by the thread that reads or changes the arrays; calls from several threads run
+            one after the other.
         steps: time steps seen.
         updates: updates made.
         resets: how often states and trace were reset, for some or all batch elements.
         tree: the structure of the state; the same object while it does not change.
     """
 
-    def __init__(self, net: brainstate.nn.Module, rule: Rule, updater: Updater | None, placement: Placement, freezes: bool = False) -> None:
-        self.net, self.rule, self.updater, self.placement, self._freezes = net, rule, updater, placement, freezes
+    def __init__(
+        self,
+        net: brainstate.nn.Module,
+        rule: Rule,
+        updater: Updater | None,
+        placement: Placement,
+        freezes: bool = False,
+    ) -> None:
+        self.net, self.rule, self.updater, self.placement, self._freezes = (
+            net,
+            rule,
+            updater,
+            placement,
+            freezes,
+        )
         self.lock = threading.RLock()
         self.steps = self.updates = self.resets = 0
         self.active: OnlineCore | None = None
@@ -84,7 +102,8 @@ class Store:
         self._parked: Carry | None = None  # the stream's, while another step is active
         self._loan: Loan | None = None
 
-    # -- the state ---------------------------------------------------------------------------------------------
+    # -- the state
+    # ---------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> LearnerState:
@@ -98,7 +117,9 @@ class Store:
             self.tree = tree
 
     def advance(self, call: Callable, *args: Any) -> list[Any]:
-        """Runs a compiled program that takes and gives the flat state; returns what it gives besides."""
+        """Runs a compiled program that takes and gives the flat state; returns what it gives
+        besides.
+        """
         self._leaves, *rest = call(self._leaves, *args)
         return rest
 
@@ -113,7 +134,11 @@ class Store:
 
     def arrays(self) -> list[Any]:
         """Every array, those of a stream that is parked too."""
-        parked = [] if self._parked is None else [self._parked.hidden, self._parked.other, self._parked.trace]
+        parked = (
+            []
+            if self._parked is None
+            else [self._parked.hidden, self._parked.other, self._parked.trace]
+        )
         return [*self._leaves, *jax.tree.leaves(parked)]
 
     @contextmanager
@@ -121,13 +146,30 @@ class Store:
         """Within this, one thread at a time; after an error the learner is where it was before."""
         with self.lock:
             self.take_back()
-            before = Snapshot(self.active, self.stream, self._leaves, self.tree, self._parked, self.steps, self.updates)
+            before = Snapshot(
+                self.active,
+                self.stream,
+                self._leaves,
+                self.tree,
+                self._parked,
+                self.steps,
+                self.updates,
+            )
             try:
                 yield
             except Exception as error:
                 if not (isinstance(error, NonFiniteError) and error.settled):
-                    self.active, self.stream, self._leaves, self.tree = before.active, before.stream, before.leaves, before.tree
-                    self._parked, self.steps, self.updates = before.parked, before.steps, before.updates
+                    self.active, self.stream, self._leaves, self.tree = (
+                        before.active,
+                        before.stream,
+                        before.leaves,
+                        before.tree,
+                    )
+                    self._parked, self.steps, self.updates = (
+                        before.parked,
+                        before.steps,
+                        before.updates,
+                    )
                 raise
 
     @property
@@ -139,7 +181,10 @@ class Store:
     def core(self) -> OnlineCore:
         """`active`; raises before the first input."""
         if self.active is None:
-            raise StateError("The learner has seen no input yet, so there is no graph. Call `step` or `gradients` first.")
+            raise StateError(
+                "The learner has seen no input yet, so there is no graph. Call `step` or "
+                "`gradients` first."
+            )
         return self.active
 
     @property
@@ -154,7 +199,8 @@ class Store:
         dtypes = {x.dtype for s in states for x in jax.tree.leaves(s.value)}
         return dtypes.pop() if len(dtypes) == 1 else None
 
-    # -- compiled steps ----------------------------------------------------------------------------------------
+    # -- compiled steps
+    # ----------------------------------------------------------------------------------------
 
     def prepare(self, args: Sequence[Any], continues: bool) -> OnlineCore:
         """Makes the step for inputs of this shape the active one; compiles it the first time.
@@ -170,13 +216,17 @@ class Store:
                 check_float_dtypes(args, self.float_dtype)
             if continues and self.stream is not None:
                 raise InputError(
-                    f"The states are those of inputs {show_signature(self.stream.compiled.signature)}; this input is "
-                    f"{show_signature(key)}. They cannot go on with another batch. Call `reset()` first to start with new states, "
-                    "or use the same batch size."
+                    "The states are those of inputs "
+                    f"{show_signature(self.stream.compiled.signature)}; this input is "
+                    f"{show_signature(key)}. They cannot go on with another batch. Call `reset()` "
+                    "first to start with new states, or use the same batch size."
                 )
             if key not in self._cores:
                 self._write_start()
-                self._cores[key] = OnlineCore(compile_or_explain(self.net, args, self.placement.platform, self._freezes), self.rule)
+                self._cores[key] = OnlineCore(
+                    compile_or_explain(self.net, args, self.placement.platform, self._freezes),
+                    self.rule,
+                )
             self._activate(self._cores[key])
         if continues:
             self.stream = self.core
@@ -184,7 +234,9 @@ class Store:
         return self.core
 
     def _write_start(self) -> None:
-        """Puts weights, running statistics and initial states into the States, from which a new step is compiled."""
+        """Puts weights, running statistics and initial states into the States, from which a new
+        step is compiled.
+        """
         if not self.started:
             return
         compiled, state = self.compiled, self.state
@@ -199,7 +251,9 @@ class Store:
 
     def _activate(self, core: OnlineCore) -> None:
         before = self.active
-        self.state = self._first_state(core.compiled) if before is None else self._state_for(core, before)
+        self.state = (
+            self._first_state(core.compiled) if before is None else self._state_for(core, before)
+        )
         self.active = core
 
     def _first_state(self, compiled: CompiledStep) -> LearnerState:
@@ -211,22 +265,34 @@ class Store:
         opt = None if self.updater is None else self.updater.init(compiled.by_weight_name(theta))
         opt = place.put_weights(opt, compiled.program)
         alarm = place.put(jnp.asarray(new_alarm(0, 1 + len(theta) + len(hidden))))
-        hidden, other = place.put_state(hidden, compiled.batch), place.put_batch(other, 0, compiled.batch)
+        hidden, other = (
+            place.put_state(hidden, compiled.batch),
+            place.put_batch(other, 0, compiled.batch),
+        )
         return LearnerState(theta, opt, hidden, other, None, alarm)
 
     def _state_for(self, core: OnlineCore, before: OnlineCore) -> LearnerState:
-        """The state for another step than `before`: the stream's where it was left, or initial states."""
+        """The state for another step than `before`: the stream's where it was left, or initial
+        states.
+        """
         compiled, old = core.compiled, self.state
         if compiled.weight_names != before.compiled.weight_names:
-            raise StateError("The model uses other parameters for inputs of this shape. Make a learner for each shape.")
+            raise StateError(
+                "The model uses other parameters for inputs of this shape. Make a learner for "
+                "each shape."
+            )
         if before is self.stream:
             self._parked = old.carry
         carry = Carry(*self.fresh_states(compiled), None)
         if core is self.stream and self._parked is not None:
             carry, self._parked = self._parked, None
         current = dict(zip(before.compiled.other_names, old.other, strict=True))
-        of_model = [current.get(name, o) for name, o in zip(compiled.other_names, carry.other, strict=True)]
-        return old.with_carry(Carry(carry.hidden, compiled.join_other(carry.other, of_model), carry.trace))
+        of_model = [
+            current.get(name, o) for name, o in zip(compiled.other_names, carry.other, strict=True)
+        ]
+        return old.with_carry(
+            Carry(carry.hidden, compiled.join_other(carry.other, of_model), carry.trace)
+        )
 
     def evaluation(self) -> EvaluationStep:
         """The active step in evaluation mode."""
@@ -240,12 +306,15 @@ class Store:
             self._evaluations[compiled.signature] = EvaluationStep(compiled, quiet)
         return self._evaluations[compiled.signature]
 
-    # -- states and trace --------------------------------------------------------------------------------------
+    # -- states and trace
+    # --------------------------------------------------------------------------------------
 
     def fresh_states(self, compiled: CompiledStep) -> tuple[list[Any], list[Any]]:
         """New arrays of a step's initial hidden and other states."""
         hidden, other = jax.tree.map(private_copy, compiled.initial)
-        return self.placement.put_state(hidden, compiled.batch), self.placement.put_batch(other, 0, compiled.batch)
+        return self.placement.put_state(hidden, compiled.batch), self.placement.put_batch(
+            other, 0, compiled.batch
+        )
 
     def start_states(self) -> tuple[list[Any], list[Any]]:
         """The active step's initial hidden and other states, to be read only."""
@@ -261,9 +330,11 @@ class Store:
             programs = core.compiled.programs
             if "trace" not in programs:
                 place, batch = self.placement, core.compiled.batch
-                zeros = lambda: place.settle_state(core.zero_trace(), batch)  # noqa: E731
+                zeros = lambda: place.settle_state(core.zero_trace(), batch)
                 programs["trace"] = jit(zeros, platform=place.platform)
-            self.state = state.replace(trace=self.placement.put_state(programs["trace"](), core.compiled.batch))
+            self.state = state.replace(
+                trace=self.placement.put_state(programs["trace"](), core.compiled.batch)
+            )
 
     def reset(self) -> None:
         """Initial states and a zero trace."""
@@ -273,19 +344,26 @@ class Store:
             core, state = self.core, self.state
             start = self.fresh_states(core.compiled)
             self.resets += 1
-            self.state = state.with_carry(Carry(start[0], core.compiled.join_other(start[1], state.other), None))
+            self.state = state.with_carry(
+                Carry(start[0], core.compiled.join_other(start[1], state.other), None)
+            )
             self.stream = self._parked = None
 
     def refresh_numbers(self) -> None:
         """Takes over what a torch scheduler changed in the optimizer's parameter groups."""
         updater = self.updater
-        if updater is None or updater.translated is None or updater.translated.signature() == updater.seen:
+        if (
+            updater is None
+            or updater.translated is None
+            or updater.translated.signature() == updater.seen
+        ):
             return
         state = self.state
         numbers = self.placement.put(updater.numbers(state.theta))
         self.state = state.replace(opt=state.opt._replace(numbers=numbers))
 
-    # -- the model's States ------------------------------------------------------------------------------------
+    # -- the model's States
+    # ------------------------------------------------------------------------------------
 
     @property
     def is_lent(self) -> bool:
@@ -293,7 +371,9 @@ class Store:
         return self._loan is not None
 
     def lend(self) -> None:
-        """Puts copies of weights and states into the brainstate States; changes made there are noticed."""
+        """Puts copies of weights and states into the brainstate States; changes made there are
+        noticed.
+        """
         with self.lock:
             if not self.started:
                 return
@@ -319,7 +399,9 @@ class Store:
 
         theta, hidden, other = (
             [newer(*each) for each in zip(*lists, strict=True)]
-            for lists in zip(loan.arrays, now, (state.theta, state.hidden, state.other), strict=True)
+            for lists in zip(
+                loan.arrays, now, (state.theta, state.hidden, state.other), strict=True
+            )
         )
         self.state = state.replace(
             theta=place.put_weights(theta, loan.compiled.program),

@@ -13,7 +13,8 @@ from etrace_bridge.learning.learner import OnlineLearner
 class StreamLearner:
     """Learns from a stream of single examples: `predict_one(x)`, then `learn_one(x, y)`.
 
-    Both see the same example: `predict_one` leaves states and traces as they are, and `learn_one` moves them on by one time step.
+    Both see the same example: `predict_one` leaves states and traces as they are, and `learn_one`
+    moves them on by one time step.
 
     Args:
         model: a torch or brainstate module.

@@ -15,7 +15,17 @@ from torch import nn
 from etrace_bridge.frontend import to_jax
 
 _compare = ctypes.CDLL(None).memcmp
-_PLAIN = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64}
+_PLAIN = {
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+}
 _compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
@@ -33,7 +43,9 @@ class _Copy:
         self._tensor, self._version, self.array = tensor, tensor._version, array
 
     def is_current(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor still has these values; only plain tensors are compared, others are copied every time."""
+        """Whether the tensor still has these values; only plain tensors are compared, others are
+        copied every time.
+        """
         if self._tensor is not tensor or self._version != tensor._version or not is_plain(tensor):
             return False
         return not _compare(tensor.data_ptr(), *_memory_of(self.array))
@@ -42,8 +54,9 @@ class _Copy:
 class TensorMirror:
     """Gives a torch module's parameters and buffers as arrays for JAX.
 
-    A changed tensor is copied anew; the arrays given before keep their values. Version counters alone do not tell: torch's fused
-    optimizers and writes through `.data` leave them as they are. So a tensor whose counter has not moved is compared with its copy.
+    A changed tensor is copied anew; the arrays given before keep their values. Version counters
+    alone do not tell: torch's fused optimizers and writes through `.data` leave them as they are.
+    So a tensor whose counter has not moved is compared with its copy.
 
     Args:
         model: the module.
@@ -62,10 +75,15 @@ class TensorMirror:
     def _find(self) -> None:
         """Notes where every tensor lives, under its first name, as `named_parameters` does."""
         self._homes, self._links = {}, []
-        self._modules, self._parameters = list(self._model.modules()), list(self._model.parameters())
+        self._modules, self._parameters = (
+            list(self._model.modules()),
+            list(self._model.parameters()),
+        )
         seen: set[int] = set()
         for prefix, module in self._model.named_modules():
-            self._links += [(module._modules, name, child) for name, child in module._modules.items()]
+            self._links += [
+                (module._modules, name, child) for name, child in module._modules.items()
+            ]
             for tensors in (module._parameters, module._buffers):
                 for name, tensor in tensors.items():
                     if tensor is not None and id(tensor) not in seen:
@@ -75,7 +93,9 @@ class TensorMirror:
                             self._links.append((tensors, name, tensor))
 
     def find_again(self) -> bool:
-        """Whether modules or parameters were replaced since the last look; they are then found anew."""
+        """Whether modules or parameters were replaced since the last look; they are then found
+        anew.
+        """
         for home, name, value in self._links:
             if home.get(name) is not value:
                 self._find()
@@ -85,8 +105,14 @@ class TensorMirror:
         return False
 
     def kind(self) -> tuple:
-        """What a step depends on besides the tensors' values: modes of the modules, dtypes, what is trained."""
-        return *[m.training for m in self._modules], *[p.requires_grad for p in self._parameters], *[p.dtype for p in self._parameters]
+        """What a step depends on besides the tensors' values: modes of the modules, dtypes, what is
+        trained.
+        """
+        return (
+            *[m.training for m in self._modules],
+            *[p.requires_grad for p in self._parameters],
+            *[p.dtype for p in self._parameters],
+        )
 
     def tensor(self, name: str) -> torch.Tensor | None:
         """The tensor of now; None if the model has none of this name."""
@@ -117,13 +143,19 @@ class TensorMirror:
         return arrays
 
     def views(self, names: Sequence[str]) -> dict[str, np.ndarray | jax.Array]:
-        """The tensors' own memory as far as NumPy can show it: for programs that have ended before torch goes on."""
+        """The tensors' own memory as far as NumPy can show it: for programs that have ended before
+        torch goes on.
+        """
         arrays = {}
         for name in names:
             home, key = self._homes[name]
             tensor = home[key]
             address, view = self._views.get(name, (None, None))
-            if address != tensor.data_ptr() or view.shape != tensor.shape or not tensor.is_contiguous():
+            if (
+                address != tensor.data_ptr()
+                or view.shape != tensor.shape
+                or not tensor.is_contiguous()
+            ):
                 view = view_tensor(tensor)
                 self._views[name] = tensor.data_ptr() if is_plain(tensor) else None, view
             arrays[name] = view
@@ -163,7 +195,9 @@ def _memory_of(array: np.ndarray | jax.Array) -> tuple[int, int]:
 
 
 def copy_tensor(tensor: torch.Tensor) -> np.ndarray | jax.Array:
-    """A copy for JAX. Plain tensors become NumPy arrays, aligned so that a jitted function takes them without a second copy."""
+    """A copy for JAX. Plain tensors become NumPy arrays, aligned so that a jitted function takes
+    them without a second copy.
+    """
     dtype = _plain_dtype(tensor.dtype, jax.config.jax_enable_x64)
     if dtype is None or not is_plain(tensor):
         return to_jax(tensor)
@@ -176,7 +210,9 @@ def copy_tensor(tensor: torch.Tensor) -> np.ndarray | jax.Array:
 
 @functools.cache
 def _plain_dtype(dtype: torch.dtype, x64: bool) -> np.dtype | None:
-    """The dtype of NumPy whose bytes are those of torch's; None where JAX has another in this mode, or NumPy none."""
+    """The dtype of NumPy whose bytes are those of torch's; None where JAX has another in this mode,
+    or NumPy none.
+    """
     if dtype not in _PLAIN or (not x64 and dtype in (torch.float64, torch.int64)):
         return None
     return np.dtype(str(dtype).removeprefix("torch."))

@@ -1,7 +1,8 @@
 """torch's optimizers as equations on one parameter.
 
-Symbols: p: parameter, g: gradient, s: slots, n: numbers of its group, t: count of updates with this one. Each gives the change of p
-and the new slots. `1 - beta` and `log(beta)` are computed in double precision on the host: in float32 they lose five digits.
+Symbols: p: parameter, g: gradient, s: slots, n: numbers of its group, t: count of updates with this
+one. Each gives the change of p and the new slots. `1 - beta` and `log(beta)` are computed in double
+precision on the host: in float32 they lose five digits.
 """
 
 from __future__ import annotations
@@ -126,7 +127,9 @@ def _adagrad(p, g, s, n, t, group) -> tuple[Any, Arrays]:
 
 
 def _adam_slots(group: Mapping) -> dict[str, float]:
-    return {"exp_avg": 0.0, "exp_avg_sq": 0.0} | ({"max_exp_avg_sq": 0.0} if group["amsgrad"] else {})
+    return {"exp_avg": 0.0, "exp_avg_sq": 0.0} | (
+        {"max_exp_avg_sq": 0.0} if group["amsgrad"] else {}
+    )
 
 
 def _rmsprop_slots(group: Mapping) -> dict[str, float]:
@@ -138,7 +141,9 @@ def _rmsprop_slots(group: Mapping) -> dict[str, float]:
     return slots
 
 
-_ADAM = TorchRule(_adam_numbers, _adam_slots, _adam, ("amsgrad", "decoupled_weight_decay", "maximize"))
+_ADAM = TorchRule(
+    _adam_numbers, _adam_slots, _adam, ("amsgrad", "decoupled_weight_decay", "maximize")
+)
 TORCH_RULES: dict[type, TorchRule] = {
     torch.optim.SGD: TorchRule(
         _sgd_numbers,
@@ -148,8 +153,15 @@ TORCH_RULES: dict[type, TorchRule] = {
     ),
     torch.optim.Adam: _ADAM,
     torch.optim.AdamW: _ADAM,
-    torch.optim.RMSprop: TorchRule(_rmsprop_numbers, _rmsprop_slots, _rmsprop, ("centered", "maximize")),
-    torch.optim.Adagrad: TorchRule(_adagrad_numbers, lambda group: {"sum": group["initial_accumulator_value"]}, _adagrad, ("maximize",)),
+    torch.optim.RMSprop: TorchRule(
+        _rmsprop_numbers, _rmsprop_slots, _rmsprop, ("centered", "maximize")
+    ),
+    torch.optim.Adagrad: TorchRule(
+        _adagrad_numbers,
+        lambda group: {"sum": group["initial_accumulator_value"]},
+        _adagrad,
+        ("maximize",),
+    ),
 }
 
 

@@ -33,7 +33,8 @@ class TorchStep:
 
     Attributes:
         core: the step as pure functions.
-        text: its equations as text, with the roles of its variables: traces of one step fit another of the same text.
+        text: its equations as text, with the roles of its variables: traces of one step fit another
+            of the same text.
         inputs: shapes and dtypes of one time step.
         start: initial states; their trace is None, which stands for zeros.
         weight_names: the parameters that the step reads.
@@ -61,7 +62,9 @@ class TorchStep:
         tensors = {n for n, _ in (*model.named_parameters(), *model.named_buffers())}
         changed = [o is not i for i, o in program.other_vars]
         self.buffer_names = tuple(n for n in compiled.other_names if n in tensors)
-        self.written_buffers = tuple(n for n, c in zip(compiled.other_names, changed, strict=True) if c and n in tensors)
+        self.written_buffers = tuple(
+            n for n, c in zip(compiled.other_names, changed, strict=True) if c and n in tensors
+        )
         self.out_tree = program.graph.module_info.out_tree
         self.batch_first, self.takes_sequences = net.batch_first, net.takes_sequences
         self.reset = jit(self.core.reset, one_step=True)
@@ -75,8 +78,9 @@ class TorchStep:
         """A jitted program for a sequence or (without plan) one step.
 
         Args:
-            kind: `"infer"`: outputs and the carry after them. `"copy inputs"`: the same, and copies of the
-                inputs. `"copy all"`: copies of weights and inputs. `"trace"`: the trace after the steps. `"learn"`: gradients and that trace. `"gradients"`: gradients.
+            kind: `"infer"`: outputs and the carry after them. `"copy inputs"`: the same, and copies
+                of the inputs. `"copy all"`: copies of weights and inputs. `"trace"`: the trace
+                after the steps. `"learn"`: gradients and that trace. `"gradients"`: gradients.
                 `"inputs"`: the inputs' gradients.
             plan: how the sequence is divided.
         """
@@ -94,14 +98,18 @@ class TorchStep:
         def lower(arrays: Sequence[Any]) -> list[Any]:
             return [a[0] if single and a is not None else a for a in arrays]
 
-        def run(params: Any, carry: Any, args: Sequence[Any], cotangents: Sequence[Any] = ()) -> Any:
+        def run(
+            params: Any, carry: Any, args: Sequence[Any], cotangents: Sequence[Any] = ()
+        ) -> Any:
             args, y_bar = lift(args), lift(cotangents)
             if kind == "infer":
                 outputs, new = core.infer(params, carry, args)
                 return lower(jax.tree.leaves(outputs)), new
             if kind in ("copy all", "copy inputs"):
                 outputs, new = core.infer(params, carry, args)
-                copies = jax.tree.map(jnp.copy, (dict(params) if kind == "copy all" else {}, lower(args)))
+                copies = jax.tree.map(
+                    jnp.copy, (dict(params) if kind == "copy all" else {}, lower(args))
+                )
                 return lower(jax.tree.leaves(outputs)), new, copies
             if kind == "trace":
                 return core.advance(params, carry, args, plan)[1].trace
@@ -122,9 +130,15 @@ class TorchStep:
 
 
 def find_step(
-    model: nn.Module, rule: Rule, seed: int, inputs: Sequence[Any], sequence: bool | None, dims: tuple[int, ...] | None
+    model: nn.Module,
+    rule: Rule,
+    seed: int,
+    inputs: Sequence[Any],
+    sequence: bool | None,
+    dims: tuple[int, ...] | None,
 ) -> tuple[TorchStep, bool]:
-    """The compiled step for inputs that are one time step or a sequence; and which of the two they are.
+    """The compiled step for inputs that are one time step or a sequence; and which of the two they
+    are.
 
     Args:
         model: the model.
@@ -145,7 +159,10 @@ def find_step(
     def as_sequence() -> TorchStep:
         axis = 1 if wrap(model).batch_first else 0
         if min(given) <= max(axis, 1):
-            raise InputError(f"Inputs of shapes {[tuple(a.shape) for a in arrays]} have no time and batch axes, so they are no sequence.")
+            raise InputError(
+                f"Inputs of shapes {[tuple(a.shape) for a in arrays]} have no time and batch axes, "
+                "so they are no sequence."
+            )
         if not all(a.shape[axis] for a in arrays):
             raise InputError("The sequence has no time steps.")
         return TorchStep(model, rule, seed, [a.take(0, axis) for a in arrays])
@@ -153,14 +170,16 @@ def find_step(
     if sequence is not None:
         return (as_sequence() if sequence else as_step()), sequence
     step, error = _attempt(as_step)
-    could_be_sequence = any(np.ndim(a) > (1 if np.issubdtype(a.dtype, np.integer) else 2) for a in arrays)
+    could_be_sequence = any(
+        np.ndim(a) > (1 if np.issubdtype(a.dtype, np.integer) else 2) for a in arrays
+    )
     if step is not None and not (could_be_sequence and step.takes_sequences):
         return step, False
     other, _ = _attempt(as_sequence) if could_be_sequence else (None, None)
     if step is not None and other is not None:
         raise InputError(
-            f"An input of shape {tuple(arrays[0].shape)} can be one time step of this model or a sequence. "
-            "Say which: `online(x, sequence=True)` or `online(x, sequence=False)`."
+            f"An input of shape {tuple(arrays[0].shape)} can be one time step of this model or a "
+            "sequence. Say which: `online(x, sequence=True)` or `online(x, sequence=False)`."
         )
     if other is not None and other.takes_sequences:
         return other, True

@@ -1,4 +1,6 @@
-"""The part of an update that must happen in torch: parameter hooks, and optimizers without a translation."""
+"""The part of an update that must happen in torch: parameter hooks, and optimizers without a
+translation.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def has_hooks(parameters: Any) -> bool:
     return False
 
 
-def run_hooks(grads: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def run_hooks(
+    grads: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """The gradients as torch tensors, as the parameters' hooks leave them."""
     done = {}
     for name, array in grads.items():
@@ -29,10 +33,13 @@ def run_hooks(grads: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]) 
         grad = to_torch(array, parameter)
         if parameter is not None and parameter._post_accumulate_grad_hooks:
             raise NotSupportedError(
-                f"The parameter `{name}` has a hook from `register_post_accumulate_grad_hook`, which runs inside torch's backward pass; "
-                "there is none here. Use `register_hook`, or change `.grad` after `fill_grad`."
+                f"The parameter `{name}` has a hook from `register_post_accumulate_grad_hook`, "
+                "which runs inside torch's backward pass; there is none here. Use "
+                "`register_hook`, or change `.grad` after `fill_grad`."
             )
-        for hook in list((parameter._backward_hooks or {}).values()) if parameter is not None else ():
+        for hook in (
+            list((parameter._backward_hooks or {}).values()) if parameter is not None else ()
+        ):
             changed = hook(grad)
             grad = grad if changed is None else changed
         done[name] = grad
@@ -63,8 +70,8 @@ class TorchUpdate:
         closure = inspect.signature(type(optimizer).step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise NotSupportedError(
-                f"`{type(optimizer).__name__}.step` evaluates the loss itself, through a closure. Online learning gives one gradient a "
-                "step. Use another optimizer."
+                f"`{type(optimizer).__name__}.step` evaluates the loss itself, through a closure. "
+                "Online learning gives one gradient a step. Use another optimizer."
             )
         self.optimizer, self.parameters = optimizer, parameters
         self.names = list(group_places(optimizer, parameters))
@@ -74,7 +81,8 @@ class TorchUpdate:
 
     def apply(self, grads: Mapping[str, torch.Tensor], theta: Mapping[str, Any]) -> dict[str, Any]:
         """New weights; the model's parameters hold them too."""
-        mine = [name for name in self.names if name in theta]  # torch too leaves alone what the step does not use
+        # torch too leaves alone what the step does not use
+        mine = [name for name in self.names if name in theta]
         with torch.no_grad():
             for name in mine:
                 self.parameters[name].copy_(to_torch(theta[name], self.parameters[name]))

@@ -1,4 +1,6 @@
-"""The guard's side on the host: reads the alarm now and then, and says which step went wrong and where."""
+"""The guard's side on the host: reads the alarm now and then, and says which step went wrong and
+where.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Watch:
         good: updates that were known to be good at the last look.
     """
 
-    def __init__(self, store: Store, programs: JittedPrograms, losses: LossTable, active: bool) -> None:
+    def __init__(
+        self, store: Store, programs: JittedPrograms, losses: LossTable, active: bool
+    ) -> None:
         self._store, self._programs, self._losses, self.active = store, programs, losses, active
         self.recent: list[tuple] = []
         self.good = 0
@@ -72,7 +76,9 @@ class Watch:
             silent = store.placement.put(jnp.asarray(new_alarm(count, len(flags))))
             store.state = store.state.replace(alarm=silent)
             names = watched_names(store.compiled.weight_names, store.compiled.hidden_names)
-            error = NonFiniteError(alarm_text(step, [n for n, bad in zip(names, flags, strict=True) if bad]))
+            error = NonFiniteError(
+                alarm_text(step, [n for n, bad in zip(names, flags, strict=True) if bad])
+            )
             error.settled = True
             raise error
 
@@ -80,10 +86,16 @@ class Watch:
         """What is not finite in a step from the current state."""
         store = self._store
         masked = isinstance(target, Weighted)
-        loss = None if target is None else self._losses.find(store.compiled, target.target if masked else target)
+        loss = (
+            None
+            if target is None
+            else self._losses.find(store.compiled, target.target if masked else target)
+        )
         loss = loss.by_element if masked and loss is not None else loss
         function = make_step(self._programs.spec(loss), own_update=False)
-        new, loss, _, grads = jit(function, platform=store.placement.platform)(store.state, args, target)
+        new, loss, _, grads = jit(function, platform=store.placement.platform)(
+            store.state, args, target
+        )
         grads = grads if grads is not None else [np.zeros(())] * len(new.theta)
         watched = [np.zeros(()) if loss is None else loss, *grads, *new.hidden]
         return [not np.isfinite(np.asarray(x)).all() for x in watched]
@@ -94,14 +106,28 @@ class Watch:
             return
         bad = [not np.isfinite(np.asarray(x)).all() for x in (losses, *grads.values())]
         if any(bad):
-            self.raise_bad(losses, [n for n, b in zip(watched_names(list(grads), ()), bad, strict=True) if b], before)
+            self.raise_bad(
+                losses,
+                [n for n, b in zip(watched_names(list(grads), ()), bad, strict=True) if b],
+                before,
+            )
 
     def check_states(self, losses: Any, bad: Any) -> None:
-        """Raises if `bad` marks a hidden state, another array or the trace after a sequence, as `make_gradients` gives it."""
+        """Raises if `bad` marks a hidden state, another array or the trace after a sequence, as
+        `make_gradients` gives it.
+        """
         if bad is not None and np.any(bad):
             compiled = self._store.compiled
-            names = [*(f"the hidden state `{n}`" for n in compiled.hidden_names), *(f"`{n}`" for n in compiled.other_names), "the trace"]
-            self.raise_bad(losses, [n for n, b in zip(names, np.asarray(bad), strict=True) if b], self._store.steps)
+            names = [
+                *(f"the hidden state `{n}`" for n in compiled.hidden_names),
+                *(f"`{n}`" for n in compiled.other_names),
+                "the trace",
+            ]
+            self.raise_bad(
+                losses,
+                [n for n, b in zip(names, np.asarray(bad), strict=True) if b],
+                self._store.steps,
+            )
 
     @staticmethod
     def raise_bad(losses: Any, bad: Sequence[str], before: int) -> NoReturn:

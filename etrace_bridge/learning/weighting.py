@@ -1,4 +1,6 @@
-"""From what users give, targets and a mask, to what the engine takes: a loss of one step, its targets, weights of the steps."""
+"""From what users give, targets and a mask, to what the engine takes: a loss of one step, its
+targets, weights of the steps.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from etrace_bridge._errors import InputError, TracingError
 from etrace_bridge.learning.compiled_step import CompiledStep
 from etrace_bridge.learning.element_loss import Weighted
 from etrace_bridge.learning.losses import JaxLoss, LossTable
-from etrace_bridge.learning.masks import blank_masked, check_mask, combine_masks, last_of, repeat_targets, split_mask
+from etrace_bridge.learning.masks import (
+    blank_masked,
+    check_mask,
+    combine_masks,
+    last_of,
+    repeat_targets,
+    split_mask,
+)
 from etrace_bridge.learning.options import Options
 from etrace_bridge.learning.reader import SequenceData, StepData, check_indices
 from etrace_bridge.learning.sequence_loss import REDUCTIONS, LossInTorch, SequenceLoss
@@ -29,7 +38,9 @@ class Weighting:
         rule: the learner's rule.
     """
 
-    def __init__(self, losses: LossTable, over_time: LossTable, options: Options, rule: Rule) -> None:
+    def __init__(
+        self, losses: LossTable, over_time: LossTable, options: Options, rule: Rule
+    ) -> None:
         self._losses, self._over_time, self._options, self._rule = losses, over_time, options, rule
         self._in_torch = LossInTorch(over_time.loss)
 
@@ -37,7 +48,9 @@ class Weighting:
         """The loss of one step, and its data with the mask in the target."""
         if data.target is None:
             if mask is not None:
-                raise InputError("`mask` says which batch elements have a loss, but there is no target.")
+                raise InputError(
+                    "`mask` says which batch elements have a loss, but there is no target."
+                )
             check_indices(compiled, data.args, None, None)
             return None, data
         loss, wanted = self._losses.find(compiled, data.target), data.wanted
@@ -46,11 +59,16 @@ class Weighting:
             return loss, data
         mask = np.asarray(mask)[None]
         if mask.ndim != 2:
-            raise InputError(f"`mask` has shape {mask.shape[1:]}; for one step it must be (batch,), a weight for each batch element.")
+            raise InputError(
+                f"`mask` has shape {mask.shape[1:]}; for one step it must be (batch,), a weight "
+                "for each batch element."
+            )
         check_mask(mask, 1, compiled.batch)
         wanted = jax.tree.map(lambda t: blank_masked(t[None], mask), wanted)
         check_indices(compiled, data.args, loss, wanted)
-        _, factors = split_mask(combine_masks([mask, loss.by_element.counts(jax.tree.leaves(wanted))]))
+        _, factors = split_mask(
+            combine_masks([mask, loss.by_element.counts(jax.tree.leaves(wanted))])
+        )
         wanted = jax.tree.map(lambda t: t[0], wanted)
         return loss.by_element, replace(data, wanted=Weighted(wanted, _like(compiled, factors[0])))
 
@@ -67,14 +85,20 @@ class Weighting:
         if kind is not None:
             batch = np.shape(data.args[0])[1]
             repeated = jax.tree.map(lambda t: repeat_targets(t, data.length, batch), data.targets)
-            data = replace(data, targets=repeated, mask=last_of(data.mask, data.length) if kind == "last" else data.mask)
+            data = replace(
+                data,
+                targets=repeated,
+                mask=last_of(data.mask, data.length) if kind == "last" else data.mask,
+            )
         loss = self._losses.find(compiled, data.target)
         targets = jax.tree.map(lambda t: blank_masked(t, data.mask), data.targets)
         check_indices(compiled, data.args, loss, targets)
         return self._weighted(compiled, loss, replace(data, targets=targets))
 
     def _kind(self, compiled: CompiledStep) -> str | None:
-        """Where the loss is: None, at every step with a target of its own; otherwise one target for each sequence."""
+        """Where the loss is: None, at every step with a target of its own; otherwise one target for
+        each sequence.
+        """
         loss_at = self._options.loss_at
         if self._over_time.loss is not None:
             return "seq"
@@ -83,19 +107,25 @@ class Weighting:
         reduction = getattr(compiled.net, "reduction", None)
         if reduction is None:
             raise InputError(
-                "`loss_at` is 'model', but the model's `forward` gives an output for every step. Use 'last' or 'every', or `seq_loss` for a "
-                "loss of all outputs."
+                "`loss_at` is 'model', but the model's `forward` gives an output for every step. "
+                "Use 'last' or 'every', or `seq_loss` for a loss of all outputs."
             )
         return reduction
 
-    def _over_outputs(self, compiled: CompiledStep, data: SequenceData, kind: str) -> tuple[Any, SequenceData]:
+    def _over_outputs(
+        self, compiled: CompiledStep, data: SequenceData, kind: str
+    ) -> tuple[Any, SequenceData]:
         if self._rule.needs_loss:
             raise InputError(
-                f"The rule `{self._rule.name}` reads the loss of every step, and a loss over the whole sequence has none. Give a loss of one "
-                "step (`loss_at='every'` or 'last'), or use another rule."
+                f"The rule `{self._rule.name}` reads the loss of every step, and a loss over the "
+                "whole sequence has none. Give a loss of one step (`loss_at='every'` or 'last'), "
+                "or use another rule."
             )
         if data.mask is not None:
-            raise InputError("A loss over the whole sequence takes no `mask`: leave out what should not count within the loss itself.")
+            raise InputError(
+                "A loss over the whole sequence takes no `mask`: leave out what should not count "
+                "within the loss itself."
+            )
         if kind == "seq":
             batch_first = bool(getattr(compiled.net, "batch_first", False))
             try:
@@ -109,19 +139,38 @@ class Weighting:
         programs = compiled.programs
         return programs.setdefault(("sequence loss", loss, kind), SequenceLoss(loss, arrange)), data
 
-    def _weighted(self, compiled: CompiledStep, loss: JaxLoss, data: SequenceData) -> tuple[Any, SequenceData]:
+    def _weighted(
+        self, compiled: CompiledStep, loss: JaxLoss, data: SequenceData
+    ) -> tuple[Any, SequenceData]:
         """The same for a mask of single sequences, or labels that are to be ignored."""
         found: Any = loss
         if np.ndim(0 if data.mask is None else data.mask) == 2 or loss.ignores(data.targets):
             found = loss.by_element
-            steps, factors = split_mask(combine_masks([data.mask, found.counts(jax.tree.leaves(data.targets))]))
-            data = replace(data, targets=Weighted(data.targets, _like(compiled, factors)), mask=_like(compiled, steps))
-        if data.mask is not None and self._options.reduction == "mean" and not np.sum(np.asarray(data.mask)) > 0:
-            raise InputError("`mask` has no step with a positive weight, or every label is to be ignored, so there is no mean loss.")
+            steps, factors = split_mask(
+                combine_masks([data.mask, found.counts(jax.tree.leaves(data.targets))])
+            )
+            data = replace(
+                data,
+                targets=Weighted(data.targets, _like(compiled, factors)),
+                mask=_like(compiled, steps),
+            )
+        if (
+            data.mask is not None
+            and self._options.reduction == "mean"
+            and not np.sum(np.asarray(data.mask)) > 0
+        ):
+            raise InputError(
+                "`mask` has no step with a positive weight, or every label is to be ignored, so "
+                "there is no mean loss."
+            )
         return found, data
 
 
 def _like(compiled: CompiledStep, array: np.ndarray) -> np.ndarray:
     """Weights in the dtype of the model's outputs."""
-    kinds = [v.aval.dtype for v in compiled.program.weight_vars if jax.numpy.issubdtype(v.aval.dtype, np.floating)]
+    kinds = [
+        v.aval.dtype
+        for v in compiled.program.weight_vars
+        if jax.numpy.issubdtype(v.aval.dtype, np.floating)
+    ]
     return array.astype(kinds[0]) if kinds else array

@@ -42,25 +42,35 @@ def jit(
         options: of `jax.jit`.
     """
     known = compiler_options(one_step, platform)
-    return jax.jit(function, compiler_options=known, **options) if known else jax.jit(function, **options)
+    return (
+        jax.jit(function, compiler_options=known, **options)
+        if known
+        else jax.jit(function, **options)
+    )
 
 
 def keep_programs(folder: str | PathLike) -> None:
-    """Keeps compiled programs in a folder, from which later processes read them; for every JAX program of this process."""
+    """Keeps compiled programs in a folder, from which later processes read them; for every JAX
+    program of this process.
+    """
     path = Path(folder).expanduser()
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
-        raise InputError(f"`cache_dir` is `{path}`, in which no file can be made: {error.strerror}. Name a folder of your own.") from error
+        raise InputError(
+            f"`cache_dir` is `{path}`, in which no file can be made: {error.strerror}. Name a "
+            "folder of your own."
+        ) from error
     jax.config.update("jax_compilation_cache_dir", str(path.resolve()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def compiler_options(one_step: bool = False, platform: str | None = None) -> dict[str, Any]:
-    """The compiler's options for a single step or a sequence; none for devices that they do not tune.
+    """The compiler's options for a single step or a sequence; none for devices that they do not
+    tune.
 
     Arguments as in `jit`.
     """

@@ -55,7 +55,9 @@ class Tuning:
         return form.view
 
     def finish_gradient(self, gradient: Any, steps: int) -> Any:
-        """A gradient over `steps` steps whose letters are not in the view's order, before it is transposed."""
+        """A gradient over `steps` steps whose letters are not in the view's order, before it is
+        transposed.
+        """
         return gradient
 
     def reads_by_row(self, elements: int) -> bool:
@@ -63,7 +65,9 @@ class Tuning:
         return False
 
     def computed_once(self, arrays: Any) -> Any:
-        """A tree of arrays that several parts of a program read: not to be computed in each of them."""
+        """A tree of arrays that several parts of a program read: not to be computed in each of
+        them.
+        """
         return arrays
 
     def any_not_finite(self, arrays: Sequence[Any]) -> Any:

@@ -134,7 +134,8 @@ class Rule:
         nothing behind but the memory, so that a chunk of any length takes the same room.
         """
         raise InputError(
-            f"The rule `{type(self).__name__}` is neither a `TraceRule` nor a `ReverseRule`; derive it from one of them."
+            f"The rule `{type(self).__name__}` is neither a `TraceRule` nor a `ReverseRule`; "
+            "derive it from one of them."
         )
 
     @property
@@ -143,7 +144,9 @@ class Rule:
         return self.schedule == "reverse"
 
     def variants(self) -> Iterator[Rule]:
-        """The rule with more and with less memory, most faithful first, for `recommend` to choose from."""
+        """The rule with more and with less memory, most faithful first, for `recommend` to choose
+        from.
+        """
         yield self
 
     def init(self, program: StepProgram) -> Any:
@@ -184,7 +187,9 @@ class Rule:
 
 
 class ReverseRule(Rule):
-    """Base of rules that are exact inside a chunk, by reverse mode, and carry a memory over from chunk to chunk."""
+    """Base of rules that are exact inside a chunk, by reverse mode, and carry a memory over from
+    chunk to chunk.
+    """
 
     @property
     def schedule(self) -> str:

@@ -1,9 +1,9 @@
 """The best rank r of a product `L Z^T`, from `L` and the small matrix `Z^T Z`.
 
-With `Z^T Z = V s V^T` and `B = s^½ V^T`, the right singular vectors of `L Z^T` are `Z B^-1 W`, where `W` are
-the eigenvectors of `B (L^T L) B^T`. So `L Z^T = (L X) (Z Y)^T` with `X = B^T W`, `Y = B^-1 W`: the
-columns of `Z Y` are orthonormal, and those of `L X` are as long as the singular values. Leaving out
-all but the first r of both is the best rank r (Eckart and Young).
+With `Z^T Z = V s V^T` and `B = s^½ V^T`, the right singular vectors of `L Z^T` are `Z B^-1 W`,
+where `W` are the eigenvectors of `B (L^T L) B^T`. So `L Z^T = (L X) (Z Y)^T` with `X = B^T W`, `Y =
+B^-1 W`: the columns of `Z Y` are orthonormal, and those of `L X` are as long as the singular
+values. Leaving out all but the first r of both is the best rank r (Eckart and Young).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What low-rank RTRL has cut off: an estimate and a bound of the error that it makes.
 
-Let `Δ_t` be the difference between the true influence `dh_t/dtheta` of one row and the one that the rule
-keeps. With `C_t` what the rule cuts off at step t, which it knows, and `F_t = D_t + X_t`,
+Let `Δ_t` be the difference between the true influence `dh_t/dtheta` of one row and the one that the
+rule keeps. With `C_t` what the rule cuts off at step t, which it knows, and `F_t = D_t + X_t`,
 
     Δ_t = F_t Δ_(t-1) + C_t,      error of the gradient = b_t · Δ_(t-1)
 
@@ -11,9 +11,10 @@ Two vectors per row follow the norms of the rows of `Δ`, given those of `C_t`, 
     v_t = (D_t² + X_t²) v_(t-1) + c_t²            about their squares, if what is cut off at different steps
                                                   and hidden values points into unrelated directions
 
-with `|·|` and `²` element by element, so `‖b_t Δ_(t-1)‖ ≤ |b_t| · d`, about `sqrt(b_t² · v)`. With `hops=1`,
-`C_t` also has `X_t R_(t-1)`; the norms of `R`'s rows are known, so they are added to `d` and `v` before
-`X_t`. (A bound by norms of matrices, `‖F‖ ‖Δ‖ + ‖C‖` with `‖F‖² ≤ ‖F‖_1 ‖F‖_∞`, is never smaller.)
+with `|·|` and `²` element by element, so `‖b_t Δ_(t-1)‖ ≤ |b_t| · d`, about `sqrt(b_t² · v)`. With
+`hops=1`, `C_t` also has `X_t R_(t-1)`; the norms of `R`'s rows are known, so they are added to `d`
+and `v` before `X_t`. (A bound by norms of matrices, `‖F‖ ‖Δ‖ + ‖C‖` with `‖F‖² ≤ ‖F‖_1 ‖F‖_∞`, is
+never smaller.)
 """
 
 from __future__ import annotations
@@ -86,4 +87,3 @@ def _core(program: StepProgram, layout: Layout, core: CoreLinear, fun: Any, v: A
     """`fun(D) v` for v (rows, n)."""
     D = [[[None if x is None else fun(x) for x in row] for row in block] for block in core.D]
     return core_times(program, layout, replace(core, D=D), v[:, None])[:, 0]
-

@@ -136,7 +136,7 @@ class EProp(DRTRL):
         if signals is None:
             L = exit_cotangents(steps, filtered)
         else:
-            at = lambda g, e: at_exit(steps.program, g, e, signals[e.var])  # noqa: E731
+            at = lambda g, e: at_exit(steps.program, g, e, signals[e.var])
             L = [[at(g, e) for e in of_group.exits] for g, of_group in enumerate(filtered)]
         b = [
             [*bs, *(self.kappa * signal for signal in Ls)]
@@ -160,7 +160,8 @@ class EProp(DRTRL):
         return signals
 
     def feedback_matrices(self, program: StepProgram) -> dict[tuple[Var, int], Any]:
-        """The fixed random matrices, (outputs, elements of the exit), by exit and index of the output.
+        """The fixed random matrices, (outputs, elements of the exit), by exit and index of the
+        output.
 
         Where exit and output have a batch axis, both leave it out: the same matrix serves every
         batch element.

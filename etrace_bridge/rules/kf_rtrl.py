@@ -7,13 +7,13 @@ For the sum `y` of some products (a gate's pre-activation) with inputs `x`, `dh_
     g_t = dl_t/dtheta |_(h_(t-1) fixed)  +  (b_t A_(t-1)) ⊗ u_(t-1)
     ρ1² = |u_(t-1)| / |F_t A_(t-1)|,                 ρ2² = |x_t| / |dh_t/dy_t|
 
-`c1`, `c2` are random signs, drawn for every sum and step and shared by the batch; `F_t` is the Jacobian of
-the whole step. Since only two terms are mixed, the noise is far below UORO's. A bias is a column
-whose input is 1. Within a chunk the gradient is exact reverse mode; the factors move step by step.
-Where the signs come from is said in `rules/uoro.py`.
+`c1`, `c2` are random signs, drawn for every sum and step and shared by the batch; `F_t` is the
+Jacobian of the whole step. Since only two terms are mixed, the noise is far below UORO's. A bias is
+a column whose input is 1. Within a chunk the gradient is exact reverse mode; the factors move step
+by step. Where the signs come from is said in `rules/uoro.py`.
 
-Memory: B·(n·U + I) for each sum of U units and I inputs, n hidden values. Time per step: n vjps of the
-step and B·n²·U for `F A`. Exact in the mean, not for a single draw.
+Memory: B·(n·U + I) for each sum of U units and I inputs, n hidden values. Time per step: n vjps of
+the step and B·n²·U for `F A`. Exact in the mean, not for a single draw.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class KFRTRL(UORO):
             b = jnp.einsum("en,neu->eu", flat, by_row).reshape(-1)
             for piece, u in zip(summed.pieces, old["u"], strict=True):
                 form = piece.part.form
-                asked = at_elements(single_block(summed, piece), b).reshape(form.shape(form.trace_out))
+                asked = at_elements(single_block(summed, piece), b).reshape(
+                    form.shape(form.trace_out)
+                )
                 spread = jnp.einsum(f"{form.trace_out},{form.feature}->{form.trace}", asked, u)
                 by_part[piece.part.var] = to_view(single_block(summed, piece), spread)
         return weights_of_views(program, theta, by_part)

@@ -8,18 +8,18 @@ states and `eps_i` D-RTRL's trace,
     R_i,t   = F_t R_i,t-1 + X_t e_i eps_i,t-1 + X_y,i,t ⊗ x_t,         cut to rank r
     g_t     = dl_t/dtheta |_(h_(t-1) fixed)  +  b_t · (e_i eps_i,t-1 + A_i E_i^T)
 
-`F_t = dh_t/dh_(t-1)` is the Jacobian of the whole step over all n hidden values of all layers, `D_t`
-its core and `X_t = F_t - D_t`; `X_y,i = dh_t/dy_i - e_i df_i` is how the new states depend, beside the
-core, on what the weights of the unit make (`step.crossing`); `b_t = dl_t/dh_(t-1)`. The terms of `R_i,t`
-are columns of `L` (n × q) and `Z` (P_i × q), with `q = r + states of the unit + sums that feed it`;
-`rules.best_rank` cuts `L Z^T`. `hops=1` moves `R` by `D_t` in place of `F_t`: it follows one product, and
-there is no cubic term. `rules.discarded` follows what is cut off.
+`F_t = dh_t/dh_(t-1)` is the Jacobian of the whole step over all n hidden values of all layers,
+`D_t` its core and `X_t = F_t - D_t`; `X_y,i = dh_t/dy_i - e_i df_i` is how the new states depend,
+beside the core, on what the weights of the unit make (`step.crossing`); `b_t = dl_t/dh_(t-1)`. The
+terms of `R_i,t` are columns of `L` (n × q) and `Z` (P_i × q), with `q = r + states of the unit +
+sums that feed it`; `rules.best_rank` cuts `L Z^T`. `hops=1` moves `R` by `D_t` in place of `F_t`:
+it follows one product, and there is no cubic term. `rules.discarded` follows what is cut off.
 
-Within a chunk the gradient is exact reverse mode, as in `DRTRL(credit="chunk")`; the past comes from
-the memory before it. Rank 0 is that rule; rank n has `A_i = I` and is exact.
+Within a chunk the gradient is exact reverse mode, as in `DRTRL(credit="chunk")`; the past comes
+from the memory before it. Rank 0 is that rule; rank n has `A_i = I` and is exact.
 
-Memory: r·B·(n² + P), and D-RTRL's. Time per step: B·n² for `X` of one layer and r·B·n³ for `F A`, and a
-few passes over r·B·P.
+Memory: r·B·(n² + P), and D-RTRL's. Time per step: B·n² for `X` of one layer and r·B·n³ for `F A`,
+and a few passes over r·B·P.
 """
 
 from __future__ import annotations
@@ -209,7 +209,9 @@ class LowRankRTRL(ReverseRule):
             return jnp.zeros(2, b.dtype)
         factor = gradient_norm_factor(program, layout)
         square, bound = error_of_gradient(memory["lost"], b)
-        return jnp.stack([square, bound * factor if factor < math.inf else jnp.full_like(bound, math.inf)])
+        return jnp.stack(
+            [square, bound * factor if factor < math.inf else jnp.full_like(bound, math.inf)]
+        )
 
     def reset(self, program: StepProgram, memory: Memory, keep: Any) -> Memory:
         layout = find_layout(program)
@@ -223,7 +225,10 @@ class LowRankRTRL(ReverseRule):
             for name, x in memory["lost"].items()
         }
         families = zip(layout.families, memory["families"], strict=True)
-        return {"families": [reset_family(layout, f, old, keep) for f, old in families], "lost": lost}
+        return {
+            "families": [reset_family(layout, f, old, keep) for f, old in families],
+            "lost": lost,
+        }
 
     def promise(self, certificate, length: int, chunk: int) -> Promise:
         if length == 1 or chunk >= length:
@@ -233,7 +238,8 @@ class LowRankRTRL(ReverseRule):
         if self.rank == 0 or certificate.exact:
             return Promise(EXACT if certificate.exact else APPROXIMATE, certificate.reason)
         return Promise(
-            APPROXIMATE, f"keeps rank {self.rank} per unit of what d_rtrl drops; {certificate.reason}"
+            APPROXIMATE,
+            f"keeps rank {self.rank} per unit of what d_rtrl drops; {certificate.reason}",
         )
 
     def promises(self, graph: ETraceGraph, length: int, chunk: int) -> dict[Path, Promise]:

@@ -112,8 +112,13 @@ def cut_to_rank(
         grams = _gram_left(L), _gram_right(family, Z, q, L[0].dtype)
         X, Y = tuning.computed_once(singular_columns(*tuning.computed_once(grams)))
         columns = tuning.computed_once(_mix(L, X))
-        A, kept, lost = columns[:r], _row_squares(layout, columns[:r]), _row_squares(layout, columns[r:])
-        lost = lost + 16 * q * q * jnp.finfo(columns.dtype).eps * (kept + lost)  # what rounding may cut
+        A, kept, lost = (
+            columns[:r],
+            _row_squares(layout, columns[:r]),
+            _row_squares(layout, columns[r:]),
+        )
+        # what rounding may cut
+        lost = lost + 16 * q * q * jnp.finfo(columns.dtype).eps * (kept + lost)
         Y = jnp.moveaxis(Y[..., :r], 0, 2)  # (q, r, units)
     E = []
     for block, columns in zip(family.blocks, Z, strict=True):

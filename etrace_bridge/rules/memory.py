@@ -19,7 +19,8 @@ from etrace_bridge.step.program import StepProgram
 
 @dataclass(frozen=True)
 class Dense:
-    """`eps` itself: for each trace of the program and each row of its group, an array of B·P elements.
+    """`eps` itself: for each trace of the program and each row of its group, an array of B·P
+    elements.
 
     Attributes:
         dtype: in which it is stored, e.g. `"bfloat16"`; None keeps the states' dtype.
@@ -131,7 +132,9 @@ class Filters:
         return self.stored(self.zeros(program))
 
     def stored(self, filters: dict[str, Any]) -> dict[str, Any]:
-        """Filters in the dtype in which they are stored; the norms `n` are small and stay as they are."""
+        """Filters in the dtype in which they are stored; the norms `n` are small and stay as they
+        are.
+        """
         if self.dtype is None:
             return filters
         norms = {name: x for name, x in filters.items() if name == "n"}
@@ -161,7 +164,9 @@ class Factored(Filters):
     dtype: str | None = None
 
     def zeros(self, program: StepProgram) -> dict[str, Any]:
-        """Filters `x` by contact, `f` and `eps` [channel][state], and `n` by group, one per batch element."""
+        """Filters `x` by contact, `f` and `eps` [channel][state], and `n` by group, one per batch
+        element.
+        """
         products, others = find_channels(program)
         return {
             "x": {
@@ -200,8 +205,8 @@ class Factored(Filters):
 class Presynaptic(Filters):
     """`x̄_t = leak x̄_(t-1) + x_t`, the filtered features of every product: B·I elements.
 
-    The cotangent at the product's output meets `x̄_t` in place of `x_t`. A bias that is only added to
-    a product is a column of it whose feature is always 1. Other element-wise contacts are not
+    The cotangent at the product's output meets `x̄_t` in place of `x_t`. A bias that is only added
+    to a product is a column of it whose feature is always 1. Other element-wise contacts are not
     filtered.
 
     Attributes:
@@ -257,8 +262,9 @@ def _batch_rows(group: HiddenGroup, leg: Leg, keep: Any) -> Any:
     """`keep` spread to the elements of a leg's piece; elements that feed nothing get zero."""
     if not group.varshape or group.varshape[0] != keep.shape[0]:
         raise InputError(
-            f"The hidden state `{group.name}` has shape {group.varshape}, so its first axis is not the batch of {keep.shape[0]}. "
-            "Single batch elements can only be reset where the batch comes first; call `reset()` without a mask."
+            f"The hidden state `{group.name}` has shape {group.varshape}, so its first axis is not "
+            f"the batch of {keep.shape[0]}. Single batch elements can only be reset where the "
+            "batch comes first; call `reset()` without a mask."
         )
     positions = jnp.asarray(leg.places)
     rows = positions // (group.leaves[0].num_places // group.varshape[0])
@@ -280,6 +286,6 @@ def _batch_axis(program: StepProgram, contact: Contact) -> int:
             if ((rows < 0) | (rows == np.arange(group.varshape[0]).reshape(shape))).all():
                 return contact.form.feature.index(letter)
     raise InputError(
-        f"`reset` for single batch elements needs a batch axis, and the data that meets `{contact.view}` has none that "
-        "its hidden states share. Reset the whole batch instead."
+        "`reset` for single batch elements needs a batch axis, and the data that meets "
+        f"`{contact.view}` has none that its hidden states share. Reset the whole batch instead."
     )

@@ -3,15 +3,15 @@
     J_t = (dh_t/dh_(t-1)) J_(t-1) + dh_t/dtheta         for the states h of a layer and its own weights
     g_t = dl_t/dtheta |_(h_(t-1) fixed)  +  (dl_t/dh_(t-1)) J_(t-1)
 
-The derivative of the states of a layer by the old ones goes through its recurrent weights too. What a
-lower layer did to an upper one in earlier steps is dropped; within a step the loss reaches it through
-the layers above. A layer is a hidden group. For one layer this is RTRL; for layers without recurrent
-weights it is D-RTRL, at more memory. `rules/sparse_influence.py` has the recursion by unit: the set of
-a unit are all states of its layer.
+The derivative of the states of a layer by the old ones goes through its recurrent weights too. What
+a lower layer did to an upper one in earlier steps is dropped; within a step the loss reaches it
+through the layers above. A layer is a hidden group. For one layer this is RTRL; for layers without
+recurrent weights it is D-RTRL, at more memory. `rules/sparse_influence.py` has the recursion by
+unit: the set of a unit are all states of its layer.
 
 Memory: B·H·S·P for a layer of H positions with S states. Time per step: n vjps of the step and
-(H·S)²·B·P. Exact for a single layer, and where D-RTRL is. Weights that reach a state only through other
-weights, as an encoder's, have credit inside the chunk alone.
+(H·S)²·B·P. Exact for a single layer, and where D-RTRL is. Weights that reach a state only through
+other weights, as an encoder's, have credit inside the chunk alone.
 """
 
 from __future__ import annotations

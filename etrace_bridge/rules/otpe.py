@@ -1,18 +1,19 @@
-"""OTPE: online training with postsynaptic estimates (Summe et al. 2023), for stacks of spiking layers.
+"""OTPE: online training with postsynaptic estimates (Summe et al. 2023), for stacks of spiking
+layers.
 
     eps_t = D_t eps_(t-1) + df_t ⊗ x_t                        (as in D-RTRL)
     e_t   = ds_t/dtheta  =  U_t eps_(t-1) + du_t ⊗ x_t
     R_t   = leak R_(t-1) + e_t
     g_t   = L_t · R_t,        L_t = dl_t/ds_t
 
-`s_t` is what a layer sends to the next one, its spike. The membrane of the next layer adds up what it
-gets and loses all but `leak` of it in a step, so `R_t` estimates how a weight has moved that membrane,
-where D-RTRL, e-prop and OTTT count the last spike alone. What leads to the output without another
-layer in between, as from the last layer, is not filtered. So this is `EProp(kappa=leak)` for what a
-layer sends to another, and `EProp()` otherwise.
+`s_t` is what a layer sends to the next one, its spike. The membrane of the next layer adds up what
+it gets and loses all but `leak` of it in a step, so `R_t` estimates how a weight has moved that
+membrane, where D-RTRL, e-prop and OTTT count the last spike alone. What leads to the output without
+another layer in between, as from the last layer, is not filtered. So this is `EProp(kappa=leak)`
+for what a layer sends to another, and `EProp()` otherwise.
 
-Memory: B·P·S for each contact as in D-RTRL, and as much again for each way to a next layer. Time per
-step: that of e-prop. Exact when D-RTRL is.
+Memory: B·P·S for each contact as in D-RTRL, and as much again for each way to a next layer. Time
+per step: that of e-prop. Exact when D-RTRL is.
 """
 
 from __future__ import annotations

@@ -63,11 +63,13 @@ class PPProp(TraceRule):
         check_choice("credit", self.credit, ("auto", "core", "step"))
         if self.time_constant is not None and not self.time_constant > 0:
             raise InputError(
-                f"`time_constant` is {self.time_constant}; it is a number of steps and must be positive."
+                f"`time_constant` is {self.time_constant}; it is a number of steps and must be "
+                "positive."
             )
         if not 0 <= self.decay < 1:
             raise InputError(
-                f"`decay` is {self.decay}; it must be at least 0 and below 1. A time constant in steps goes into `time_constant=`."
+                f"`decay` is {self.decay}; it must be at least 0 and below 1. A time constant in "
+                "steps goes into `time_constant=`."
             )
 
     @property

@@ -3,16 +3,16 @@
     J_t = P_n ∘ (F_t J_(t-1) + dh_t/dtheta),      P_n = pattern of (I + F + … + F^(n-1)) dh/dtheta
     g_t = dl_t/dtheta |_(h_(t-1) fixed)  +  b_t J_(t-1)
 
-(Menick et al. 2021.) `F_t = dh_t/dh_(t-1)` is the Jacobian of the whole step. The pattern is that of the
-step's connections (`step.connectivity`): masks that are constants or buffers leave entries out, weights
-that merely happen to be zero do not. For dense recurrent weights n = 2 is all of RTRL; the rule pays
-where connections are sparse. `rules/sparse_influence.py` has the recursion by unit.
+(Menick et al. 2021.) `F_t = dh_t/dh_(t-1)` is the Jacobian of the whole step. The pattern is that
+of the step's connections (`step.connectivity`): masks that are constants or buffers leave entries
+out, weights that merely happen to be zero do not. For dense recurrent weights n = 2 is all of RTRL;
+the rule pays where connections are sparse. `rules/sparse_influence.py` has the recursion by unit.
 
-`snap1` is another simplification for n = 1: within a hidden group, position by position. Here a weight
-of a lower layer also reaches, within a step, the layers above it.
+`snap1` is another simplification for n = 1: within a hidden group, position by position. Here a
+weight of a lower layer also reaches, within a step, the layers above it.
 
-Memory: m·B·P, with m the most hidden values that a unit reaches in n steps. Time per step: n vjps of the
-step and m²·B·P. Exact when the pattern is saturated: one step more reaches nothing new.
+Memory: m·B·P, with m the most hidden values that a unit reaches in n steps. Time per step: n vjps
+of the step and m²·B·P. Exact when the pattern is saturated: one step more reaches nothing new.
 """
 
 from __future__ import annotations

@@ -91,7 +91,9 @@ class SparseInfluence(ReverseRule):
         for family, old in zip(layout.families, memory, strict=True):
             units = jnp.repeat(keep, family.units // layout.rows)
             pairs = zip(family.pieces, old, strict=True)
-            new.append([J * at_elements(single_block(s, p), units).astype(J.dtype) for (s, p), J in pairs])
+            new.append(
+                [J * at_elements(single_block(s, p), units).astype(J.dtype) for (s, p), J in pairs]
+            )
         return new
 
     @property
@@ -149,6 +151,8 @@ def _move(family: Family, S: np.ndarray, made: Influence, old: Sequence[Any]) ->
         moved = jnp.einsum("kjo,jof->kof", mix, flat).reshape(J.shape)
         G = jnp.take_along_axis(made.G[summed.var], rows, axis=0)
         G = jnp.where(np.tile(real, (family.rows, 1)).T, G, 0)
-        added = at_elements(single_block(summed, piece), G) * spread_features(single_block(summed, piece), made.data)
+        added = at_elements(single_block(summed, piece), G) * spread_features(
+            single_block(summed, piece), made.data
+        )
         new.append((moved + added).astype(J.dtype))
     return new

@@ -1,21 +1,23 @@
-"""UORO: unbiased online recurrent optimisation (Tallec and Ollivier 2018), RTRL as one outer product.
+"""UORO: unbiased online recurrent optimisation (Tallec and Ollivier 2018), RTRL as one outer
+product.
 
     J_t ≈ s_t ⊗ θ_t,                   E[s_t ⊗ θ_t] = J_t = F_t J_(t-1) + dh_t/dtheta
     s_t = ρ0 F_t s_(t-1) + ρ1 ν        θ_t = θ_(t-1) / ρ0 + (ν · dh_t/dtheta) / ρ1
     g_t = dl_t/dtheta |_(h_(t-1) fixed)  +  (dl_t/dh_(t-1) · s_(t-1)) θ_(t-1)
     ρ0² = |θ_(t-1)| / |F_t s_(t-1)|,   ρ1² = |ν · dh_t/dtheta| / |ν|
 
-`ν` are random signs, one for each hidden value of the whole batch, so products of different terms vanish
-in the mean: the gradient is noisy and has no bias. `F_t = dh_t/dh_(t-1)` of the whole step. In chunks of K
-steps the gradient within the chunk is exact, and `F` and `dh/dtheta` are those of the chunk: one draw
-of `ν` a chunk, and less noise the longer it is.
+`ν` are random signs, one for each hidden value of the whole batch, so products of different terms
+vanish in the mean: the gradient is noisy and has no bias. `F_t = dh_t/dh_(t-1)` of the whole step.
+In chunks of K steps the gradient within the chunk is exact, and `F` and `dh/dtheta` are those of
+the chunk: one draw of `ν` a chunk, and less noise the longer it is.
 
-The signs come from `seed`, from a counter in the memory, and from the numbers of the chunk itself, so
-that sequences which all begin with an empty memory do not share their noise. The same seed, weights
-and data give the same gradient.
+The signs come from `seed`, from a counter in the memory, and from the numbers of the chunk itself,
+so that sequences which all begin with an empty memory do not share their noise. The same seed,
+weights and data give the same gradient.
 
-Memory: B·H + P, less than any trace. Time per step: one more reverse pass and one forward derivative a
-chunk. Exact in the mean; a single gradient is not, unless one chunk covers the sequence.
+Memory: B·H + P, less than any trace. Time per step: one more reverse pass and one forward
+derivative a chunk. Exact in the mean; a single gradient is not, unless one chunk covers the
+sequence.
 """
 
 from __future__ import annotations

@@ -78,7 +78,9 @@ def forward_in_blocks(
     args: Sequence[Any],
     size: int,
 ) -> Forward:
-    """`run_forward`, block after block, so that what inputs alone determine is there for one block at a time."""
+    """`run_forward`, block after block, so that what inputs alone determine is there for one block
+    at a time.
+    """
 
     def block(carry: Any, args: list[Any]) -> tuple[Any, None, Any]:
         done = run_forward(program, env, *carry, args)

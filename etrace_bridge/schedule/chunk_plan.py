@@ -152,8 +152,8 @@ def choose_chunk(
         return length
     if budget is not None and budget < (one := chunk_bytes(program, 1, True, rule)):
         raise InputError(
-            f"The budget of {budget} bytes is less than one step's buffers, about {one} bytes. Raise `budget`, or use a smaller "
-            "batch."
+            f"The budget of {budget} bytes is less than one step's buffers, about {one} bytes. "
+            "Raise `budget`, or use a smaller batch."
         )
     size = trace_bytes(jax.eval_shape(lambda: rule.init(program)))
 

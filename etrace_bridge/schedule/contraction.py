@@ -80,7 +80,8 @@ def view_gradients(
 def _outer_gradient(
     program: StepProgram, contact: Contact, at_taps: Sequence[Any], phi: Any
 ) -> Any:
-    """`sum over t of cotangent_t ⊗ phi_t` with the letters of `_letters`, from cotangents (K, …) at all taps.
+    """`sum over t of cotangent_t ⊗ phi_t` with the letters of `_letters`, from cotangents (K, …) at
+    all taps.
 
     `phi` is None without features.
     """

@@ -115,7 +115,9 @@ class FactoredFilters:
         return {"x": x, "f": self.f, "n": [n[-1] for n in self.norms], "eps": self.eps}
 
     def over(self, system: TraceSystem) -> tuple[list, list, list, list]:
-        """`c_t` of every product's channel, the sum of `b_t · eps_(t-1)` of every other, and `f̄` and `eps` after the block."""
+        """`c_t` of every product's channel, the sum of `b_t · eps_(t-1)` of every other, and `f̄`
+        and `eps` after the block.
+        """
         scaled = [
             [_divide_rows(x, n[:-1]) for x in rows]
             for rows, n in zip(system.b, self.norms, strict=True)

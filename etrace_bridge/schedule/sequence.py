@@ -16,7 +16,9 @@ from jax import lax
 
 from etrace_bridge.schedule.chunk_plan import ChunkPlan
 
-LOOP_FROM = 3  # from this many full chunks on, one loop body for all: unrolled, the buffers of several would exist at once
+# From this many full chunks on, one loop body for all: unrolled, the buffers of several would exist
+# at once
+LOOP_FROM = 3
 
 # (carry, data of one chunk, fresh, final) -> (gradients, losses, outputs, carry)
 ChunkFunction = Callable[[Any, Any, bool, bool], tuple[Any, Any, Any, Any]]

@@ -100,14 +100,18 @@ def advance_traces(
 
 
 def at_positions(leg: Leg, array: Any, lead: int = 0) -> Any:
-    """Values at a group's positions, brought to the piece's elements and into the trace's order; `lead` axes kept."""
+    """Values at a group's positions, brought to the piece's elements and into the trace's order;
+    `lead` axes kept.
+    """
     form = leg.part.form
     spread = take_positions(leg, array, lead).reshape(*array.shape[:lead], *form.shape(form.out))
     return _to_trace_order(form, spread, lead)
 
 
 def take_positions(leg: Leg, array: Any, lead: int) -> Any:
-    """Values at a group's positions for each of the piece's elements, zero where an element feeds none; `lead` axes kept."""
+    """Values at a group's positions for each of the piece's elements, zero where an element feeds
+    none; `lead` axes kept.
+    """
     positions = leg.places.reshape(-1)
     size = int(np.prod(array.shape[lead:], dtype=np.int64))
     if positions.size == size and (positions == np.arange(size)).all():

@@ -55,7 +55,9 @@ def follow_positions(
     with_contacts: bool,
     stops: frozenset[Edge] = frozenset(),
 ) -> Aligned:
-    """Follows a group's positions from its old states, and from contacts that feed it if wanted, but not over `stops`."""
+    """Follows a group's positions from its old states, and from contacts that feed it if wanted,
+    but not over `stops`.
+    """
     positions: dict[Var, np.ndarray] = {leaf.invar: leaf.places() for leaf in group.leaves}
     if with_contacts:
         positions.update(

@@ -1,8 +1,9 @@
 """Whether a step keeps its batch elements apart.
 
-Each element of a value has a *row*: the batch element whose hidden states and weight products it depends on (-1: none). Element-wise
-equations keep rows, structural ones carry them along, sums and products keep them where they sum over one row only. Where a value
-would depend on two rows, the batch is one element as far as derivatives go.
+Each element of a value has a *row*: the batch element whose hidden states and weight products it
+depends on (-1: none). Element-wise equations keep rows, structural ones carry them along, sums and
+products keep them where they sum over one row only. Where a value would depend on two rows, the
+batch is one element as far as derivatives go.
 """
 
 from __future__ import annotations
@@ -13,20 +14,28 @@ import numpy as np
 
 from etrace_bridge._jax_compat import JaxprEqn, Literal, Var
 from etrace_bridge.compiler.jaxpr import variables
-from etrace_bridge.compiler.primitives import index_maps, is_elementwise, is_structural, passes_derivative
+from etrace_bridge.compiler.primitives import (
+    index_maps,
+    is_elementwise,
+    is_structural,
+    passes_derivative,
+)
 from etrace_bridge.step.program import StepProgram
 
 Rows = dict[Var, np.ndarray]
 
 
 def independent_rows(program: StepProgram, sources: list[Var]) -> int:
-    """The number of batch elements, if hidden states and `sources` have them first and the step never mixes them; else 1.
+    """The number of batch elements, if hidden states and `sources` have them first and the step
+    never mixes them; else 1.
 
     Args:
         program: the step.
         sources: outputs of contacts, whose influence on new states must stay in their row too.
     """
-    sizes = {leaf.invar.aval.shape[:1] for leaf in program.leaves} | {v.aval.shape[:1] for v in sources}
+    sizes = {leaf.invar.aval.shape[:1] for leaf in program.leaves} | {
+        v.aval.shape[:1] for v in sources
+    }
     if len(sizes) != 1 or sizes == {()}:
         return 1
     (count,) = next(iter(sizes))
@@ -43,7 +52,9 @@ def independent_rows(program: StepProgram, sources: list[Var]) -> int:
                 return 1
             rows.setdefault(v, array)
     kept = all(
-        isinstance(leaf.outvar, Literal) or leaf.outvar not in rows or _agree(rows[leaf.outvar], _first_axis(leaf.outvar.aval.shape))
+        isinstance(leaf.outvar, Literal)
+        or leaf.outvar not in rows
+        or _agree(rows[leaf.outvar], _first_axis(leaf.outvar.aval.shape))
         for leaf in program.leaves
     )
     return count if kept else 1
@@ -75,11 +86,18 @@ def _rows_of(eqn: JaxprEqn, rows: Rows, constants: dict[Var, Any]) -> list[np.nd
         if maps is None:
             return None
         flat = np.concatenate(
-            [np.full(v.aval.size, -1) if a is None else a.reshape(-1) for v, a in zip(eqn.invars, operands, strict=True)]
+            [
+                np.full(v.aval.size, -1) if a is None else a.reshape(-1)
+                for v, a in zip(eqn.invars, operands, strict=True)
+            ]
         )
         return [np.where(m >= 0, flat[np.maximum(m, 0)], -1) for m in maps]
     if name.startswith("reduce_") and "axes" in params and len(operands) == 1:
-        return [_reduced(operands[0], tuple(params["axes"]))] * len(eqn.outvars) if _constant(operands[0], params["axes"]) else None
+        return (
+            [_reduced(operands[0], tuple(params["axes"]))] * len(eqn.outvars)
+            if _constant(operands[0], params["axes"])
+            else None
+        )
     if name.startswith("cum") and "axis" in params:
         return [operands[0]] if _constant(operands[0], (params["axis"],)) else None
     if name == "dot_general":
@@ -89,7 +107,9 @@ def _rows_of(eqn: JaxprEqn, rows: Rows, constants: dict[Var, Any]) -> list[np.nd
         rest = tuple(d for d in range(operands[0].ndim) if d != spec.lhs_spec[0])
         if not _constant(operands[0], rest):
             return None
-        lead = _reduced(operands[0], rest).reshape([-1 if d == spec.out_spec[0] else 1 for d in range(len(shape))])
+        lead = _reduced(operands[0], rest).reshape(
+            [-1 if d == spec.out_spec[0] else 1 for d in range(len(shape))]
+        )
         return [np.broadcast_to(lead, shape)]
     return None
 
@@ -104,7 +124,9 @@ def _reduced(array: Any, axes: tuple[int, ...]) -> np.ndarray:
 
 
 def _product(eqn: JaxprEqn, operands: list[Any]) -> list[np.ndarray] | None:
-    """Rows of a product: no operand may have several along what is summed, and where both have some they must agree."""
+    """Rows of a product: no operand may have several along what is summed, and where both have some
+    they must agree.
+    """
     contracted, batch = eqn.params["dimension_numbers"]
     shape, total = eqn.outvars[0].aval.shape, np.full(eqn.outvars[0].aval.shape, -1)
     free_before = len(batch[0])
@@ -117,7 +139,10 @@ def _product(eqn: JaxprEqn, operands: list[Any]) -> list[np.ndarray] | None:
         if not _constant(array, tuple(contracted[side])):
             return None
         out_axes = [*range(len(batch[side])), *range(first, first + len(free))]
-        kept = _reduced(array.transpose([*batch[side], *free, *contracted[side]]), tuple(range(len(out_axes), ndim)))
+        kept = _reduced(
+            array.transpose([*batch[side], *free, *contracted[side]]),
+            tuple(range(len(out_axes), ndim)),
+        )
         wide = np.ones(len(shape), int)
         wide[out_axes] = kept.shape
         spread = np.broadcast_to(kept.reshape(wide), shape)

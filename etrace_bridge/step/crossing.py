@@ -5,11 +5,12 @@
 `F = dh_t/dh_(t-1)` and `G = dh_t/dy`, for a sum `y` of what weights make, are derivatives of the
 whole step over all n hidden values; `D` and `df` are those of the core (`step.linearise`).
 
-Old states reach new ones past the core by *routes*: a product `y = v x` whose output enters the core.
-A new state depends on one element of `y`, so `dh_t/dx` is a row of the weight `v` times `df`, and no
-product of matrices is needed to get there: `X = sum of (df v) (dx/dh_(t-1))`. Where all that crosses does so
-by routes, one vmapped reverse pass from the `x` gives `X`, which costs nothing if `x` is a state or
-made of one position by position. Otherwise n reverse passes of the whole step give `F` and `G`.
+Old states reach new ones past the core by *routes*: a product `y = v x` whose output enters the
+core. A new state depends on one element of `y`, so `dh_t/dx` is a row of the weight `v` times `df`,
+and no product of matrices is needed to get there: `X = sum of (df v) (dx/dh_(t-1))`. Where all that
+crosses does so by routes, one vmapped reverse pass from the `x` gives `X`, which costs nothing if
+`x` is a state or made of one position by position. Otherwise n reverse passes of the whole step
+give `F` and `G`.
 """
 
 from __future__ import annotations
@@ -198,7 +199,11 @@ def _states(program: StepProgram, leg: Leg) -> int:
 
 
 def _pull(
-    program: StepProgram, start: dict, saved: Sequence[Any], targets: Sequence[Any], taps: Sequence[Var]
+    program: StepProgram,
+    start: dict,
+    saved: Sequence[Any],
+    targets: Sequence[Any],
+    taps: Sequence[Var],
 ) -> Any:
     """Cotangents of `targets` in one step -> those of old states, and of what is tapped."""
     old_vars = [leaf.invar for leaf in program.leaves]

@@ -203,7 +203,8 @@ def exit_cotangents(steps: Steps, exits: Sequence[GroupExits]) -> Grouped:
 def signal_gradient(
     steps: Steps, exits: Sequence[GroupExits], signals: dict[Var, Any]
 ) -> LossGradient:
-    """As `loss_gradient` with `core` credit, with given signals at the exits in place of the loss's derivative by them.
+    """As `loss_gradient` with `core` credit, with given signals at the exits in place of the loss's
+    derivative by them.
 
     Args:
         steps: the steps.

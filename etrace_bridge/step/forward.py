@@ -86,7 +86,9 @@ def _run_level(
     known: dict[Var, Any],
     length: int,
 ) -> dict[int, Any]:
-    """Runs one level through all steps, adds its values to `known`, and returns its states after them."""
+    """Runs one level through all steps, adds its values to `known`, and returns its states after
+    them.
+    """
     old_vars, new_vars = (
         [program.state_vars[n] for n in level],
         [program.new_vars[n] for n in level],

@@ -1,4 +1,6 @@
-"""One step's influence: the Jacobians of all new hidden values by old ones and by what weights make."""
+"""One step's influence: the Jacobians of all new hidden values by old ones and by what weights
+make.
+"""
 
 from __future__ import annotations
 

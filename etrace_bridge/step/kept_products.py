@@ -114,7 +114,9 @@ def _feature_sources(form: Any, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def pull_through(steps: Steps, kept: KeptProducts) -> Callable[[Sequence[Any]], list[Any]]:
-    """A function: cotangents at the taps -> cotangents of the group's old states, through the kept entries alone."""
+    """A function: cotangents at the taps -> cotangents of the group's old states, through the kept
+    entries alone.
+    """
     program, xs = steps.program, list(dict.fromkeys(k.contact.x for k in kept.entries))
 
     def operands(hidden: Sequence[Any]) -> list[Any]:

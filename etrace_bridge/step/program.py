@@ -93,7 +93,9 @@ class StepProgram(StepGroups):
         return evaluate(self.weight_eqns, env)
 
     def loop_env(self, theta: Sequence[Any]) -> dict[Any, Any]:
-        """Values for loops over time beside the weight tier, in the layout that products in loops want."""
+        """Values for loops over time beside the weight tier, in the layout that products in loops
+        want.
+        """
         return self.tuning.before_loops(self.step_eqns, self.weight_env(theta))
 
     def start_env(
@@ -164,6 +166,8 @@ class StepProgram(StepGroups):
 
 
 def make_program(graph: ETraceGraph, platform: str | None = None) -> StepProgram:
-    """The program of a compiled model's step, for a kind of device (`"cpu"`, `"gpu"`, `"tpu"`); None: JAX's default."""
+    """The program of a compiled model's step, for a kind of device (`"cpu"`, `"gpu"`, `"tpu"`);
+    None: JAX's default.
+    """
     groups = read_groups(read_taps(read_equations(graph)))
     return StepProgram(**vars(groups), tuning=tuning_for(platform))

@@ -122,7 +122,9 @@ def _join_legs(contact: Contact, legs: Sequence[Leg]) -> Leg:
 
 
 def find_roots(step: StepEquations, some: Sequence[Var]) -> tuple[Var, ...]:
-    """For each variable, the sum that it ends up in; itself, if it is not only ever added to others."""
+    """For each variable, the sum that it ends up in; itself, if it is not only ever added to
+    others.
+    """
     readers: dict[Var, list[JaxprEqn]] = {}
     for eqn in step.eqns:
         for v in variables(eqn.invars):

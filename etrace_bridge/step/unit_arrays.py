@@ -117,7 +117,9 @@ def df_of(program: StepProgram, family: Family, summed: Sum, core: CoreLinear, i
 
 
 def at_positions(family: Family, s: int, values: Any) -> Any:
-    """Values at a group's positions (1, …), at the units whose state s they belong to; 0 where none."""
+    """Values at a group's positions (1, …), at the units whose state s they belong to; 0 where
+    none.
+    """
     at = family.positions[:, s]
     if (at >= 0).all():
         return take(values.reshape(-1), at, 0)

@@ -61,7 +61,8 @@ class Sum:
 
 @dataclass(frozen=True)
 class Block:
-    """Pieces of one contact that share an array: all of them, such as the gates of a fused product, or one.
+    """Pieces of one contact that share an array: all of them, such as the gates of a fused product,
+    or one.
 
     Attributes:
         contact: the contact.
@@ -141,7 +142,10 @@ def _join_pieces(pieces: list[tuple[Sum, Piece]]) -> list[Block]:
     if letter and len(pieces) > 1 and contact.form is not None:
         sizes = [p.part.form.sizes[letter] for _, p in pieces]
         starts = [0, *np.cumsum(sizes).tolist()]
-        if tiles == [(letter, at) for at in starts[:-1]] and starts[-1] == contact.form.sizes[letter]:
+        if (
+            tiles == [(letter, at) for at in starts[:-1]]
+            and starts[-1] == contact.form.sizes[letter]
+        ):
             return [Block(contact, tuple(pieces), contact.form, letter)]
     return [single_block(*own) for own in pieces]
 
@@ -224,7 +228,9 @@ def _find_sums(program: StepProgram, reach: set[Var]) -> dict[Var, list[Piece]]:
 
 
 def _paths_to_states(program: StepProgram) -> tuple[set[Var], set[Var]]:
-    """Variables from which a derivative leads to a new state, and those with a path outside the core."""
+    """Variables from which a derivative leads to a new state, and those with a path outside the
+    core.
+    """
     structure = program.graph.structure
     core, cuts = set(structure.alignment.core), structure.alignment.cuts
     new = [leaf.outvar for leaf in program.leaves if leaf.invar in structure.matter]

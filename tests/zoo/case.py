@@ -33,7 +33,8 @@ class Case:
 
     Attributes:
         name: Unique id, `library-what`.
-        library: `torch`, `snntorch`, `norse`, `spikingjelly` or `ncps`; imported only inside `make`.
+        library: `torch`, `snntorch`, `norse`, `spikingjelly` or `ncps`; imported only inside
+            `make`.
         make: Builds the float32 module; called under a fixed seed.
         input_shape: Shape of one step's input, batch first.
         run: How torch runs a `(T, *input_shape)` sequence; the reference for outputs and states.
@@ -81,7 +82,9 @@ class Case:
         return module.to(dtype).train(self.train)
 
     def inputs(self, dtype: torch.dtype = torch.float32, steps: int = STEPS) -> torch.Tensor:
-        """The input sequence `(steps, *input_shape)`; float64 inputs are the float32 ones, so spikes agree."""
+        """The input sequence `(steps, *input_shape)`; float64 inputs are the float32 ones, so
+        spikes agree.
+        """
         generator = torch.Generator().manual_seed(self._seed + 1)
         shape = (steps, *self.input_shape)
         if self.vocabulary:
@@ -151,8 +154,12 @@ def returned(initial: Callable[[int], Any] | None = None, *names: str) -> Runner
     return run
 
 
-def name_states(module: nn.Module, state: Any, names: tuple[str, ...] = ()) -> dict[str, torch.Tensor]:
-    """Name a state as the bridge promises: by field or key, else by the argument of `forward` and the position."""
+def name_states(
+    module: nn.Module, state: Any, names: tuple[str, ...] = ()
+) -> dict[str, torch.Tensor]:
+    """Name a state as the bridge promises: by field or key, else by the argument of `forward` and
+    the position.
+    """
     found = tensors(state)
     if names:
         return dict(zip(names, found.values(), strict=True))
@@ -187,13 +194,17 @@ def attributes(*paths: str) -> Runner:
         for x in xs:
             outputs.append(module(x))
             # A module may write in place later: keep a copy that still carries the gradient.
-            states.append({path.replace("/", "."): _attribute(module, path).clone() for path in paths})
+            states.append(
+                {path.replace("/", "."): _attribute(module, path).clone() for path in paths}
+            )
         return Trajectory(outputs, states)
 
     return run
 
 
-def sequence(parts: str = "", *, batch_first: bool = False, read: Callable[[str, Any], Any] | None = None) -> Runner:
+def sequence(
+    parts: str = "", *, batch_first: bool = False, read: Callable[[str, Any], Any] | None = None
+) -> Runner:
     """The module takes the whole sequence; states are what its recurrent parts return last.
 
     Args:
@@ -224,7 +235,9 @@ def rnn_states(name: str, result: Any) -> dict[str, torch.Tensor]:
     final = result[1] if isinstance(result[1], tuple) else (result[1],)
     prefix = f"{name}." if name else ""
     return {
-        f"{prefix}{letter}_l{layer}": value[layer] for layer in range(final[0].shape[0]) for letter, value in zip("hc", final, strict=False)
+        f"{prefix}{letter}_l{layer}": value[layer]
+        for layer in range(final[0].shape[0])
+        for letter, value in zip("hc", final, strict=False)
     }
 
 
@@ -233,7 +246,9 @@ def last_state(name: str, result: Any) -> dict[str, torch.Tensor]:
     return tensors(result[1], name)
 
 
-def _capture(module: nn.Module, part: str, found: dict[str, torch.Tensor], read: Callable[[str, Any], Any]) -> Any:
+def _capture(
+    module: nn.Module, part: str, found: dict[str, torch.Tensor], read: Callable[[str, Any], Any]
+) -> Any:
     def hook(_module: nn.Module, _inputs: Any, result: Any) -> None:
         found.update(read(part, result))
 
@@ -271,7 +286,9 @@ def _cast(state: Any, module: nn.Module) -> Any:
 
 
 def loss_weights(case: Case, outputs: list[Any]) -> list[list[np.ndarray]]:
-    """Fixed random weights, one array an output tensor and step; the loss is `Σ (w·y + y²/4) / numel`."""
+    """Fixed random weights, one array an output tensor and step; the loss is `Σ (w·y + y²/4) /
+    numel`.
+    """
     rng = np.random.default_rng(case._seed + 2)
     return [[rng.standard_normal(tuple(y.shape)) for y in tensors(out).values()] for out in outputs]
 
@@ -287,7 +304,9 @@ def torch_loss(outputs: list[Any], weights: list[list[np.ndarray]]) -> torch.Ten
 
 @dataclass(frozen=True)
 class Reference:
-    """Torch's own result on a case: trajectory, loss weights, gradients by parameter name and of the input."""
+    """Torch's own result on a case: trajectory, loss weights, gradients by parameter name and of
+    the input.
+    """
 
     trajectory: Trajectory
     weights: list[list[np.ndarray]]
@@ -308,13 +327,20 @@ def reference(case: Case, dtype: torch.dtype = torch.float32) -> Reference:
     last = torch_loss(trajectory.outputs[-1:], weights[-1:])
     memory = torch.autograd.grad(last, xs, retain_graph=True)[0][:-1] if xs.requires_grad else None
     loss.backward()
-    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in module.named_parameters() if p.requires_grad}
+    grads = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in module.named_parameters()
+        if p.requires_grad
+    }
     return Reference(trajectory, weights, loss.detach(), grads, xs.grad, memory)
 
 
 def check_live(case: Case, ref: Reference) -> None:
     """Raise if a comparison on this case could pass on a silent network."""
-    outputs = [torch.cat([y.detach().flatten() for y in tensors(out).values()]) for out in ref.trajectory.outputs]
+    outputs = [
+        torch.cat([y.detach().flatten() for y in tensors(out).values()])
+        for out in ref.trajectory.outputs
+    ]
     stacked = torch.stack(outputs)
     if not torch.isfinite(stacked).all():
         raise ValueError(f"`{case.name}`: outputs are not finite")
@@ -324,12 +350,17 @@ def check_live(case: Case, ref: Reference) -> None:
         rate = (stacked != 0).float().mean().item()
         if not 0.02 <= rate <= 0.98:
             raise ValueError(f"`{case.name}`: firing rate {rate:.3f}, not alive")
-    if not ref.trajectory.states[-1] or all((s == 0).all() for s in ref.trajectory.states[-1].values()):
+    if not ref.trajectory.states[-1] or all(
+        (s == 0).all() for s in ref.trajectory.states[-1].values()
+    ):
         raise ValueError(f"`{case.name}`: no state, or all of it zero")
     for name, grad in ref.grads.items():
         size = grad.abs().max().item()
         if not 1e-4 < size < 1e4:
             raise ValueError(f"`{case.name}`: largest gradient of `{name}` is {size:.1e}")
-    for what, grad in (("input", ref.input_grad), ("earlier inputs to the last output", ref.past_to_last_output)):
+    for what, grad in (
+        ("input", ref.input_grad),
+        ("earlier inputs to the last output", ref.past_to_last_output),
+    ):
         if grad is not None and grad.abs().max() < 1e-4:
             raise ValueError(f"`{case.name}`: no gradient, {what}")

@@ -19,7 +19,9 @@ def _ncps(kind: str, *arguments: Any, **options: Any) -> Callable[[], nn.Module]
         import ncps.torch
         import ncps.wirings
 
-        built = [getattr(ncps.wirings, a[0])(*a[1:]) if isinstance(a, tuple) else a for a in arguments]
+        built = [
+            getattr(ncps.wirings, a[0])(*a[1:]) if isinstance(a, tuple) else a for a in arguments
+        ]
         return getattr(ncps.torch, kind)(*built, **options)
 
     return make
@@ -67,7 +69,9 @@ CASES = (
         _ncps("CfC", INPUT, UNITS, proj_size=2, backbone_units=5, batch_first=False),
         batch_first=False,
     ),
-    _layer("cfc_pure", _ncps("CfC", INPUT, UNITS, mode="pure", backbone_units=5, activation="relu")),
+    _layer(
+        "cfc_pure", _ncps("CfC", INPUT, UNITS, mode="pure", backbone_units=5, activation="relu")
+    ),
     _layer(
         "cfc_no_gate_2_layers",
         _ncps(
@@ -81,7 +85,10 @@ CASES = (
             activation="silu",
         ),
     ),
-    _layer("cfc_mixed_memory", _ncps("CfC", INPUT, UNITS, mixed_memory=True, backbone_units=5, activation="gelu")),
+    _layer(
+        "cfc_mixed_memory",
+        _ncps("CfC", INPUT, UNITS, mixed_memory=True, backbone_units=5, activation="gelu"),
+    ),
     _layer("cfc_wired", _ncps("CfC", INPUT, ("AutoNCP", UNITS + 2, 2))),
     _layer("ltc", _ncps("LTC", INPUT, 4, ode_unfolds=3)),
     _layer("ltc_wired", _ncps("LTC", INPUT, ("AutoNCP", UNITS, 2), ode_unfolds=2)),
@@ -98,7 +105,10 @@ CASES = (
             output_mapping="linear",
         ),
     ),
-    _layer("ltc_last_only", _ncps("LTC", INPUT, ("Random", 4, 2, 0.3), ode_unfolds=2, return_sequences=False)),
+    _layer(
+        "ltc_last_only",
+        _ncps("LTC", INPUT, ("Random", 4, 2, 0.3), ode_unfolds=2, return_sequences=False),
+    ),
     Case(
         "ncps-ltc_cell",
         "ncps",

@@ -1,4 +1,6 @@
-"""Norse 1.1: its neurons as cells and as layers over time, with and without recurrence, and its containers."""
+"""Norse 1.1: its neurons as cells and as layers over time, with and without recurrence, and its
+containers.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +40,16 @@ def _plain(kind: str, **options: Any) -> Callable[[], nn.Module]:
 
 
 def _parameters(options: dict[str, Any]) -> dict[str, Any]:
-    """Build `p=(class name, {field: value})` when the library may be imported; values become tensors."""
+    """Build `p=(class name, {field: value})` when the library may be imported; values become
+    tensors.
+    """
     options = dict(options)
     if "p" in options:
         name, values = options["p"]
-        values = {key: torch.tensor(value) if isinstance(value, float) else value for key, value in values.items()}
+        values = {
+            key: torch.tensor(value) if isinstance(value, float) else value
+            for key, value in values.items()
+        }
         options["p"] = getattr(_norse(), name)(**values)
     if isinstance(options.get("spiking_method"), str):
         from norse.torch.functional import izhikevich
@@ -51,7 +58,9 @@ def _parameters(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _case(name: str, make: Callable[[], nn.Module], size: int, run: Runner | None = None, **options: Any) -> Case:
+def _case(
+    name: str, make: Callable[[], nn.Module], size: int, run: Runner | None = None, **options: Any
+) -> Case:
     settings: dict[str, Any] = {"scale": 3.0, "shift": 2.0, "spikes": True, **options}
     return Case(f"norse-{name}", "norse", make, (BATCH, size), run or carried(), **settings)
 
@@ -92,14 +101,25 @@ class TimeNet(nn.Module):
 def _sequential() -> nn.Module:
     norse = _norse()
     return boost(
-        norse.SequentialState(nn.Linear(INPUT, HIDDEN), norse.LIFCell(), nn.Linear(HIDDEN, HIDDEN), norse.LSNNCell(), nn.Linear(HIDDEN, 2)),
+        norse.SequentialState(
+            nn.Linear(INPUT, HIDDEN),
+            norse.LIFCell(),
+            nn.Linear(HIDDEN, HIDDEN),
+            norse.LSNNCell(),
+            nn.Linear(HIDDEN, 2),
+        ),
         4.0,
     )
 
 
 def _sequential_recurrent() -> nn.Module:
     norse = _norse()
-    return boost(norse.SequentialState(norse.LIFRecurrentCell(INPUT, HIDDEN), nn.Linear(HIDDEN, 2), norse.LICell()), 3.0)
+    return boost(
+        norse.SequentialState(
+            norse.LIFRecurrentCell(INPUT, HIDDEN), nn.Linear(HIDDEN, 2), norse.LICell()
+        ),
+        3.0,
+    )
 
 
 def _feedback() -> nn.Module:
@@ -109,14 +129,24 @@ def _feedback() -> nn.Module:
 
 def _after_linear(kind: str, **options: Any) -> Callable[[], nn.Module]:
     """A linear layer and a cell without weights of its own."""
-    return lambda: boost(_norse().SequentialState(nn.Linear(INPUT, HIDDEN), _plain(kind, **options)()), 3.0)
+    return lambda: boost(
+        _norse().SequentialState(nn.Linear(INPUT, HIDDEN), _plain(kind, **options)()), 3.0
+    )
 
 
 CASES = (
     _case("lif_cell", _plain("LIFCell"), HIDDEN),
     _case("lif_cell_linear", _after_linear("LIFCell"), INPUT),
-    _case("lif_cell_tanh", _plain("LIFCell", p=("LIFParameters", {"method": "tanh", "alpha": 2.0, "v_th": 0.6})), HIDDEN),
-    _case("lif_cell_triangle", _plain("LIFCell", p=("LIFParameters", {"method": "triangle", "alpha": 0.5})), HIDDEN),
+    _case(
+        "lif_cell_tanh",
+        _plain("LIFCell", p=("LIFParameters", {"method": "tanh", "alpha": 2.0, "v_th": 0.6})),
+        HIDDEN,
+    ),
+    _case(
+        "lif_cell_triangle",
+        _plain("LIFCell", p=("LIFParameters", {"method": "triangle", "alpha": 0.5})),
+        HIDDEN,
+    ),
     _case("lif_recurrent_cell", _recurrent("LIFRecurrentCell"), INPUT),
     _case("lif_recurrent_cell_autapses", _recurrent("LIFRecurrentCell", autapses=True), INPUT),
     _case("lif", _plain("LIF"), HIDDEN, _over_time),
@@ -134,7 +164,13 @@ CASES = (
     _case("li_linear_cell", _recurrent("LILinearCell"), INPUT, spikes=False),
     _case("iaf_cell", _plain("IAFCell"), HIDDEN, scale=0.5, shift=0.4),
     _case("iaf_cell_linear", _after_linear("IAFCell"), INPUT),
-    _case("izhikevich_cell", _plain("IzhikevichCell", spiking_method="tonic_spiking"), HIDDEN, scale=30.0, shift=60.0),
+    _case(
+        "izhikevich_cell",
+        _plain("IzhikevichCell", spiking_method="tonic_spiking"),
+        HIDDEN,
+        scale=30.0,
+        shift=60.0,
+    ),
     _case(
         "izhikevich_recurrent_cell",
         _recurrent("IzhikevichRecurrentCell", spiking_method="tonic_spiking"),
@@ -144,7 +180,9 @@ CASES = (
     ),
     _case("sequential", _sequential, INPUT, spikes=False),
     _case("sequential_recurrent", _sequential_recurrent, INPUT, spikes=False),
-    _case("feedback", _feedback, HIDDEN, carried(None, "cache", "module.1.v", "module.1.i"), shift=0.0),
+    _case(
+        "feedback", _feedback, HIDDEN, carried(None, "cache", "module.1.v", "module.1.i"), shift=0.0
+    ),
     _case("net", LIFNet, INPUT, spikes=False),
     _case("time_net", TimeNet, INPUT, sequence("lif,li", read=last_state), spikes=False),
 )

@@ -25,11 +25,16 @@ QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitte
 
 def step_loss(output: Any, weights: list[Any]) -> Any:
     """The zoo's loss of one step, `Σ (w·y + y²/4) / numel` over the output's tensors."""
-    return sum(((w.astype(y.dtype) + y / 4) * y).mean() for w, y in zip(weights, jax.tree.leaves(output), strict=True))
+    return sum(
+        ((w.astype(y.dtype) + y / 4) * y).mean()
+        for w, y in zip(weights, jax.tree.leaves(output), strict=True)
+    )
 
 
 def after_hooks(module: torch.nn.Module, name: str, grad: Any) -> np.ndarray:
-    """Apply the hooks on a parameter, which torch runs on the final gradient and the bridge does not trace."""
+    """Apply the hooks on a parameter, which torch runs on the final gradient and the bridge does
+    not trace.
+    """
     value = torch.tensor(np.asarray(grad))
     for hook in (module.get_parameter(name)._backward_hooks or {}).values():
         value = hook(value)
@@ -72,7 +77,9 @@ class OnlineCase:
         return {".".join(map(str, path)): entry for path, entry in found.items()}
 
     def gradients(self, rule: Rule, chunk: int) -> dict[str, np.ndarray]:
-        """The rule's gradients of the whole sequence in chunks, by torch name, after the parameters' hooks."""
+        """The rule's gradients of the whole sequence in chunks, by torch name, after the
+        parameters' hooks.
+        """
         program = self.compiled.program
         theta, hidden, other = self.compiled.read()
         targets = [np.stack(column) for column in zip(*self.ref.weights, strict=True)]
@@ -92,12 +99,19 @@ class OnlineCase:
         return {name: after_hooks(self.module, name, grad) for name, grad in named.items()}
 
     def errors(self, grads: dict[str, np.ndarray]) -> dict[str, float]:
-        """Largest difference to torch BPTT by parameter, relative to the largest gradient value of the parameter."""
+        """Largest difference to torch BPTT by parameter, relative to the largest gradient value of
+        the parameter.
+        """
         wanted = {name: g.numpy() for name, g in self.ref.grads.items() if name in grads}
-        return {name: float(np.abs(grads[name] - g).max() / np.abs(g).max()) for name, g in wanted.items()}
+        return {
+            name: float(np.abs(grads[name] - g).max() / np.abs(g).max())
+            for name, g in wanted.items()
+        }
 
     def _recurrent(self, grads: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """The gradients of all parameters that enter the recurrence as one vector, and torch BPTT's."""
+        """The gradients of all parameters that enter the recurrence as one vector, and torch
+        BPTT's.
+        """
         certificates = self.certificates()
         names = [n for n in grads if certificates[n].kind in ("traced", "upstream")]
         a = np.concatenate([grads[n].ravel() for n in names])
@@ -121,13 +135,16 @@ class OnlineCase:
 
         def run(theta, hidden, other, along, xs, targets):
             data = [xs], targets, jnp.ones(xs.shape[0])
-            return run_slope(program, theta, along, (hidden, other), zero_tangent(program), data, step_loss).slopes
+            return run_slope(
+                program, theta, along, (hidden, other), zero_tangent(program), data, step_loss
+            ).slopes
 
         call = jax.jit(run, compiler_options=QUICK_COMPILE)
         return np.asarray(call(*self.compiled.read(), along, self.xs.numpy(), targets))
 
     def meter_error(self, rule: Rule | None = None) -> float:
-        """Difference of the meter's slope along a rule's gradient to torch BPTT's, in units of both norms.
+        """Difference of the meter's slope along a rule's gradient to torch BPTT's, in units of both
+        norms.
 
         Parameters with hooks are held: torch changes their gradient after BPTT.
         """

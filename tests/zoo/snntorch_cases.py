@@ -1,4 +1,6 @@
-"""snnTorch 1.0: its neurons with hidden or explicit state, its resets, surrogates and learnable constants."""
+"""snnTorch 1.0: its neurons with hidden or explicit state, its resets, surrogates and learnable
+constants.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,14 @@ def _materialise(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _hidden(name: str, states: str, neuron: str, *arguments: Any, case: dict[str, Any] | None = None, **options: Any) -> Case:
+def _hidden(
+    name: str,
+    states: str,
+    neuron: str,
+    *arguments: Any,
+    case: dict[str, Any] | None = None,
+    **options: Any,
+) -> Case:
     """A case of `_layered`; `states` are the neuron's state names, separated by spaces."""
     run = attributes(*(f"1.{state}" for state in states.split()))
     settings: dict[str, Any] = {"spikes": True, **(case or {})}
@@ -54,8 +63,10 @@ def _explicit(name: str, states: str, neuron: str, *arguments: Any, **options: A
     """The bare neuron, called with its states and returning them."""
     case = options.pop("case", {})
     settings: dict[str, Any] = {"scale": 0.7, "shift": 0.3, "spikes": True, **case}
-    make = lambda: getattr(_snn(), neuron)(*arguments, **_materialise(options))  # noqa: E731
-    return Case(f"snntorch-{name}", "snntorch", make, (BATCH, HIDDEN), spread(*states.split()), **settings)
+    make = lambda: getattr(_snn(), neuron)(*arguments, **_materialise(options))
+    return Case(
+        f"snntorch-{name}", "snntorch", make, (BATCH, HIDDEN), spread(*states.split()), **settings
+    )
 
 
 class ExplicitNet(nn.Module):
@@ -68,7 +79,9 @@ class ExplicitNet(nn.Module):
         self.fc2, self.lif2 = nn.Linear(HIDDEN, 3), snn.Leaky(beta=torch.rand(3), learn_beta=True)
         boost(self, 3.0)
 
-    def forward(self, x: Tensor, mem1: Tensor | None = None, mem2: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, mem1: Tensor | None = None, mem2: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         spk1, mem1 = self.lif1(self.fc1(x), mem1)
         spk2, mem2 = self.lif2(self.fc2(spk1), mem2)
         return spk2, mem1, mem2
@@ -143,16 +156,42 @@ CASES = (
     _hidden("leaky_zero", "mem", "Leaky", 0.8, reset_mechanism="zero"),
     _hidden("leaky_none", "mem", "Leaky", 0.6, reset_mechanism="none"),
     _hidden("leaky_learn", "mem", "Leaky", 0.8, learn_beta=True, learn_threshold=True),
-    _hidden("leaky_immediate_reset", "mem", "Leaky", 0.8, reset_delay=False, threshold=0.7, learn_threshold=True),
-    _hidden("leaky_graded", "mem", "Leaky", 0.8, graded_spikes_factor=1.5, learn_graded_spikes_factor=True),
+    _hidden(
+        "leaky_immediate_reset",
+        "mem",
+        "Leaky",
+        0.8,
+        reset_delay=False,
+        threshold=0.7,
+        learn_threshold=True,
+    ),
+    _hidden(
+        "leaky_graded",
+        "mem",
+        "Leaky",
+        0.8,
+        graded_spikes_factor=1.5,
+        learn_graded_spikes_factor=True,
+    ),
     _hidden("leaky_fast_sigmoid", "mem", "Leaky", 0.8, spike_grad=("fast_sigmoid", {"slope": 5})),
     _hidden("leaky_sigmoid", "mem", "Leaky", 0.8, spike_grad=("sigmoid", {"slope": 3})),
-    _hidden("leaky_straight_through", "mem", "Leaky", 0.8, spike_grad=("straight_through_estimator", {})),
+    _hidden(
+        "leaky_straight_through", "mem", "Leaky", 0.8, spike_grad=("straight_through_estimator", {})
+    ),
     _hidden("leaky_inhibition", "mem", "Leaky", 0.8, inhibition=True),
     _hidden("lapicque", "mem", "Lapicque", 0.5),
     _hidden("lapicque_rc", "mem", "Lapicque", R=2.0, C=1.5, reset_mechanism="zero"),
     _hidden("synaptic", "syn mem", "Synaptic", 0.7, 0.8),
-    _hidden("synaptic_learn", "syn mem", "Synaptic", 0.7, 0.8, learn_alpha=True, learn_beta=True, learn_threshold=True),
+    _hidden(
+        "synaptic_learn",
+        "syn mem",
+        "Synaptic",
+        0.7,
+        0.8,
+        learn_alpha=True,
+        learn_beta=True,
+        learn_threshold=True,
+    ),
     _hidden("synaptic_zero", "syn mem", "Synaptic", 0.7, 0.6, reset_mechanism="zero"),
     _hidden("alpha", "syn_exc syn_inh mem", "Alpha", 0.8, 0.6, case={"scale": 4.0, "shift": 2.0}),
     _hidden(
@@ -166,8 +205,17 @@ CASES = (
         case={"scale": 4.0, "shift": 2.0},
     ),
     _hidden("rleaky", "spk mem", "RLeaky", 0.7, linear_features=HIDDEN, case=FLOAT32),
-    _hidden("rleaky_one_to_one", "spk mem", "RLeaky", 0.7, V=torch.tensor([0.5, -0.5, 0.3, 1.0]), all_to_all=False),
-    _hidden("rsynaptic", "spk syn mem", "RSynaptic", 0.7, 0.6, linear_features=HIDDEN, case=FLOAT32),
+    _hidden(
+        "rleaky_one_to_one",
+        "spk mem",
+        "RLeaky",
+        0.7,
+        V=torch.tensor([0.5, -0.5, 0.3, 1.0]),
+        all_to_all=False,
+    ),
+    _hidden(
+        "rsynaptic", "spk syn mem", "RSynaptic", 0.7, 0.6, linear_features=HIDDEN, case=FLOAT32
+    ),
     _explicit("leaky_explicit", "mem", "Leaky", 0.8, learn_beta=True),
     _explicit("synaptic_explicit", "syn mem", "Synaptic", 0.7, 0.8),
     _explicit(
@@ -179,7 +227,15 @@ CASES = (
         reset_mechanism="none",
         case={"scale": 3.0, "shift": 1.0},
     ),
-    _explicit("slstm", "syn mem", "SLSTM", HIDDEN, HIDDEN, threshold=0.1, case={"float32_only": FLOAT32_STATE}),
+    _explicit(
+        "slstm",
+        "syn mem",
+        "SLSTM",
+        HIDDEN,
+        HIDDEN,
+        threshold=0.1,
+        case={"float32_only": FLOAT32_STATE},
+    ),
     _explicit(
         "slstm_subtract",
         "syn mem",
@@ -207,8 +263,22 @@ CASES = (
         spread("syn", "mem"),
         **IMAGES,
     ),
-    Case("snntorch-rleaky_conv", "snntorch", _rleaky_conv, (BATCH, 1, 3, 3), attributes("1.spk", "1.mem"), **NETS),
-    Case("snntorch-conv_net", "snntorch", _conv_net, (BATCH, 1, 6, 6), attributes("2.mem", "5.mem"), **NETS),
+    Case(
+        "snntorch-rleaky_conv",
+        "snntorch",
+        _rleaky_conv,
+        (BATCH, 1, 3, 3),
+        attributes("1.spk", "1.mem"),
+        **NETS,
+    ),
+    Case(
+        "snntorch-conv_net",
+        "snntorch",
+        _conv_net,
+        (BATCH, 1, 6, 6),
+        attributes("2.mem", "5.mem"),
+        **NETS,
+    ),
     Case(
         "snntorch-hidden_net",
         "snntorch",
@@ -225,5 +295,12 @@ CASES = (
         sequence("lif1,lif2", read=_tutorial_states),
         **NETS,
     ),
-    Case("snntorch-explicit_net", "snntorch", ExplicitNet, (BATCH, INPUT), spread("mem1", "mem2"), **NETS),
+    Case(
+        "snntorch-explicit_net",
+        "snntorch",
+        ExplicitNet,
+        (BATCH, INPUT),
+        spread("mem1", "mem2"),
+        **NETS,
+    ),
 )

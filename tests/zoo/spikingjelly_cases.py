@@ -26,25 +26,38 @@ def _neuron(kind: str, *arguments: Any, **options: Any) -> nn.Module:
     return getattr(_sj("neuron"), kind)(*arguments, **options)
 
 
-def _layered(name: str, states: str, kind: str, *arguments: Any, case: dict[str, Any] | None = None, **options: Any) -> Case:
+def _layered(
+    name: str,
+    states: str,
+    kind: str,
+    *arguments: Any,
+    case: dict[str, Any] | None = None,
+    **options: Any,
+) -> Case:
     """A linear layer and one neuron; `states` are the neuron's memories, separated by spaces."""
 
     def make() -> nn.Module:
-        return boost(nn.Sequential(nn.Linear(INPUT, HIDDEN), _neuron(kind, *arguments, **options)), 3.0)
+        return boost(
+            nn.Sequential(nn.Linear(INPUT, HIDDEN), _neuron(kind, *arguments, **options)), 3.0
+        )
 
     run = attributes(*(f"1.{state}" for state in states.split()))
     settings: dict[str, Any] = {"spikes": True, "scale": 1.5, "shift": 0.5, **(case or {})}
     return Case(f"spikingjelly-{name}", "spikingjelly", make, (BATCH, INPUT), run, **settings)
 
 
-def _net(name: str, make: Callable[[], nn.Module], run: Runner, size: int = INPUT, **options: Any) -> Case:
+def _net(
+    name: str, make: Callable[[], nn.Module], run: Runner, size: int = INPUT, **options: Any
+) -> Case:
     settings: dict[str, Any] = {"spikes": True, "scale": 1.5, "shift": 0.5, **options}
     return Case(f"spikingjelly-{name}", "spikingjelly", make, (BATCH, size), run, **settings)
 
 
 def _elementwise_container() -> nn.Module:
     container = _sj("layer").ElementWiseRecurrentContainer(
-        nn.Sequential(nn.Linear(HIDDEN, HIDDEN), _neuron("LIFNode", surrogate_function=("ATan", {}))),
+        nn.Sequential(
+            nn.Linear(HIDDEN, HIDDEN), _neuron("LIFNode", surrogate_function=("ATan", {}))
+        ),
         lambda y, x: y + x,
     )
     return boost(nn.Sequential(nn.Linear(INPUT, HIDDEN), container), 2.0)
@@ -99,7 +112,9 @@ def _over_time(*names: str) -> Runner:
         for x in xs:
             out, state = module(x[None], state)
             outputs.append(out[0])
-            states.append(dict(zip(names, (state,) if isinstance(state, Tensor) else state, strict=True)))
+            states.append(
+                dict(zip(names, (state,) if isinstance(state, Tensor) else state, strict=True))
+            )
         return Trajectory(outputs, states)
 
     return run
@@ -110,10 +125,16 @@ CASES = (
     _layered("if_soft_reset", "v", "IFNode", v_reset=None, detach_reset=True),
     _layered("lif", "v", "LIFNode"),
     _layered("lif_no_decay_input", "v", "LIFNode", tau=3.0, decay_input=False, v_reset=None),
-    _layered("lif_v_reset", "v", "LIFNode", v_reset=-0.2, surrogate_function=("ATan", {"alpha": 3.0})),
-    _layered("lif_piecewise_quadratic", "v", "LIFNode", surrogate_function=("PiecewiseQuadratic", {})),
+    _layered(
+        "lif_v_reset", "v", "LIFNode", v_reset=-0.2, surrogate_function=("ATan", {"alpha": 3.0})
+    ),
+    _layered(
+        "lif_piecewise_quadratic", "v", "LIFNode", surrogate_function=("PiecewiseQuadratic", {})
+    ),
     _layered("lif_leaky_relu_k", "v", "LIFNode", surrogate_function=("LeakyKReLU", {"leak": 0.1})),
-    _layered("lif_erf", "v", "LIFNode", surrogate_function=("Erf", {"alpha": 0.7}), detach_reset=True),
+    _layered(
+        "lif_erf", "v", "LIFNode", surrogate_function=("Erf", {"alpha": 0.7}), detach_reset=True
+    ),
     _layered("simple_lif", "v", "SimpleLIFNode", 2.0, True),
     _layered("parametric_lif", "v", "ParametricLIFNode"),
     _layered("qif", "v", "QIFNode"),

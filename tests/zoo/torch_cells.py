@@ -54,12 +54,20 @@ class TupleState(nn.Module):
         self.gates = nn.Linear(INPUT + HIDDEN, 4 * HIDDEN)
         self.peephole = nn.Parameter(0.5 * torch.randn(3, HIDDEN))
 
-    def forward(self, x: Tensor, state: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(
+        self, x: Tensor, state: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         if state is None:
-            state = (torch.zeros(len(x), HIDDEN, dtype=x.dtype), torch.zeros(len(x), HIDDEN, dtype=x.dtype))
+            state = (
+                torch.zeros(len(x), HIDDEN, dtype=x.dtype),
+                torch.zeros(len(x), HIDDEN, dtype=x.dtype),
+            )
         h, c = state
         i, f, g, o = self.gates(torch.cat([x, h], dim=-1)).chunk(4, dim=-1)
-        c = torch.sigmoid(f + self.peephole[0] * c) * c + torch.sigmoid(i + self.peephole[1] * c) * g.tanh()
+        c = (
+            torch.sigmoid(f + self.peephole[0] * c) * c
+            + torch.sigmoid(i + self.peephole[1] * c) * g.tanh()
+        )
         h = torch.sigmoid(o + self.peephole[2] * c) * c.tanh()
         return h, (h, c)
 
@@ -71,7 +79,9 @@ class DictState(nn.Module):
         super().__init__()
         self.inp, self.mix = nn.Linear(INPUT, HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
 
-    def forward(self, x: Tensor, state: dict[str, Tensor] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    def forward(
+        self, x: Tensor, state: dict[str, Tensor] | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         if state is None:
             zero = x.new_zeros((x.size(0), HIDDEN))
             state = {"fast": zero, "slow": zero}
@@ -165,7 +175,9 @@ class MinGRU(nn.Module):
 
 
 class DiagonalLinear(nn.Module):
-    """A linear recurrent unit with a real diagonal: `h = λ h + γ B x`, read out with a skip connection."""
+    """A linear recurrent unit with a real diagonal: `h = λ h + γ B x`, read out with a skip
+    connection.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -327,7 +339,9 @@ class ConvLSTM(nn.Module):
         self.inp = nn.Conv2d(2, 8, 3, stride=2, padding=1, bias=False)
         self.rec = nn.Conv2d(2, 8, 3, padding="same", groups=2)
 
-    def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(
+        self, x: Tensor, state: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         h, c = state
         i, f, o, g = torch.split(self.inp(x) + self.rec(h), 2, dim=1)
         c = f.sigmoid() * c + i.sigmoid() * g.tanh()
@@ -368,5 +382,10 @@ CASES = (
     cell_case(EulerODE),
     cell_case(MultiplicativeRNN, carried),
     cell_case(ConvGRU, state=lambda b: torch.zeros(b, 3, 4, 4), shape=(BATCH, 2, 4, 4)),
-    cell_case(ConvLSTM, carried, lambda b: (torch.zeros(b, 2, 2, 2), torch.zeros(b, 2, 2, 2)), shape=(BATCH, 2, 4, 4)),
+    cell_case(
+        ConvLSTM,
+        carried,
+        lambda b: (torch.zeros(b, 2, 2, 2), torch.zeros(b, 2, 2, 2)),
+        shape=(BATCH, 2, 4, 4),
+    ),
 )

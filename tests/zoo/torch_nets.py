@@ -96,7 +96,9 @@ class ConvCell(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.MaxPool2d(2))
+        self.conv = nn.Sequential(
+            nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.MaxPool2d(2)
+        )
         self.cell, self.fc = nn.GRUCell(16, HIDDEN), nn.Linear(HIDDEN, 2)
 
     def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -239,7 +241,9 @@ class Leak(nn.Module):
 
 
 def _leaky_sequential() -> nn.Module:
-    return nn.Sequential(nn.Linear(INPUT, HIDDEN), Leak(HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), Leak(HIDDEN))
+    return nn.Sequential(
+        nn.Linear(INPUT, HIDDEN), Leak(HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), Leak(HIDDEN)
+    )
 
 
 class OutputFeedback(nn.Module):
@@ -283,7 +287,9 @@ class Encodes(Attends):
 
     def __init__(self) -> None:
         super().__init__()
-        self.attention = nn.TransformerEncoderLayer(HIDDEN, 2, dim_feedforward=5, dropout=0.0, batch_first=True)
+        self.attention = nn.TransformerEncoderLayer(
+            HIDDEN, 2, dim_feedforward=5, dropout=0.0, batch_first=True
+        )
 
     def mixed(self, tokens: Tensor) -> Tensor:
         return self.attention(tokens)
@@ -297,7 +303,9 @@ def _net(make: Callable[[], nn.Module], rnn: str, **options: Any) -> Case:
 
 
 def _held(make: Callable[[], nn.Module], *paths: str, **options: Any) -> Case:
-    return Case(f"torch-held-{make.__name__}", "torch", make, (BATCH, INPUT), attributes(*paths), **options)
+    return Case(
+        f"torch-held-{make.__name__}", "torch", make, (BATCH, INPUT), attributes(*paths), **options
+    )
 
 
 CASES = (
@@ -310,7 +318,9 @@ CASES = (
     Case("torch-net-Conv1dCell", "torch", Conv1dCell, (BATCH, INPUT), carried()),
     Case("torch-net-EmbeddingCell", "torch", EmbeddingCell, (3,), carried(), vocabulary=5),
     Case("torch-net-BatchNormCell-eval", "torch", BatchNormCell, (3, INPUT), carried()),
-    Case("torch-net-BatchNormCell-train", "torch", BatchNormCell, (3, INPUT), carried(), train=True),
+    Case(
+        "torch-net-BatchNormCell-train", "torch", BatchNormCell, (3, INPUT), carried(), train=True
+    ),
     _held(LazyAttribute, "h"),
     _held(ReboundBuffer, "v"),
     _held(InPlaceBuffer, "v"),

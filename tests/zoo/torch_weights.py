@@ -40,7 +40,10 @@ class Summed(_Weighted):
 
     def __init__(self) -> None:
         super().__init__()
-        self.w_in, self.w1 = nn.Parameter(torch.randn(HIDDEN, INPUT)), nn.Parameter(torch.randn(HIDDEN, HIDDEN))
+        self.w_in, self.w1 = (
+            nn.Parameter(torch.randn(HIDDEN, INPUT)),
+            nn.Parameter(torch.randn(HIDDEN, HIDDEN)),
+        )
         self.diagonal = nn.Parameter(torch.randn(HIDDEN))
 
     def weights(self) -> tuple[Tensor, Tensor]:
@@ -53,7 +56,10 @@ class LowRank(_Weighted):
     def __init__(self) -> None:
         super().__init__()
         self.w_in = nn.Parameter(torch.randn(HIDDEN, INPUT))
-        self.left, self.right = nn.Parameter(torch.randn(HIDDEN, 2)), nn.Parameter(torch.randn(2, HIDDEN))
+        self.left, self.right = (
+            nn.Parameter(torch.randn(HIDDEN, 2)),
+            nn.Parameter(torch.randn(2, HIDDEN)),
+        )
 
     def weights(self) -> tuple[Tensor, Tensor]:
         return self.w_in, self.left @ self.right
@@ -77,7 +83,10 @@ class Dale(_Weighted):
 
     def __init__(self) -> None:
         super().__init__()
-        self.w_in, self.w_rec = nn.Parameter(torch.randn(HIDDEN, INPUT)), nn.Parameter(torch.randn(HIDDEN, HIDDEN))
+        self.w_in, self.w_rec = (
+            nn.Parameter(torch.randn(HIDDEN, INPUT)),
+            nn.Parameter(torch.randn(HIDDEN, HIDDEN)),
+        )
         self.register_buffer("sign", torch.tensor([1.0, 1.0, -1.0, 1.0]))
 
     def weights(self) -> tuple[Tensor, Tensor]:
@@ -97,7 +106,9 @@ class WeightNormed(nn.Module):
 
 
 class Orthogonal(nn.Module):
-    """`torch.nn.utils.parametrizations.orthogonal` on the recurrent layer, by one of torch's three maps."""
+    """`torch.nn.utils.parametrizations.orthogonal` on the recurrent layer, by one of torch's three
+    maps.
+    """
 
     def __init__(self, form: str) -> None:
         super().__init__()
@@ -187,7 +198,9 @@ class StraightThrough(nn.Module):
         super().__init__()
         self.inp, self.rec = nn.Linear(INPUT, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
 
-    def forward(self, x: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    def forward(
+        self, x: Tensor, state: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         v, b = state
         v = 0.7 * v + self.inp(x) + self.rec(b)
         soft = v.sigmoid()

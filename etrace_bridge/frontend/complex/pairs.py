@@ -1,7 +1,8 @@
 """Complex numbers as two real arrays, and the functions of complex analysis in those terms.
 
-A derivative of such code is a derivative by real numbers, so nothing has to be holomorphic. Each function has torch's value, and
-torch's derivative where that is a matter of choice: `abs` and `angle` have derivative 0 at 0.
+A derivative of such code is a derivative by real numbers, so nothing has to be holomorphic. Each
+function has torch's value, and torch's derivative where that is a matter of choice: `abs` and
+`angle` have derivative 0 at 0.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from jax import lax
 
 
 class Pair(NamedTuple):
-    """`re + i·im`; `im` is None for a complex value that is known to be real, so that products with it cost half."""
+    """`re + i·im`; `im` is None for a complex value that is known to be real, so that products with
+    it cost half.
+    """
 
     re: Any
     im: Any
@@ -41,7 +44,9 @@ def split(value: Any) -> Pair:
     """Take a complex array apart; a constant without imaginary part counts as real."""
     if isinstance(value, (np.ndarray, np.generic)):
         imaginary = np.asarray(value).imag
-        return Pair(np.array(np.asarray(value).real), np.array(imaginary) if imaginary.any() else None)
+        return Pair(
+            np.array(np.asarray(value).real), np.array(imaginary) if imaginary.any() else None
+        )
     return Pair(lax.real(value), lax.imag(value))
 
 
@@ -90,10 +95,14 @@ def conj(z: Pair) -> Pair:
 
 
 def product(op: Callable[[Any, Any], Any], a: Pair, b: Pair) -> Pair:
-    """Apply a bilinear operation of real arrays to complex ones; four real products, or two if one factor is real."""
+    """Apply a bilinear operation of real arrays to complex ones; four real products, or two if one
+    factor is real.
+    """
     re = op(a.re, b.re)
     if a.im is None or b.im is None:
-        one_real = op(a.im, b.re) if a.im is not None else op(a.re, b.im) if b.im is not None else None
+        one_real = (
+            op(a.im, b.re) if a.im is not None else op(a.re, b.im) if b.im is not None else None
+        )
         return Pair(re, one_real)
     return Pair(lax.sub(re, op(a.im, b.im)), lax.add(op(a.re, b.im), op(a.im, b.re)))
 
@@ -105,7 +114,10 @@ def mul(a: Pair, b: Pair) -> Pair:
 
 def scaled(z: Pair, factor: float) -> Pair:
     """A real multiple."""
-    return Pair(lax.mul(z.re, scalar(factor, z.re)), None if z.im is None else lax.mul(z.im, scalar(factor, z.im)))
+    return Pair(
+        lax.mul(z.re, scalar(factor, z.re)),
+        None if z.im is None else lax.mul(z.im, scalar(factor, z.im)),
+    )
 
 
 def times_i(z: Pair) -> Pair:
@@ -115,7 +127,9 @@ def times_i(z: Pair) -> Pair:
 
 
 def _size(z: Pair) -> Any:
-    """The larger part's size as a constant, 1 for 0 and infinity: divided by it, squares neither overflow nor vanish."""
+    """The larger part's size as a constant, 1 for 0 and infinity: divided by it, squares neither
+    overflow nor vanish.
+    """
     size = lax.stop_gradient(lax.max(lax.abs(z.re), lax.abs(z.im)))
     usable = lax.bitwise_and(lax.gt(size, scalar(0, size)), lax.is_finite(size))
     return select(usable, size, scalar(1, size))
@@ -139,7 +153,9 @@ def absolute(z: Pair) -> Any:
     re, im = lax.div(z.re, size), lax.div(z.im, size)
     square = lax.add(lax.mul(re, re), lax.mul(im, im))
     zero = lax.eq(square, scalar(0, square))
-    return select(zero, fill(0, square), lax.mul(lax.sqrt(select(zero, scalar(1, square), square)), size))
+    return select(
+        zero, fill(0, square), lax.mul(lax.sqrt(select(zero, scalar(1, square), square)), size)
+    )
 
 
 def angle(z: Pair) -> Any:
@@ -187,7 +203,10 @@ def expm1(z: Pair) -> Pair:
         return Pair(lax.expm1(z.re), None)
     half = lax.sin(lax.mul(z.im, scalar(0.5, z.im)))
     shrunk = lax.mul(lax.mul(half, half), scalar(2, half))
-    return Pair(lax.sub(lax.mul(lax.expm1(z.re), lax.cos(z.im)), shrunk), lax.mul(lax.exp(z.re), lax.sin(z.im)))
+    return Pair(
+        lax.sub(lax.mul(lax.expm1(z.re), lax.cos(z.im)), shrunk),
+        lax.mul(lax.exp(z.re), lax.sin(z.im)),
+    )
 
 
 def log(z: Pair) -> Pair:
@@ -262,7 +281,9 @@ def tanh(z: Pair) -> Pair:
     t, c, s = lax.tanh(z.re), lax.cos(z.im), lax.sin(z.im)
     t2 = lax.mul(t, t)
     bottom = lax.add(lax.mul(c, c), lax.mul(t2, lax.mul(s, s)))
-    return Pair(lax.div(t, bottom), lax.div(lax.mul(lax.mul(s, c), lax.sub(scalar(1, t2), t2)), bottom))
+    return Pair(
+        lax.div(t, bottom), lax.div(lax.mul(lax.mul(s, c), lax.sub(scalar(1, t2), t2)), bottom)
+    )
 
 
 def logistic(z: Pair) -> Pair:
@@ -317,7 +338,11 @@ sin, tan, asin, atan = turned(sinh), turned(tanh), turned(asinh), turned(atanh)
 
 def cumulative_product(z: Pair, axis: int, reverse: bool) -> Pair:
     """Running product along an axis."""
-    return Pair(*lax.associative_scan(lambda a, b: tuple(mul(Pair(*a), Pair(*b))), tuple(full(z)), reverse=reverse, axis=axis))
+    return Pair(
+        *lax.associative_scan(
+            lambda a, b: tuple(mul(Pair(*a), Pair(*b))), tuple(full(z)), reverse=reverse, axis=axis
+        )
+    )
 
 
 def product_over(z: Pair, axes: tuple[int, ...]) -> Pair:
@@ -338,7 +363,9 @@ def product_over(z: Pair, axes: tuple[int, ...]) -> Pair:
 
 
 def stack(z: Pair) -> jax.Array:
-    """One real array with real and imaginary part along a new last axis, as `torch.view_as_real` gives it."""
+    """One real array with real and imaginary part along a new last axis, as `torch.view_as_real`
+    gives it.
+    """
     shape = (*z.re.shape, 1)
     return lax.concatenate([lax.reshape(x, shape) for x in full(z)], len(shape) - 1)
 

@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from etrace_bridge._jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, bind_equation, keep_source
+from etrace_bridge._jax_compat import (
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    bind_equation,
+    keep_source,
+)
 from etrace_bridge.frontend import messages
 from etrace_bridge.frontend.complex import pairs
 from etrace_bridge.frontend.complex.pairs import Pair
@@ -31,19 +38,23 @@ def real_dtype(dtype: Any) -> Any:
 
 
 def real_shape(aval: Any) -> jax.ShapeDtypeStruct:
-    """Give the shape of the real array that stands for a complex one: a last axis of real and imaginary part."""
+    """Give the shape of the real array that stands for a complex one: a last axis of real and
+    imaginary part.
+    """
     if not is_complex(aval):
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
     return jax.ShapeDtypeStruct((*aval.shape, 2), real_dtype(aval.dtype))
 
 
-def split_complex(closed: ClosedJaxpr, real_inputs: Sequence[bool], real_outputs: Sequence[bool]) -> ClosedJaxpr:
+def split_complex(
+    closed: ClosedJaxpr, real_inputs: Sequence[bool], real_outputs: Sequence[bool]
+) -> ClosedJaxpr:
     """Rewrite a jaxpr so that it computes with real numbers only.
 
     Args:
         closed: The jaxpr; one without complex values is returned as it is.
-        real_inputs: For each input, whether a complex one is given as a real array with a last axis of 2. The others stay
-            complex and are taken apart where they come in.
+        real_inputs: For each input, whether a complex one is given as a real array with a last axis
+            of 2. The others stay complex and are taken apart where they come in.
         real_outputs: The same for outputs.
     """
     if not _has_complex(closed.jaxpr):
@@ -57,7 +68,13 @@ def split_complex(closed: ClosedJaxpr, real_inputs: Sequence[bool], real_outputs
         given = {id(o): v for o, v, real in zip(operands, values, real_inputs, strict=True) if real}
         results = _evaluate(closed, operands)
         return [
-            v if not isinstance(v, Pair) else given[id(v)] if real and id(v) in given else pairs.stack(v) if real else pairs.join(v)
+            v
+            if not isinstance(v, Pair)
+            else given[id(v)]
+            if real and id(v) in given
+            else pairs.stack(v)
+            if real
+            else pairs.join(v)
             for v, real in zip(results, real_outputs, strict=True)
         ]
 
@@ -80,7 +97,11 @@ def split_into_parts(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 def part_shapes(shapes: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
     """Give the shapes of the parts of some values."""
-    return [jax.ShapeDtypeStruct(s.shape, real_dtype(s.dtype)) for s in shapes for _ in range(1 + is_complex(s))]
+    return [
+        jax.ShapeDtypeStruct(s.shape, real_dtype(s.dtype))
+        for s in shapes
+        for _ in range(1 + is_complex(s))
+    ]
 
 
 def to_parts(values: Sequence[Any]) -> list[Any]:
@@ -91,7 +112,10 @@ def to_parts(values: Sequence[Any]) -> list[Any]:
 def from_parts(parts: Sequence[Any], shapes: Sequence[Any]) -> list[Any]:
     """Join the parts of values of these shapes and dtypes."""
     waiting = iter(parts)
-    return [pairs.join(Pair(next(waiting), next(waiting))) if is_complex(s) else next(waiting) for s in shapes]
+    return [
+        pairs.join(Pair(next(waiting), next(waiting))) if is_complex(s) else next(waiting)
+        for s in shapes
+    ]
 
 
 def _flat(values: Sequence[Any]) -> list[Any]:
@@ -100,12 +124,22 @@ def _flat(values: Sequence[Any]) -> list[Any]:
 
 def _paired(parts: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     waiting = iter(parts)
-    return [Pair(next(waiting), next(waiting)) if is_complex(v.aval) else next(waiting) for v in variables]
+    return [
+        Pair(next(waiting), next(waiting)) if is_complex(v.aval) else next(waiting)
+        for v in variables
+    ]
 
 
 def _has_complex(jaxpr: Jaxpr) -> bool:
-    variables = [*jaxpr.invars, *jaxpr.constvars, *jaxpr.outvars, *(v for e in jaxpr.eqns for v in (*e.invars, *e.outvars))]
-    return any(_is_array(v) and is_complex(v.aval) for v in variables) or any(_has_complex(j) for e in jaxpr.eqns for j in _inside(e))
+    variables = [
+        *jaxpr.invars,
+        *jaxpr.constvars,
+        *jaxpr.outvars,
+        *(v for e in jaxpr.eqns for v in (*e.invars, *e.outvars)),
+    ]
+    return any(_is_array(v) and is_complex(v.aval) for v in variables) or any(
+        _has_complex(j) for e in jaxpr.eqns for j in _inside(e)
+    )
 
 
 def _is_array(variable: Any) -> bool:
@@ -123,10 +157,14 @@ def _inside(eqn: JaxprEqn) -> list[Jaxpr]:
     return found
 
 
-def _evaluate(closed: ClosedJaxpr, operands: Sequence[Any], call: JaxprEqn | None = None) -> list[Any]:
-    """Run a jaxpr in which complex values are pairs; `call` is the outermost equation whose body it is.
+def _evaluate(
+    closed: ClosedJaxpr, operands: Sequence[Any], call: JaxprEqn | None = None
+) -> list[Any]:
+    """Run a jaxpr in which complex values are pairs; `call` is the outermost equation whose body it
+    is.
 
-    The body of a jitted library function knows the line that called it first, in whatever model; `call` has the line of this one.
+    The body of a jitted library function knows the line that called it first, in whatever model;
+    `call` has the line of this one.
     """
     jaxpr = closed.jaxpr
     env: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
@@ -137,22 +175,34 @@ def _evaluate(closed: ClosedJaxpr, operands: Sequence[Any], call: JaxprEqn | Non
 
     for eqn in jaxpr.eqns:
         with keep_source(eqn):
-            env.update(zip(eqn.outvars, _apply(eqn, [read(v) for v in eqn.invars], call or eqn), strict=True))
+            env.update(
+                zip(
+                    eqn.outvars,
+                    _apply(eqn, [read(v) for v in eqn.invars], call or eqn),
+                    strict=True,
+                )
+            )
     return [read(v) for v in jaxpr.outvars]
 
 
 def _constant(value: Any) -> Any:
-    return pairs.split(np.asarray(value)) if hasattr(value, "dtype") and is_complex(value) else value
+    return (
+        pairs.split(np.asarray(value)) if hasattr(value, "dtype") and is_complex(value) else value
+    )
 
 
 def _apply(eqn: JaxprEqn, operands: list[Any], call: JaxprEqn) -> list[Any]:
     inside = any(_has_complex(j) for j in _inside(eqn))
-    if not inside and not any(_is_array(v) and is_complex(v.aval) for v in (*eqn.invars, *eqn.outvars)):
+    if not inside and not any(
+        _is_array(v) and is_complex(v.aval) for v in (*eqn.invars, *eqn.outvars)
+    ):
         return bind_equation(eqn, operands)
     name = eqn.primitive.name
     if name in _CALLS:
         closed = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-        return _evaluate(closed if isinstance(closed, ClosedJaxpr) else ClosedJaxpr(closed, ()), operands, call)
+        return _evaluate(
+            closed if isinstance(closed, ClosedJaxpr) else ClosedJaxpr(closed, ()), operands, call
+        )
     rule = _RULES.get(name)
     if rule is None:
         raise messages.complex_op(name, equation_line(call))
@@ -179,7 +229,9 @@ def _linear(eqn: JaxprEqn, *operands: Any) -> Any:
     if all(v.im is None for v in operands if isinstance(v, Pair)):
         imaginary = [None] * len(real) if primitive.multiple_results else None
     else:
-        imaginary = primitive.bind(*(pairs.full(v).im if isinstance(v, Pair) else v for v in operands), **params)
+        imaginary = primitive.bind(
+            *(pairs.full(v).im if isinstance(v, Pair) else v for v in operands), **params
+        )
     if primitive.multiple_results:
         return [Pair(re, im) for re, im in zip(real, imaginary, strict=True)]
     return Pair(real, imaginary)
@@ -206,7 +258,9 @@ def _scatter(function: Callable) -> Rule:
         options = {name: eqn.params[name] for name in names}
         target, indices, updates = operands
         target, updates = pairs.full(target), pairs.full(updates)
-        return Pair(*(function(t, indices, u, **options) for t, u in zip(target, updates, strict=True)))
+        return Pair(
+            *(function(t, indices, u, **options) for t, u in zip(target, updates, strict=True))
+        )
 
     return rule
 
@@ -260,7 +314,9 @@ _RULES: dict[str, Rule] = {
     "complex": _function(Pair),
     "conj": _conjugate,
     "abs": _function(pairs.absolute),
-    "pow": lambda eqn, z, e: pairs.power(z, e if isinstance(e, Pair) else Pair(lax.convert_element_type(e, z.re.dtype), None)),
+    "pow": lambda eqn, z, e: pairs.power(
+        z, e if isinstance(e, Pair) else Pair(lax.convert_element_type(e, z.re.dtype), None)
+    ),
     "integer_pow": lambda eqn, z: pairs.integer_power(z, eqn.params["y"]),
     "square": _function(lambda z: pairs.mul(z, z)),
     "rsqrt": _function(lambda z: pairs.reciprocal(pairs.sqrt(z))),
@@ -270,6 +326,8 @@ _RULES: dict[str, Rule] = {
     "scatter": _scatter(lax.scatter),
     "scatter-add": _scatter(lax.scatter_add),
     "scatter_add": _scatter(lax.scatter_add),
-    "cumprod": lambda eqn, z: pairs.cumulative_product(z, eqn.params["axis"], eqn.params["reverse"]),
+    "cumprod": lambda eqn, z: pairs.cumulative_product(
+        z, eqn.params["axis"], eqn.params["reverse"]
+    ),
     "reduce_prod": lambda eqn, z: pairs.product_over(z, tuple(eqn.params["axes"])),
 }

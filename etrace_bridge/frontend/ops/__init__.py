@@ -25,6 +25,14 @@ from etrace_bridge.frontend.ops import (  # noqa: F401
     shape,
     sorting,
 )
-from etrace_bridge.frontend.ops.registry import OpRule, implements, key_source, lookup, next_key, op_names, register_op
+from etrace_bridge.frontend.ops.registry import (
+    OpRule,
+    implements,
+    key_source,
+    lookup,
+    next_key,
+    op_names,
+    register_op,
+)
 
 __all__ = ["OpRule", "implements", "key_source", "lookup", "next_key", "op_names", "register_op"]

@@ -27,7 +27,9 @@ def relu(input: Any, inplace: bool = False) -> Any:
 
 @implements("hardtanh")
 def hardtanh(input: Any, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Any:
-    """Limit to [min_val, max_val]; unlike `clamp`, the derivative at the limits is 0, as that of `lax.clamp`."""
+    """Limit to [min_val, max_val]; unlike `clamp`, the derivative at the limits is 0, as that of
+    `lax.clamp`.
+    """
     return lax.clamp(scalar(min_val, input), input, scalar(max_val, input))
 
 
@@ -41,10 +43,18 @@ def leaky_relu(input: Any, negative_slope: float = 0.01, inplace: bool = False) 
 
 
 @implements("rrelu")
-def rrelu(input: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False) -> Any:
+def rrelu(
+    input: Any,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    inplace: bool = False,
+) -> Any:
     """Leaky relu; in training the slope is random, which has no counterpart here."""
     if training:
-        raise NotSupportedError("`rrelu` draws random slopes in training mode. Call `model.eval()` or use `leaky_relu`.")
+        raise NotSupportedError(
+            "`rrelu` draws random slopes in training mode. Call `model.eval()` or use `leaky_relu`."
+        )
     return leaky_relu(input, (lower + upper) / 2)
 
 
@@ -52,19 +62,31 @@ def rrelu(input: Any, lower: float = 1 / 8, upper: float = 1 / 3, training: bool
 def prelu(input: Any, weight: Any) -> Any:
     """Leaky relu with a learned slope, one or one a channel (dimension 1)."""
     if np.ndim(weight) == 1 and np.size(weight) > 1 and np.ndim(input) > 1:
-        weight = lax.broadcast_in_dim(weight, (1, np.size(weight)) + (1,) * (np.ndim(input) - 2), (1,))
+        weight = lax.broadcast_in_dim(
+            weight, (1, np.size(weight)) + (1,) * (np.ndim(input) - 2), (1,)
+        )
     elif np.size(weight) == 1:
         weight = lax.reshape(weight, ())
-    return select(lax.gt(input, scalar(0, input)), input, lax.mul(expand_to(weight, np.shape(input)), input))
+    return select(
+        lax.gt(input, scalar(0, input)), input, lax.mul(expand_to(weight, np.shape(input)), input)
+    )
 
 
 @implements("elu")
-def elu(input: Any, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0, inplace: bool = False) -> Any:
+def elu(
+    input: Any,
+    alpha: float = 1.0,
+    scale: float = 1.0,
+    input_scale: float = 1.0,
+    inplace: bool = False,
+) -> Any:
     """x where positive, else `alpha * (exp(x) - 1)`; the scales are those of `aten::elu`."""
     positive = lax.gt(input, scalar(0, input))
     # expm1 sees no large positive value, so its unused branch cannot give inf * 0 in the gradient.
     safe = select(positive, zeros_like(input), input)
-    negative = scaled(lax.expm1(safe if input_scale == 1 else scaled(safe, input_scale)), alpha * scale)
+    negative = scaled(
+        lax.expm1(safe if input_scale == 1 else scaled(safe, input_scale)), alpha * scale
+    )
     return select(positive, input if scale == 1 else scaled(input, scale), negative)
 
 
@@ -74,9 +96,15 @@ implements("F.elu")(lambda input, alpha=1.0, inplace=False: elu(input, alpha))
 
 @implements("celu")
 def celu(input: Any, alpha: float = 1.0, inplace: bool = False) -> Any:
-    """x where positive, else `alpha * (exp(x / alpha) - 1)`; torch's derivative divides by an alpha of single precision."""
+    """x where positive, else `alpha * (exp(x / alpha) - 1)`; torch's derivative divides by an alpha
+    of single precision.
+    """
     value, rounded = elu(input, alpha, 1.0, 1 / alpha), float(np.float32(alpha))
-    return value if rounded == alpha or input.dtype != np.float64 else replace_value(elu(input, alpha, 1.0, 1 / rounded), value)
+    return (
+        value
+        if rounded == alpha or input.dtype != np.float64
+        else replace_value(elu(input, alpha, 1.0, 1 / rounded), value)
+    )
 
 
 _SELU_ALPHA, _SELU_SCALE = 1.6732632423543772, 1.0507009873554805
@@ -87,7 +115,9 @@ implements("selu")(lambda input, inplace=False: elu(input, _SELU_ALPHA, _SELU_SC
 def gelu(input: Any, *, approximate: str = "none") -> Any:
     """`x * Phi(x)`, exact by default; `approximate="tanh"` for the tanh form."""
     if approximate == "tanh":
-        inner = scaled(lax.add(input, scaled(lax.integer_pow(input, 3), 0.044715)), math.sqrt(2 / math.pi))
+        inner = scaled(
+            lax.add(input, scaled(lax.integer_pow(input, 3), 0.044715)), math.sqrt(2 / math.pi)
+        )
         return lax.mul(scaled(input, 0.5), shifted(lax.tanh(inner), 1))
     return lax.mul(scaled(input, 0.5), lax.erfc(scaled(input, -math.sqrt(0.5))))
 
@@ -100,7 +130,11 @@ def softplus(input: Any, beta: float = 1.0, threshold: float = 20.0) -> Any:
     """`log(1 + exp(beta * x)) / beta`, and x itself above the threshold."""
     x = scaled(input, beta)
     linear = lax.gt(x, scalar(threshold, x))
-    return select(linear, input, lax.div(lax.log1p(lax.exp(select(linear, zeros_like(x), x))), scalar(beta, x)))
+    return select(
+        linear,
+        input,
+        lax.div(lax.log1p(lax.exp(select(linear, zeros_like(x), x))), scalar(beta, x)),
+    )
 
 
 @implements("mish")
@@ -115,17 +149,25 @@ def logsigmoid(input: Any) -> Any:
     return lax.sub(lax.min(input, scalar(0, input)), lax.log1p(lax.exp(lax.neg(absolute(input)))))
 
 
-implements("aten::log_sigmoid_forward")(lambda input: (logsigmoid(input), lax.exp(lax.neg(absolute(input)))))
+implements("aten::log_sigmoid_forward")(
+    lambda input: (logsigmoid(input), lax.exp(lax.neg(absolute(input))))
+)
 implements("softsign")(lambda input: div(input, add(absolute(input), 1)))
 implements("tanhshrink")(lambda input: sub(input, lax.tanh(cast(input, float_type(input)))))
 
 
 @implements("hardsigmoid")
 def hardsigmoid(input: Any, inplace: bool = False) -> Any:
-    """`relu6(x + 3) / 6`; torch's backward kernel holds its 1/6 in single precision, also for float64."""
+    """`relu6(x + 3) / 6`; torch's backward kernel holds its 1/6 in single precision, also for
+    float64.
+    """
     limited = hardtanh(shifted(input, 3), 0, 6)
     value = scaled(limited, 1 / 6)
-    return value if limited.dtype != np.float64 else replace_value(scaled(limited, float(np.float32(1 / 6))), value)
+    return (
+        value
+        if limited.dtype != np.float64
+        else replace_value(scaled(limited, float(np.float32(1 / 6))), value)
+    )
 
 
 @implements("hardswish")
@@ -197,9 +239,15 @@ def log_softmax(input: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
 
 
 def _enter_softmax(name: str, rule: Callable) -> None:
-    """Enter the three signatures of one member: torch's, `torch.nn.functional`'s, and the aten kernel's."""
+    """Enter the three signatures of one member: torch's, `torch.nn.functional`'s, and the aten
+    kernel's.
+    """
     implements(name)(rule)
-    implements(f"F.{name}")(lambda input, dim=None, _stacklevel=3, dtype=None: rule(input, _legacy_dim(dim, input), dtype))
+    implements(f"F.{name}")(
+        lambda input, dim=None, _stacklevel=3, dtype=None: rule(
+            input, _legacy_dim(dim, input), dtype
+        )
+    )
     implements(f"aten::_{name}")(lambda input, dim, half_to_float=False: rule(input, dim))
 
 
@@ -207,7 +255,9 @@ def _legacy_dim(dim: int | None, x: Any) -> int:
     return dim if dim is not None else 0 if np.ndim(x) in (0, 1, 3) else 1
 
 
-def softmin(input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Any:
+def softmin(
+    input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Any:
     """Softmax of the negative."""
     return softmax(lax.neg(input), _legacy_dim(dim, input), dtype)
 
@@ -227,5 +277,7 @@ def logsumexp(input: Any, dim: Any, keepdim: bool = False) -> Any:
     top = lax.reduce_max(x, over)
     top = lax.stop_gradient(select(lax.is_finite(top), top, zeros_like(top)))
     wide = lax.expand_dims(top, over)
-    total = lax.add(lax.log(lax.reduce_sum(lax.exp(lax.sub(x, expand_to(wide, np.shape(x)))), over)), top)
+    total = lax.add(
+        lax.log(lax.reduce_sum(lax.exp(lax.sub(x, expand_to(wide, np.shape(x)))), over)), top
+    )
     return lax.expand_dims(total, over) if keepdim else total

@@ -1,4 +1,6 @@
-"""Small array helpers that the rules share: explicit broadcasting, selection, axes. All emit plain lax primitives."""
+"""Small array helpers that the rules share: explicit broadcasting, selection, axes. All emit plain
+lax primitives.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,18 @@ def expand_to(x: Any, shape: Sequence[int]) -> Any:
 
 
 def together(*operands: Any, dtype: torch.dtype | None = None) -> list[Any]:
-    """Bring operands to one dtype and one shape; numbers stay scalar literals, which lax broadcasts by itself."""
+    """Bring operands to one dtype and one shape; numbers stay scalar literals, which lax broadcasts
+    by itself.
+    """
     dtype = result_type(*operands) if dtype is None else dtype
     shape = np.broadcast_shapes(*[np.shape(x) for x in operands])
     numbers = [isinstance(x, (bool, int, float, complex)) for x in operands]
     if all(numbers):
         return [expand_to(cast(x, dtype), shape) for x in operands]
-    return [cast(x, dtype) if number else expand_to(cast(x, dtype), shape) for x, number in zip(operands, numbers, strict=True)]
+    return [
+        cast(x, dtype) if number else expand_to(cast(x, dtype), shape)
+        for x, number in zip(operands, numbers, strict=True)
+    ]
 
 
 def same_shape(a: Any, b: Any) -> tuple[Any, Any]:
@@ -54,7 +61,9 @@ def same_shape(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def select(condition: Any, yes: Any, no: Any) -> Array:
-    """Choose element-wise; unlike `jnp.where` this emits a bare `select_n`. Dtypes of the branches must agree."""
+    """Choose element-wise; unlike `jnp.where` this emits a bare `select_n`. Dtypes of the branches
+    must agree.
+    """
     shape = np.broadcast_shapes(np.shape(condition), np.shape(yes), np.shape(no))
     return lax.select_n(expand_to(condition, shape), expand_to(no, shape), expand_to(yes, shape))
 
@@ -78,7 +87,10 @@ def axis(dim: int, ndim: int) -> int:
     """Turn a torch dim into a non-negative axis; a 0-dim tensor counts as one with one dimension."""
     limit = max(ndim, 1)
     if not -limit <= dim < limit:
-        raise IndexError(f"Dimension out of range (expected to be in range of [{-limit}, {limit - 1}], but got {dim})")
+        raise IndexError(
+            f"Dimension out of range (expected to be in range of [{-limit}, {limit - 1}], but got "
+            f"{dim})"
+        )
     return dim % limit
 
 
@@ -87,7 +99,9 @@ def axes(dim: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
     if dim is None or (not isinstance(dim, int) and len(dim) == 0):
         return tuple(range(ndim))
     dims = (dim,) if isinstance(dim, int) else dim
-    return tuple(sorted(axis(d, ndim) for d in dims)) if ndim else tuple(axis(d, 0) for d in dims)[:0]
+    return (
+        tuple(sorted(axis(d, ndim) for d in dims)) if ndim else tuple(axis(d, 0) for d in dims)[:0]
+    )
 
 
 def ints(values: tuple) -> tuple[int, ...]:

@@ -20,7 +20,11 @@ def is_complex(x: Any) -> bool:
 
 implements("real", view=True)(lambda input: lax.real(input) if is_complex(input) else input)
 implements("isreal")(
-    lambda input: lax.eq(lax.imag(input), zeros_like(lax.imag(input))) if is_complex(input) else lax.full(np.shape(input), True)
+    lambda input: (
+        lax.eq(lax.imag(input), zeros_like(lax.imag(input)))
+        if is_complex(input)
+        else lax.full(np.shape(input), True)
+    )
 )
 
 
@@ -50,7 +54,9 @@ def _broadcast(a: Any, b: Any) -> tuple[Any, Any]:
     if dtype_of(a) != dtype_of(b):
         raise TypeError(f"Expected two tensors of one dtype, got {dtype_of(a)} and {dtype_of(b)}")
     shape = np.broadcast_shapes(a.shape, b.shape)
-    return tuple(lax.broadcast_in_dim(x, shape, range(len(shape) - x.ndim, len(shape))) for x in (a, b))
+    return tuple(
+        lax.broadcast_in_dim(x, shape, range(len(shape) - x.ndim, len(shape))) for x in (a, b)
+    )
 
 
 @implements("view_as_real", view=True)
@@ -59,7 +65,9 @@ def view_as_real(input: Any) -> Any:
     if not is_complex(input):
         raise TypeError("`view_as_real` takes a complex tensor")
     shape = (*input.shape, 1)
-    return lax.concatenate([lax.reshape(part, shape) for part in (lax.real(input), lax.imag(input))], input.ndim)
+    return lax.concatenate(
+        [lax.reshape(part, shape) for part in (lax.real(input), lax.imag(input))], input.ndim
+    )
 
 
 @implements("view_as_complex", view=True)
@@ -67,7 +75,9 @@ def view_as_complex(input: Any) -> Any:
     """Complex numbers from a last axis of real and imaginary part."""
     if is_complex(input) or not input.ndim or input.shape[-1] != 2:
         raise TypeError("`view_as_complex` takes a real tensor whose last dimension is 2")
-    return lax.complex(*(lax.index_in_dim(input, k, input.ndim - 1, keepdims=False) for k in (0, 1)))
+    return lax.complex(
+        *(lax.index_in_dim(input, k, input.ndim - 1, keepdims=False) for k in (0, 1))
+    )
 
 
 @implements("angle")
@@ -87,7 +97,11 @@ def isfinite(input: Any) -> Any:
     """Tell which entries are neither infinite nor nan."""
     if is_complex(input):
         return lax.bitwise_and(lax.is_finite(lax.real(input)), lax.is_finite(lax.imag(input)))
-    return lax.is_finite(input) if dtype_of(input).is_floating_point else lax.full(np.shape(input), True)
+    return (
+        lax.is_finite(input)
+        if dtype_of(input).is_floating_point
+        else lax.full(np.shape(input), True)
+    )
 
 
 @implements("sgn")

@@ -20,10 +20,23 @@ def each(value: Sizes, n: int) -> tuple[int, ...]:
     return values * n if len(values) == 1 else values
 
 
-def _run(x: Any, weight: Any, bias: Any, stride: Any, padding: Any, spread: Any, dilation: Any, groups: int) -> Any:
-    """Convolve `(N, C, *space)`, then add the bias of each channel; `spread` puts zeros between entries of x."""
+def _run(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    spread: Any,
+    dilation: Any,
+    groups: int,
+) -> Any:
+    """Convolve `(N, C, *space)`, then add the bias of each channel; `spread` puts zeros between
+    entries of x.
+    """
     n = np.ndim(weight) - 2
-    y = lax.conv_general_dilated(x, weight, stride, padding, spread, dilation, _LAYOUT[n], feature_group_count=groups)
+    y = lax.conv_general_dilated(
+        x, weight, stride, padding, spread, dilation, _LAYOUT[n], feature_group_count=groups
+    )
     if bias is None:
         return y
     return lax.add(y, lax.broadcast_in_dim(bias, np.shape(y), (1,)))
@@ -52,7 +65,10 @@ def convolve(
     x, missing = _batched(input, n + 2)
     stride, dilation = each(stride, n), each(dilation, n)
     if isinstance(padding, str):
-        total = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, np.shape(weight)[2:], strict=True)]
+        total = [
+            d * (k - 1) if padding == "same" else 0
+            for d, k in zip(dilation, np.shape(weight)[2:], strict=True)
+        ]
         space = [(t // 2, t - t // 2) for t in total]
     else:
         space = [(p, p) for p in each(padding, n)]
@@ -73,7 +89,9 @@ def convolve_transposed(
     """The transpose of `convolve`: the input spread by the stride, met by the flipped kernel."""
     n = np.ndim(weight) - 2
     x, missing = _batched(input, n + 2)
-    stride, padding, extra, dilation = (each(v, n) for v in (stride, padding, output_padding, dilation))
+    stride, padding, extra, dilation = (
+        each(v, n) for v in (stride, padding, output_padding, dilation)
+    )
     channels_in, channels_out, *kernel = np.shape(weight)
     space = []
     for k, p, e, d in zip(kernel, padding, extra, dilation, strict=True):
@@ -81,7 +99,9 @@ def convolve_transposed(
     # (in, out/g, *k) -> (out, in/g, *k), each group on its own.
     w = reshape(weight, (groups, channels_in // groups, channels_out, *kernel))
     w = lax.transpose(w, (0, 2, 1, *range(3, 3 + n)))
-    w = lax.rev(reshape(w, (groups * channels_out, channels_in // groups, *kernel)), tuple(range(2, 2 + n)))
+    w = lax.rev(
+        reshape(w, (groups * channels_out, channels_in // groups, *kernel)), tuple(range(2, 2 + n))
+    )
     y = _run(x, w, bias, (1,) * n, space, stride, dilation, groups)
     return lax.squeeze(y, (0,)) if missing else y
 
@@ -106,12 +126,16 @@ def convolution(
 ) -> Any:
     """Both kinds of convolution with the arguments of aten."""
     if transposed:
-        return convolve_transposed(input, weight, bias, stride, padding, output_padding, groups, dilation)
+        return convolve_transposed(
+            input, weight, bias, stride, padding, output_padding, groups, dilation
+        )
     return convolve(input, weight, bias, stride, padding, dilation, groups)
 
 
 implements("mkldnn_convolution")(
-    lambda input, weight, bias, padding, stride, dilation, groups: convolve(input, weight, bias, stride, padding, dilation, groups)
+    lambda input, weight, bias, padding, stride, dilation, groups: convolve(
+        input, weight, bias, stride, padding, dilation, groups
+    )
 )
 
 

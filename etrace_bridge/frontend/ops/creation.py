@@ -37,15 +37,23 @@ def _enter_constant(name: str, value: int) -> None:
 _enter_constant("zeros", 0)
 _enter_constant("ones", 1)
 _enter_constant("empty", 0)
-implements("empty_strided")(lambda size, stride, *, dtype=None: full(size, 0, dtype or torch.get_default_dtype()))
-implements("new_empty_strided")(lambda input, size, stride, *, dtype=None: full(size, 0, dtype or dtype_of(input)))
+implements("empty_strided")(
+    lambda size, stride, *, dtype=None: full(size, 0, dtype or torch.get_default_dtype())
+)
+implements("new_empty_strided")(
+    lambda input, size, stride, *, dtype=None: full(size, 0, dtype or dtype_of(input))
+)
 
 
 @implements("full")
 def full_(size: Any, fill_value: Any, *, dtype: torch.dtype | None = None) -> Any:
     """A tensor of one value, whose dtype is the value's own."""
     dtype = dtype or dtype_of(fill_value)
-    return expand_to(cast(fill_value, dtype), ints((size,))) if hasattr(fill_value, "dtype") else full(ints((size,)), fill_value, dtype)
+    return (
+        expand_to(cast(fill_value, dtype), ints((size,)))
+        if hasattr(fill_value, "dtype")
+        else full(ints((size,)), fill_value, dtype)
+    )
 
 
 @implements("full_like")
@@ -80,7 +88,11 @@ def tensor(data: Any, dtype: torch.dtype | None = None, copy: bool | None = None
         keep = isinstance(data, (np.ndarray, np.generic))
         kinds = {"b": torch.bool, "i": torch.int64, "f": torch.get_default_dtype()}
         dtype = dtype_of(values) if keep else kinds[values.dtype.kind]
-    return lax.full((), cast(values.item(), dtype)) if values.ndim == 0 else jnp.asarray(cast(values, dtype))
+    return (
+        lax.full((), cast(values.item(), dtype))
+        if values.ndim == 0
+        else jnp.asarray(cast(values, dtype))
+    )
 
 
 def _has_arrays(data: Any) -> bool:
@@ -89,7 +101,11 @@ def _has_arrays(data: Any) -> bool:
     return hasattr(data, "dtype")
 
 
-implements("new_tensor")(lambda input, data, *, dtype=None: tensor(data, dtype or (None if hasattr(data, "dtype") else dtype_of(input))))
+implements("new_tensor")(
+    lambda input, data, *, dtype=None: tensor(
+        data, dtype or (None if hasattr(data, "dtype") else dtype_of(input))
+    )
+)
 
 
 # ---- ranges and matrices
@@ -99,10 +115,18 @@ implements("new_tensor")(lambda input, data, *, dtype=None: tensor(data, dtype o
 def arange(*bounds: Any, dtype: torch.dtype | None = None, **named: Any) -> Any:
     """Numbers from start up to, but without, end."""
     bounds = (*bounds, *[named[name] for name in ("start", "end", "step") if name in named])
-    start, end, step = (0, *bounds, 1) if len(bounds) == 1 else (*bounds, 1) if len(bounds) == 2 else bounds
+    start, end, step = (
+        (0, *bounds, 1) if len(bounds) == 1 else (*bounds, 1) if len(bounds) == 2 else bounds
+    )
     if dtype is None:
-        dtype = torch.int64 if all(isinstance(b, int) for b in bounds) else torch.get_default_dtype()
-    count = len(range(start, end, step)) if all(isinstance(b, int) for b in bounds) else int(np.ceil((end - start) / step))
+        dtype = (
+            torch.int64 if all(isinstance(b, int) for b in bounds) else torch.get_default_dtype()
+        )
+    count = (
+        len(range(start, end, step))
+        if all(isinstance(b, int) for b in bounds)
+        else int(np.ceil((end - start) / step))
+    )
     return _ramp(start, step, count, dtype)
 
 
@@ -122,11 +146,15 @@ def linspace(start: Any, end: Any, steps: int, *, dtype: torch.dtype | None = No
         return lax.add(lax.mul(position, lax.sub(end, start)), start)
     values = np.linspace(start, end, steps)
     dtype = dtype or torch.get_default_dtype()
-    return jnp.asarray((values if dtype.is_floating_point else np.trunc(values)).astype(to_jax_dtype(dtype)))
+    return jnp.asarray(
+        (values if dtype.is_floating_point else np.trunc(values)).astype(to_jax_dtype(dtype))
+    )
 
 
 @implements("logspace")
-def logspace(start: float, end: float, steps: int, base: float = 10.0, *, dtype: torch.dtype | None = None) -> Any:
+def logspace(
+    start: float, end: float, steps: int, base: float = 10.0, *, dtype: torch.dtype | None = None
+) -> Any:
     """Powers of the base with evenly spaced exponents."""
     dtype = dtype or torch.get_default_dtype()
     return jnp.asarray((float(base) ** np.linspace(start, end, steps)).astype(to_jax_dtype(dtype)))
@@ -153,7 +181,11 @@ _enter_triangle("triu_indices", np.triu_indices)
 @implements("meshgrid", view=True)
 def meshgrid(*tensors: Any, indexing: str = "ij") -> tuple:
     """Coordinates of a grid."""
-    tensors = tuple(tensors[0]) if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)) else tensors
+    tensors = (
+        tuple(tensors[0])
+        if len(tensors) == 1 and isinstance(tensors[0], (list, tuple))
+        else tensors
+    )
     tensors = tuple(lax.reshape(x, (np.size(x),)) if np.ndim(x) == 0 else x for x in tensors)
     order = list(range(len(tensors)))
     if indexing == "xy" and len(order) > 1:
@@ -193,7 +225,14 @@ _OLD_NAMES = {
 
 
 @implements("to", "_to_copy", may_return_input=True)
-def to(input: Any, *args: Any, dtype: torch.dtype | None = None, other: Any = None, copy: bool = False, **_: Any) -> Any:
+def to(
+    input: Any,
+    *args: Any,
+    dtype: torch.dtype | None = None,
+    other: Any = None,
+    copy: bool = False,
+    **_: Any,
+) -> Any:
     """Change the dtype; devices are left to JAX."""
     for arg in (*args, other):
         if isinstance(arg, torch.dtype):

@@ -29,7 +29,10 @@ _NEEDS_X64 = (torch.float64, torch.complex128)
 def to_jax_dtype(dtype: torch.dtype) -> np.dtype:
     """Give the JAX dtype of a torch dtype; 64-bit integers become 32-bit when JAX runs without x64."""
     if dtype not in TORCH_TO_JAX:
-        raise NotSupportedError(f"`{dtype}` has no JAX counterpart here. Convert the tensor to a plain numeric dtype first.")
+        raise NotSupportedError(
+            f"`{dtype}` has no JAX counterpart here. Convert the tensor to a plain numeric dtype "
+            "first."
+        )
     if dtype in _NEEDS_X64 and not jax.config.jax_enable_x64:
         raise NotSupportedError(
             f"The model uses `{dtype}`, but JAX runs with 64-bit types disabled and would silently compute in 32 bits. "
@@ -60,7 +63,9 @@ def dtype_of(value: Any) -> torch.dtype:
 
 
 def result_type(*operands: Any) -> torch.dtype:
-    """Give torch's common dtype: tensors with dimensions rule over 0-dim tensors, and those over Python numbers."""
+    """Give torch's common dtype: tensors with dimensions rule over 0-dim tensors, and those over
+    Python numbers.
+    """
     return _result_type(tuple((_priority(x), dtype_of(x)) for x in operands))
 
 
@@ -74,7 +79,11 @@ def _priority(value: Any) -> int:
 def _result_type(ranked: tuple[tuple[int, torch.dtype], ...]) -> torch.dtype:
     common: torch.dtype | None = None
     for rank in (0, 1, 2):
-        own = functools.reduce(torch.promote_types, [d for r, d in ranked if r == rank]) if any(r == rank for r, _ in ranked) else None
+        own = (
+            functools.reduce(torch.promote_types, [d for r, d in ranked if r == rank])
+            if any(r == rank for r, _ in ranked)
+            else None
+        )
         common = _stronger(own, common)
     if common is None:
         raise TypeError("`result_type` needs at least one operand")
@@ -82,11 +91,15 @@ def _result_type(ranked: tuple[tuple[int, torch.dtype], ...]) -> torch.dtype:
 
 
 def _category(dtype: torch.dtype) -> int:
-    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else 0 if dtype == torch.bool else 1
+    return (
+        3 if dtype.is_complex else 2 if dtype.is_floating_point else 0 if dtype == torch.bool else 1
+    )
 
 
 def _stronger(high: torch.dtype | None, low: torch.dtype | None) -> torch.dtype | None:
-    """Combine the dtype of a higher-ranked group with a lower-ranked one, which counts only if its kind is greater."""
+    """Combine the dtype of a higher-ranked group with a lower-ranked one, which counts only if its
+    kind is greater.
+    """
     if high is None or low is None:
         return low if high is None else high
     if _category(low) <= _category(high):
@@ -103,7 +116,9 @@ def float_type(*operands: Any) -> torch.dtype:
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Convert an array or number to a torch dtype; a number becomes a NumPy scalar, a literal in the jaxpr."""
+    """Convert an array or number to a torch dtype; a number becomes a NumPy scalar, a literal in
+    the jaxpr.
+    """
     target = to_jax_dtype(dtype)
     if isinstance(value, (bool, int, float, complex)):
         return np.asarray(value).astype(target)
@@ -115,6 +130,7 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
         return lax.ne(value, np.zeros((), value.dtype))
     if jnp.issubdtype(value.dtype, jnp.complexfloating) and not dtype.is_complex:
         value = lax.real(value)
-    if target.kind == "u" and value.dtype.kind == "f":  # a negative number wraps in torch, and is clipped by JAX
+    # A negative number wraps in torch, and is clipped by JAX
+    if target.kind == "u" and value.dtype.kind == "f":
         value = lax.convert_element_type(value, to_jax_dtype(torch.int64))
     return lax.convert_element_type(value, target)

@@ -10,7 +10,15 @@ import torch
 from jax import lax
 
 from etrace_bridge._errors import TracingError
-from etrace_bridge.frontend.ops.arrays import expand_to, is_float, same_shape, scalar, select, together, zeros_like
+from etrace_bridge.frontend.ops.arrays import (
+    expand_to,
+    is_float,
+    same_shape,
+    scalar,
+    select,
+    together,
+    zeros_like,
+)
 from etrace_bridge.frontend.ops.dtypes import cast, float_type, result_type
 from etrace_bridge.frontend.ops.mathematics import trunc
 from etrace_bridge.frontend.ops.registry import implements
@@ -24,7 +32,11 @@ def add(input: Any, other: Any, *, alpha: Any = 1) -> Any:
     dtype = result_type(input, other)
     a, b = together(input, other, dtype=dtype)
     if dtype == torch.bool:
-        return lax.bitwise_or(a, b) if alpha else expand_to(a, np.broadcast_shapes(np.shape(a), np.shape(b)))
+        return (
+            lax.bitwise_or(a, b)
+            if alpha
+            else expand_to(a, np.broadcast_shapes(np.shape(a), np.shape(b)))
+        )
     return lax.add(a, b if _is_one(alpha) else lax.mul(b, scalar(alpha, b)))
 
 
@@ -106,7 +118,9 @@ implements("rmod")(_reversed(remainder))
 
 @implements("pow")
 def power(input: Any, exponent: Any) -> Any:
-    """`input ** exponent`; a small integer exponent becomes `integer_pow`, whose derivative is torch's at 0."""
+    """`input ** exponent`; a small integer exponent becomes `integer_pow`, whose derivative is
+    torch's at 0.
+    """
     dtype = result_type(input, exponent)
     number = isinstance(exponent, (bool, int, float)) and not isinstance(input, (bool, int, float))
     if number and float(exponent).is_integer() and abs(exponent) < 2**31:
@@ -119,7 +133,8 @@ def power(input: Any, exponent: Any) -> Any:
     base, exponent = same_shape(*together(input, exponent, dtype=dtype))
     if not is_float(base):
         return _integer_power(base, exponent)
-    # 0 ** 0 is 1 whatever the direction: torch's derivatives there are 0, those of `lax.pow` are not.
+    # 0 ** 0 is 1 whatever the direction: torch's derivatives there are 0, those of `lax.pow` are
+    # not.
     zero = zeros_like(base)
     constant = lax.bitwise_and(lax.eq(base, zero), lax.eq(exponent, zero))
     return lax.pow(select(constant, scalar(1, base), base), exponent)
@@ -129,7 +144,9 @@ def _negative_integer_power(base: Any, exponent: int) -> Any:
     """Integers to a negative power: 1 and -1 have an integer result, everything else is 0 in torch."""
     minus = scalar(1 if exponent % 2 == 0 else -1, base)
     one = scalar(1, base)
-    return select(lax.eq(base, one), one, select(lax.eq(base, lax.neg(one)), minus, zeros_like(base)))
+    return select(
+        lax.eq(base, one), one, select(lax.eq(base, lax.neg(one)), minus, zeros_like(base))
+    )
 
 
 def _integer_power(base: Any, exponent: Any) -> Any:
@@ -137,7 +154,10 @@ def _integer_power(base: Any, exponent: Any) -> Any:
     result, square_of = lax.full(np.shape(base), scalar(1, base), base.dtype), base
     for bit in range(8 * base.dtype.itemsize - (base.dtype.kind == "i")):
         odd = lax.ne(lax.bitwise_and(exponent, scalar(1 << bit, exponent)), scalar(0, exponent))
-        result, square_of = select(odd, lax.mul(result, square_of), result), lax.mul(square_of, square_of)
+        result, square_of = (
+            select(odd, lax.mul(result, square_of), result),
+            lax.mul(square_of, square_of),
+        )
     if base.dtype.kind == "u":
         return result
     even = lax.eq(lax.bitwise_and(exponent, scalar(1, exponent)), scalar(0, exponent))
@@ -153,7 +173,10 @@ def float_power(input: Any, exponent: Any) -> Any:
     """`input ** exponent` in double precision."""
     complex_result = result_type(input, exponent).is_complex
     dtype = torch.complex128 if complex_result else torch.float64
-    double = [x if isinstance(x, (bool, int, float, complex)) else cast(x, dtype) for x in (input, exponent)]
+    double = [
+        x if isinstance(x, (bool, int, float, complex)) else cast(x, dtype)
+        for x in (input, exponent)
+    ]
     return cast(power(*double), dtype)
 
 
@@ -223,11 +246,17 @@ implements("rrshift")(_reversed(right_shift))
 
 
 @implements("isclose")
-def isclose(input: Any, other: Any, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False) -> Any:
+def isclose(
+    input: Any, other: Any, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False
+) -> Any:
     """`|input - other| <= atol + rtol * |other|`."""
     dtype = result_type(input, other)
-    a, b = together(input, other, dtype=dtype if dtype.is_floating_point else torch.get_default_dtype())
-    near = lax.le(lax.abs(lax.sub(a, b)), lax.add(lax.mul(lax.abs(b), scalar(rtol, b)), scalar(atol, b)))
+    a, b = together(
+        input, other, dtype=dtype if dtype.is_floating_point else torch.get_default_dtype()
+    )
+    near = lax.le(
+        lax.abs(lax.sub(a, b)), lax.add(lax.mul(lax.abs(b), scalar(rtol, b)), scalar(atol, b))
+    )
     near = lax.bitwise_or(lax.eq(a, b), lax.bitwise_and(lax.is_finite(b), near))
     return lax.bitwise_or(near, lax.bitwise_and(lax.ne(a, a), lax.ne(b, b))) if equal_nan else near
 

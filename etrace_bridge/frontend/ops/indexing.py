@@ -25,7 +25,8 @@ _IN_BOUNDS = lax.GatherScatterMode.PROMISE_IN_BOUNDS
 def data_dependent_shape(what: str, instead: str) -> TracingError:
     """Make the error for results whose size depends on values."""
     return TracingError(
-        f"`{what}` gives a result whose size depends on the values in a tensor. A traced step has fixed shapes. Use {instead} instead."
+        f"`{what}` gives a result whose size depends on the values in a tensor. A traced step has "
+        f"fixed shapes. Use {instead} instead."
     )
 
 
@@ -33,7 +34,9 @@ def data_dependent_shape(what: str, instead: str) -> TracingError:
 
 
 def is_basic_index(index: Any) -> bool:
-    """Tell whether an index consists of integers, slices, None and `...` alone, so that torch gives a view."""
+    """Tell whether an index consists of integers, slices, None and `...` alone, so that torch gives
+    a view.
+    """
     items = index if isinstance(index, tuple) else (index,)
     return all(i is None or i is Ellipsis or isinstance(i, slice) or type(i) is int for i in items)
 
@@ -47,7 +50,10 @@ def _consumed(item: Any) -> int:
 
 def _items(index: Any, ndim: int) -> list[Any]:
     """Write an index as one entry for each dimension (and None for new ones), `...` filled in."""
-    items = [np.asarray(i) if isinstance(i, (list, tuple, range)) else i for i in (index if isinstance(index, tuple) else (index,))]
+    items = [
+        np.asarray(i) if isinstance(i, (list, tuple, range)) else i
+        for i in (index if isinstance(index, tuple) else (index,))
+    ]
     if not any(i is Ellipsis for i in items):
         items.append(Ellipsis)
     at = next(k for k, i in enumerate(items) if i is Ellipsis)
@@ -56,7 +62,8 @@ def _items(index: Any, ndim: int) -> list[Any]:
 
 
 def _split_index(x: Any, items: list[Any]) -> tuple[Any, list[Any]]:
-    """Apply the basic entries; return the block and, for each of its dimensions, an array index, a mask, or None.
+    """Apply the basic entries; return the block and, for each of its dimensions, an array index, a
+    mask, or None.
 
     A mask over k dimensions stands once, followed by k - 1 entries `Ellipsis`.
     """
@@ -70,9 +77,16 @@ def _split_index(x: Any, items: list[Any]) -> tuple[Any, list[Any]]:
             x = slice_dim(x, d, item.start, item.stop, item.step or 1)
         elif item is None or isinstance(item, bool) or _consumed(item) == 0:
             x = unsqueeze(x, d)
-        entries = [None] if item is None or isinstance(item, slice) else [np.asarray([item])] if isinstance(item, bool) else [item]
+        entries = (
+            [None]
+            if item is None or isinstance(item, slice)
+            else [np.asarray([item])]
+            if isinstance(item, bool)
+            else [item]
+        )
         if _consumed(item) == 0 and item is not None and not isinstance(item, bool):
-            entries = [lax.reshape(item, (1,))]  # a 0-dim mask: a mask over a new dimension of size 1
+            # a 0-dim mask: a mask over a new dimension of size 1
+            entries = [lax.reshape(item, (1,))]
         entries += [Ellipsis] * (_consumed(item) - 1)
         rest += entries
         d += len(entries)
@@ -88,14 +102,18 @@ def _as_places(rest: list[Any]) -> list[Any]:
     places: list[Any] = []
     for entry in rest:
         if not is_concrete(entry) and _is_mask(entry):
-            raise data_dependent_shape("x[mask]", "`torch.where(mask, x, other)` or `x.masked_fill(mask, value)`")
+            raise data_dependent_shape(
+                "x[mask]", "`torch.where(mask, x, other)` or `x.masked_fill(mask, value)`"
+            )
         if entry is not Ellipsis:
             places += list(np.asarray(entry).nonzero()) if _is_mask(entry) else [entry]
     return places
 
 
 def _numpy_index(x: Any, rest: list[Any]) -> tuple:
-    """Give array indices and None, one for each dimension, as NumPy takes them; a negative one counts from the end."""
+    """Give array indices and None, one for each dimension, as NumPy takes them; a negative one
+    counts from the end.
+    """
     for size, entry in zip(np.shape(x), rest, strict=False):
         if entry is not None:
             require_range(entry, "index", -size, size)
@@ -104,7 +122,9 @@ def _numpy_index(x: Any, rest: list[Any]) -> tuple:
 
 @implements("getitem", view=True)
 def getitem(input: Any, index: Any) -> Any:
-    """`input[index]`; a boolean mask must be a constant, because the size of the result depends on it."""
+    """`input[index]`; a boolean mask must be a constant, because the size of the result depends on
+    it.
+    """
     block, rest = _split_index(input, _items(index, np.ndim(input)))
     return block if all(r is None for r in rest) else index_with(block, _as_places(rest))
 
@@ -113,7 +133,9 @@ def getitem(input: Any, index: Any) -> Any:
 def index_with(input: Any, indices: Sequence[Any]) -> Any:
     """Index with arrays in some dimensions and None in the others, as torch and NumPy do."""
     places = _as_places(list(indices))
-    return jnp.asarray(input).at[_numpy_index(input, places)].get(mode=_IN_BOUNDS) if places else input
+    return (
+        jnp.asarray(input).at[_numpy_index(input, places)].get(mode=_IN_BOUNDS) if places else input
+    )
 
 
 # ---- x[index] = values
@@ -121,12 +143,16 @@ def index_with(input: Any, indices: Sequence[Any]) -> Any:
 
 @implements("setitem_")
 def setitem(input: Any, index: Any, value: Any) -> Any:
-    """Give `input` with `input[index] = value` done; a block is set by concatenation, which keeps positions plain."""
+    """Give `input` with `input[index] = value` done; a block is set by concatenation, which keeps
+    positions plain.
+    """
     items = _items(index, np.ndim(input))
     block, rest = _split_index(input, items)
     value = cast(value, dtype_of(input))
     if all(r is None for r in rest):
-        new = expand_to(reshape(value, np.shape(value)[_extra_ones(value, block) :]), np.shape(block))
+        new = expand_to(
+            reshape(value, np.shape(value)[_extra_ones(value, block) :]), np.shape(block)
+        )
     else:
         new = _put(block, rest, value, accumulate=False)
     return _write_block(input, [i for i in items if _consumed(i)], new)
@@ -182,9 +208,15 @@ def _put(x: Any, rest: list[Any], value: Any, accumulate: bool) -> Any:
 
 
 @implements("index_put", "_unsafe_index_put", "_index_put_impl")
-def index_put(input: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, unsafe: bool = False) -> Any:
+def index_put(
+    input: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, unsafe: bool = False
+) -> Any:
     """Write or add values at array indices."""
-    rest = [entry for i in indices for entry in ([i] + [Ellipsis] * (_consumed(i) - 1) if i is not None else [None])]
+    rest = [
+        entry
+        for i in indices
+        for entry in ([i] + [Ellipsis] * (_consumed(i) - 1) if i is not None else [None])
+    ]
     rest += [None] * (np.ndim(input) - len(rest))
     return _put(input, rest, cast(values, dtype_of(input)), accumulate)
 
@@ -195,7 +227,9 @@ def index_put(input: Any, indices: Sequence[Any], values: Any, accumulate: bool 
 def _places_along(index: Any, d: int) -> tuple:
     index = cast(index, torch.int64)
     shape = np.shape(index)
-    return tuple(index if k == d else lax.broadcasted_iota(index.dtype, shape, k) for k in range(len(shape)))
+    return tuple(
+        index if k == d else lax.broadcasted_iota(index.dtype, shape, k) for k in range(len(shape))
+    )
 
 
 def take_along(x: Any, index: Any, d: int) -> Any:
@@ -207,7 +241,11 @@ def take_along(x: Any, index: Any, d: int) -> Any:
 def gather(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
     """`out[i][j] = input[index[i][j]][j]` for dim 0, and so on."""
     if np.ndim(input) == 0 or np.size(index) == 0:
-        return expand_to(reshape(input, ()), np.shape(index)) if np.size(index) else jnp.zeros(np.shape(index), input.dtype)
+        return (
+            expand_to(reshape(input, ()), np.shape(index))
+            if np.size(index)
+            else jnp.zeros(np.shape(index), input.dtype)
+        )
     d = axis(dim, np.ndim(input))
     require_range(index, "gather", 0, np.shape(input)[d])
     if np.ndim(index) == 0:
@@ -217,12 +255,19 @@ def gather(input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> An
 
 @implements("take_along_dim")
 def take_along_dim(input: Any, indices: Any, dim: int | None = None) -> Any:
-    """`gather` with broadcasting, where torch counts indices round and round; without a dimension, on the flattened tensor."""
+    """`gather` with broadcasting, where torch counts indices round and round; without a dimension,
+    on the flattened tensor.
+    """
     if dim is None:
         return gather(reshape(input, (np.size(input),)), 0, reshape(indices, (np.size(indices),)))
     d = axis(dim, np.ndim(input))
-    outer = np.broadcast_shapes(*[tuple(1 if k == d else n for k, n in enumerate(np.shape(a))) for a in (input, indices)])
-    wide = [expand_to(a, [np.shape(a)[d] if k == d else n for k, n in enumerate(outer)]) for a in (input, indices)]
+    outer = np.broadcast_shapes(
+        *[tuple(1 if k == d else n for k, n in enumerate(np.shape(a))) for a in (input, indices)]
+    )
+    wide = [
+        expand_to(a, [np.shape(a)[d] if k == d else n for k, n in enumerate(outer)])
+        for a in (input, indices)
+    ]
     return take_along(wide[0], remainder(wide[1], np.shape(input)[d]), d)
 
 
@@ -239,20 +284,29 @@ def _crop(src: Any, shape: Sequence[int]) -> Any:
 
 
 def _scatter(x: Any, dim: int, index: Any, src: Any, write: Callable) -> Any:
-    """Write along one dimension at given indices; numbers and longer sources are fitted to the index."""
+    """Write along one dimension at given indices; numbers and longer sources are fitted to the
+    index.
+    """
     if np.ndim(x) == 0:
-        return reshape(_scatter(reshape(x, (1,)), 0, reshape(index, (np.size(index),)), src, write), ())
+        return reshape(
+            _scatter(reshape(x, (1,)), 0, reshape(index, (np.size(index),)), src, write), ()
+        )
     if np.ndim(index) == 0:
         index = reshape(index, (1,))
     d = axis(dim, np.ndim(x))
     require_range(index, "scatter", 0, np.shape(x)[d])
     src = cast(src, dtype_of(x))
-    src = _crop(src, np.shape(index)) if np.ndim(src) == np.ndim(index) else expand_to(src, np.shape(index))
+    src = (
+        _crop(src, np.shape(index))
+        if np.ndim(src) == np.ndim(index)
+        else expand_to(src, np.shape(index))
+    )
     return write(x.at[_places_along(index, d)])(src, mode=_IN_BOUNDS) if np.size(index) else x
 
 
 def _adding(place: Any) -> Callable:
-    return place.max if place.array.dtype == np.bool_ else place.add  # the sum of booleans is their union
+    # The sum of booleans is their union
+    return place.max if place.array.dtype == np.bool_ else place.add
 
 
 _WRITES: dict[str | None, Callable] = {
@@ -262,7 +316,15 @@ _WRITES: dict[str | None, Callable] = {
 
 
 @implements("scatter")
-def scatter(input: Any, dim: int, index: Any, src: Any = None, *, value: Any = None, reduce: str | None = None) -> Any:
+def scatter(
+    input: Any,
+    dim: int,
+    index: Any,
+    src: Any = None,
+    *,
+    value: Any = None,
+    reduce: str | None = None,
+) -> Any:
     """Write entries along a dimension at given indices."""
     return _scatter(input, dim, index, value if src is None else src, _WRITES[reduce])
 
@@ -283,19 +345,27 @@ def index_select(input: Any, dim: int, index: Any) -> Any:
     return index_with(input, [None] * d + [reshape(index, (np.size(index),))])
 
 
-def _write_slices(x: Any, dim: int, index: Any, source: Any, write: Callable, op: str, wrap: bool = False) -> Any:
+def _write_slices(
+    x: Any, dim: int, index: Any, source: Any, write: Callable, op: str, wrap: bool = False
+) -> Any:
     if np.ndim(x) == 0:
-        return reshape(_write_slices(reshape(x, (1,)), 0, index, reshape(source, (1,)), write, op, wrap), ())
+        return reshape(
+            _write_slices(reshape(x, (1,)), 0, index, reshape(source, (1,)), write, op, wrap), ()
+        )
     d = axis(dim, np.ndim(x))
     require_range(index, op, -np.shape(x)[d] if wrap else 0, np.shape(x)[d])
-    return write(x.at[(slice(None),) * d + (reshape(index, (np.size(index),)),)])(source, mode=_IN_BOUNDS)
+    return write(x.at[(slice(None),) * d + (reshape(index, (np.size(index),)),)])(
+        source, mode=_IN_BOUNDS
+    )
 
 
 @implements("index_add")
 def index_add(input: Any, dim: int, index: Any, source: Any, *, alpha: Any = 1) -> Any:
     """Add slices at given indices of one dimension."""
     source = source if alpha == 1 else mul(source, cast(alpha, dtype_of(source)))
-    return _write_slices(input, dim, index, cast(source, dtype_of(input)), _WRITES["add"], "index_add")
+    return _write_slices(
+        input, dim, index, cast(source, dtype_of(input)), _WRITES["add"], "index_add"
+    )
 
 
 @implements("index_copy")

@@ -1,4 +1,6 @@
-"""Joining, repeating and reversing tensors. Purely structural, so they also run on integer index arrays."""
+"""Joining, repeating and reversing tensors. Purely structural, so they also run on integer index
+arrays.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,14 @@ from jax import lax
 from etrace_bridge.frontend.ops.arrays import axis, ints
 from etrace_bridge.frontend.ops.dtypes import cast, result_type
 from etrace_bridge.frontend.ops.registry import implements
-from etrace_bridge.frontend.ops.shape import atleast_1d, atleast_2d, ravel, reshape, slice_dim, transpose
+from etrace_bridge.frontend.ops.shape import (
+    atleast_1d,
+    atleast_2d,
+    ravel,
+    reshape,
+    slice_dim,
+    transpose,
+)
 
 
 @implements("cat", "concat", "concatenate")
@@ -61,11 +70,16 @@ def repeat(input: Any, *repeats: Any) -> Any:
     # (a, b) repeated (m, n) times is a broadcast to (m, a, n, b) that is then merged.
     wide = [s for pair in zip(times, shape, strict=True) for s in pair]
     places = [2 * d + 1 for d in range(ndim)]
-    return reshape(lax.broadcast_in_dim(reshape(input, shape), wide, places), [n * s for n, s in zip(times, shape, strict=True)])
+    return reshape(
+        lax.broadcast_in_dim(reshape(input, shape), wide, places),
+        [n * s for n, s in zip(times, shape, strict=True)],
+    )
 
 
 @implements("repeat_interleave")
-def repeat_interleave(input: Any, repeats: Any, dim: int | None = None, *, output_size: int | None = None) -> Any:
+def repeat_interleave(
+    input: Any, repeats: Any, dim: int | None = None, *, output_size: int | None = None
+) -> Any:
     """Repeat each entry along one dimension."""
     if not isinstance(repeats, int):
         repeats = np.asarray(repeats)
@@ -73,7 +87,9 @@ def repeat_interleave(input: Any, repeats: Any, dim: int | None = None, *, outpu
     x = ravel(input) if dim is None else input
     d = axis(dim or 0, np.ndim(x))
     if isinstance(repeats, int):
-        wide = lax.broadcast_in_dim(x, (*x.shape[: d + 1], repeats, *x.shape[d + 1 :]), [i + (i > d) for i in range(x.ndim)])
+        wide = lax.broadcast_in_dim(
+            x, (*x.shape[: d + 1], repeats, *x.shape[d + 1 :]), [i + (i > d) for i in range(x.ndim)]
+        )
         return reshape(wide, (*x.shape[:d], x.shape[d] * repeats, *x.shape[d + 1 :]))
     parts = [slice_dim(x, d, i, i + 1) for i in np.repeat(np.arange(x.shape[d]), repeats)]
     return lax.concatenate(parts, d)
@@ -88,7 +104,9 @@ def repeated_indices(repeats: Any, *, output_size: int | None = None) -> Any:
 @implements("flip")
 def flip(input: Any, *dims: Any) -> Any:
     """Reverse along dimensions."""
-    return lax.rev(input, [axis(d, np.ndim(input)) for d in ints(dims)]) if np.ndim(input) else input
+    return (
+        lax.rev(input, [axis(d, np.ndim(input)) for d in ints(dims)]) if np.ndim(input) else input
+    )
 
 
 implements("fliplr")(lambda input: flip(input, 1))

@@ -17,9 +17,16 @@ from etrace_bridge.frontend.ops.registry import implements
 from etrace_bridge.frontend.ops.shape import diagonal, reshape, transpose_to
 
 
-def contract(a: Any, b: Any, over: tuple[Sequence[int], Sequence[int]], batch: tuple[Sequence[int], Sequence[int]] = ((), ())) -> Any:
+def contract(
+    a: Any,
+    b: Any,
+    over: tuple[Sequence[int], Sequence[int]],
+    batch: tuple[Sequence[int], Sequence[int]] = ((), ()),
+) -> Any:
     """One `dot_general`; booleans have no product in torch, integers do."""
-    return lax.dot_general(a, b, ((tuple(over[0]), tuple(over[1])), (tuple(batch[0]), tuple(batch[1]))))
+    return lax.dot_general(
+        a, b, ((tuple(over[0]), tuple(over[1])), (tuple(batch[0]), tuple(batch[1])))
+    )
 
 
 # ---- matrix products
@@ -48,7 +55,9 @@ implements("mm")(lambda input, mat2: matmul(input, mat2))
 implements("bmm")(lambda input, mat2: matmul(input, mat2))
 implements("mv")(lambda input, vec: matmul(input, vec))
 implements("dot")(lambda input, tensor: matmul(input, tensor))
-implements("vdot")(lambda input, other: matmul(lax.conj(input) if np.iscomplexobj(input) else input, other))
+implements("vdot")(
+    lambda input, other: matmul(lax.conj(input) if np.iscomplexobj(input) else input, other)
+)
 implements("inner")(lambda input, other: inner(input, other))
 
 
@@ -116,7 +125,11 @@ def addr(input: Any, vec1: Any, vec2: Any, *, beta: Any = 1, alpha: Any = 1) -> 
     """`beta * input + alpha * outer(vec1, vec2)`."""
     product = outer(vec1, vec2)
     dtype = result_type(input, product)
-    if not is_float(cast(product, dtype)) and dtype_of(product).is_floating_point is False and product.dtype == np.bool_:
+    if (
+        not is_float(cast(product, dtype))
+        and dtype_of(product).is_floating_point is False
+        and product.dtype == np.bool_
+    ):
         return add(input, product) if beta else product
     return cast(_plus(input, cast(product, dtype), beta, alpha), dtype)
 
@@ -124,7 +137,11 @@ def addr(input: Any, vec1: Any, vec2: Any, *, beta: Any = 1, alpha: Any = 1) -> 
 @implements("chain_matmul", "linalg_multi_dot")
 def chain_matmul(*matrices: Any) -> Any:
     """Product of several matrices, from left to right."""
-    matrices = tuple(matrices[0]) if len(matrices) == 1 and isinstance(matrices[0], (tuple, list)) else matrices
+    matrices = (
+        tuple(matrices[0])
+        if len(matrices) == 1 and isinstance(matrices[0], (tuple, list))
+        else matrices
+    )
     result = matrices[0]
     for matrix in matrices[1:]:
         result = matmul(result, matrix)
@@ -186,14 +203,23 @@ def einsum(*args: Any) -> Any:
     equation, operands = _read_einsum(args)
     left, _, right = equation.replace(" ", "").partition("->")
     terms = left.split(",")
-    rank = max((np.ndim(x) - len(t.replace("...", "")) for t, x in zip(terms, operands, strict=True) if "..." in t), default=0)
+    rank = max(
+        (
+            np.ndim(x) - len(t.replace("...", ""))
+            for t, x in zip(terms, operands, strict=True)
+            if "..." in t
+        ),
+        default=0,
+    )
     spare = list(map(chr, range(0x3B1, 0x3B1 + rank)))  # letters that no equation uses, for `...`
     terms = [_fill(t, spare, np.ndim(x)) for t, x in zip(terms, operands, strict=True)]
     if "->" in equation:
         target = right.replace("...", "".join(spare))
     else:
         letters = "".join(terms)
-        target = "".join(spare) + "".join(sorted(c for c in set(letters) - set(spare) if letters.count(c) == 1))
+        target = "".join(spare) + "".join(
+            sorted(c for c in set(letters) - set(spare) if letters.count(c) == 1)
+        )
     values = [_take_diagonals(t, x) for t, x in zip(terms, operands, strict=True)]
     term, value = values[0]
     for k, (next_term, next_value) in enumerate(values[1:], 2):
@@ -206,21 +232,32 @@ def einsum(*args: Any) -> Any:
 
 
 def _letters(sublist: Sequence[Any]) -> str:
-    return "".join("..." if i is Ellipsis else chr(ord("A") + i if i < 26 else ord("a") + i - 26) for i in sublist)
+    return "".join(
+        "..." if i is Ellipsis else chr(ord("A") + i if i < 26 else ord("a") + i - 26)
+        for i in sublist
+    )
 
 
 def _read_einsum(args: tuple) -> tuple[str, list[Any]]:
-    """Read `(equation, *operands)` or the format with index lists, `(x, [0, 1], y, [1, 2], [0, 2])`."""
+    """Read `(equation, *operands)` or the format with index lists, `(x, [0, 1], y, [1, 2], [0,
+    2])`.
+    """
     if isinstance(args[0], str):
         operands = args[1] if len(args) == 2 and isinstance(args[1], (list, tuple)) else args[1:]
         return args[0], list(operands)
     pairs = len(args) // 2
     equation = ",".join(_letters(args[2 * k + 1]) for k in range(pairs))
-    return equation + (f"->{_letters(args[-1])}" if len(args) % 2 else ""), [args[2 * k] for k in range(pairs)]
+    return equation + (f"->{_letters(args[-1])}" if len(args) % 2 else ""), [
+        args[2 * k] for k in range(pairs)
+    ]
 
 
 def _fill(term: str, spare: list[str], ndim: int) -> str:
-    return term.replace("...", "".join(spare[len(spare) - (ndim - len(term.replace("...", ""))) :])) if "..." in term else term
+    return (
+        term.replace("...", "".join(spare[len(spare) - (ndim - len(term.replace("...", ""))) :]))
+        if "..." in term
+        else term
+    )
 
 
 def _take_diagonals(term: str, x: Any) -> tuple[str, Any]:
@@ -233,8 +270,13 @@ def _take_diagonals(term: str, x: Any) -> tuple[str, Any]:
 
 
 def _contract_pair(term_a: str, a: Any, term_b: str, b: Any, needed: set[str]) -> tuple[str, Any]:
-    """Contract two operands over the letters that nothing later needs; size-1 dimensions are broadcast."""
-    a, b = (_match_sizes(term, x, other, y) for term, x, other, y in ((term_a, a, term_b, b), (term_b, b, term_a, a)))
+    """Contract two operands over the letters that nothing later needs; size-1 dimensions are
+    broadcast.
+    """
+    a, b = (
+        _match_sizes(term, x, other, y)
+        for term, x, other, y in ((term_a, a, term_b, b), (term_b, b, term_a, a))
+    )
     lone_a = [d for d, c in enumerate(term_a) if c not in term_b and c not in needed]
     lone_b = [d for d, c in enumerate(term_b) if c not in term_a and c not in needed]
     a, term_a = (
@@ -247,19 +289,27 @@ def _contract_pair(term_a: str, a: Any, term_b: str, b: Any, needed: set[str]) -
     )
     shared = [c for c in term_a if c in term_b]
     batch, over = [c for c in shared if c in needed], [c for c in shared if c not in needed]
-    places = lambda letters: ([term_a.index(c) for c in letters], [term_b.index(c) for c in letters])  # noqa: E731
+    places = lambda letters: (
+        [term_a.index(c) for c in letters],
+        [term_b.index(c) for c in letters],
+    )
     rest = [c for c in term_a if c not in shared] + [c for c in term_b if c not in shared]
     return "".join(batch + rest), contract(a, b, places(over), places(batch))
 
 
 def _match_sizes(term: str, x: Any, other: str, y: Any) -> Any:
-    shape = [np.shape(y)[other.index(c)] if c in other and n == 1 else n for c, n in zip(term, np.shape(x), strict=True)]
+    shape = [
+        np.shape(y)[other.index(c)] if c in other and n == 1 else n
+        for c, n in zip(term, np.shape(x), strict=True)
+    ]
     return expand_to(x, shape)
 
 
 @implements("cdist")
 def cdist(x1: Any, x2: Any, p: float = 2.0, compute_mode: Any = None) -> Any:
-    """p-norm distances between the rows of two batches of matrices, with derivative 0 between equal rows."""
+    """p-norm distances between the rows of two batches of matrices, with derivative 0 between equal
+    rows.
+    """
     a, b = lax.expand_dims(x1, (np.ndim(x1) - 1,)), lax.expand_dims(x2, (np.ndim(x2) - 2,))
     difference = sub(a, b)
     return vector_norm(difference, p, (difference.ndim - 1,))

@@ -22,7 +22,9 @@ from etrace_bridge.frontend.ops.registry import implements
 
 @implements("cosine_similarity")
 def cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
-    """Cosine of the angle along a dimension; a norm counts as at least `eps`, but keeps its own gradient."""
+    """Cosine of the angle along a dimension; a norm counts as at least `eps`, but keeps its own
+    gradient.
+    """
     a, b = together(x1, x2)
     over = axes((dim,), np.ndim(a))
 
@@ -35,7 +37,9 @@ def cosine_similarity(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> Any:
 
 
 @implements("pairwise_distance")
-def pairwise_distance(x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False) -> Any:
+def pairwise_distance(
+    x1: Any, x2: Any, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
+) -> Any:
     """Norm of the difference along the last dimension."""
     d = add(sub(x1, x2), eps)
     return vector_norm(d, float(p), (np.ndim(d) - 1,), keepdim)
@@ -48,7 +52,12 @@ def _hinge(x: Any) -> Any:
 
 @implements("F.hinge_embedding_loss")
 def hinge_embedding_loss(
-    input: Any, target: Any, margin: float = 1.0, size_average: Any = None, reduce: Any = None, reduction: Any = "mean"
+    input: Any,
+    target: Any,
+    margin: float = 1.0,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: Any = "mean",
 ) -> Any:
     """Distance itself for target 1, what lacks to the margin for target -1."""
     x, t = together(input, target)
@@ -68,18 +77,24 @@ def margin_ranking_loss(
     reduce: Any = None,
     reduction: Any = "mean",
 ) -> Any:
-    """How far the first fails to exceed the second (target 1) or the second the first (-1) by the margin."""
+    """How far the first fails to exceed the second (target 1) or the second the first (-1) by the
+    margin.
+    """
     loss = _hinge(add(mul(lax.neg(target), sub(input1, input2)), margin))
     return reduced(loss, reduction, size_average, reduce)
 
 
 @implements("F.soft_margin_loss")
-def soft_margin_loss(input: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: Any = "mean") -> Any:
+def soft_margin_loss(
+    input: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: Any = "mean"
+) -> Any:
     """`log(1 + exp(-target * input))`."""
     return reduced(lax.log1p(lax.exp(mul(lax.neg(target), input))), reduction, size_average, reduce)
 
 
-implements("soft_margin_loss")(lambda input, target, reduction=1: soft_margin_loss(input, target, reduction=reduction))
+implements("soft_margin_loss")(
+    lambda input, target, reduction=1: soft_margin_loss(input, target, reduction=reduction)
+)
 
 
 @implements("F.cosine_embedding_loss")
@@ -134,17 +149,31 @@ def multi_margin_loss(
     open_gap = lax.bitwise_and(others, lax.gt(gap, scalar(0, gap)))
     loss = gap if p == 1 else lax.square(gap)
     if weight is not None:
-        loss = lax.mul(loss, expand_to(lax.expand_dims(weight.at[lax.squeeze(t, (1,))].get(mode="clip"), (1,)), np.shape(x)))
+        loss = lax.mul(
+            loss,
+            expand_to(
+                lax.expand_dims(weight.at[lax.squeeze(t, (1,))].get(mode="clip"), (1,)), np.shape(x)
+            ),
+        )
     loss = mean(select(open_gap, loss, zeros_like(loss)), 1)
-    return reduced(loss if np.ndim(input) == 2 else lax.squeeze(loss, (0,)), reduction, size_average, reduce)
+    return reduced(
+        loss if np.ndim(input) == 2 else lax.squeeze(loss, (0,)), reduction, size_average, reduce
+    )
 
 
 @implements("F.multilabel_soft_margin_loss")
 def multilabel_soft_margin_loss(
-    input: Any, target: Any, weight: Any = None, size_average: Any = None, reduce: Any = None, reduction: Any = "mean"
+    input: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    reduce: Any = None,
+    reduction: Any = "mean",
 ) -> Any:
     """Mean over classes of the binary cross-entropy of sigmoids."""
-    loss = lax.neg(add(mul(target, logsigmoid(input)), mul(sub(1, target), logsigmoid(lax.neg(input)))))
+    loss = lax.neg(
+        add(mul(target, logsigmoid(input)), mul(sub(1, target), logsigmoid(lax.neg(input))))
+    )
     loss = mean(loss if weight is None else mul(loss, weight), -1)
     return reduced(loss, reduction, size_average, reduce)
 
@@ -157,7 +186,9 @@ def poisson_nll_loss(
     input: Any, target: Any, log_input: bool = True, full: bool = False, size_average: Any = None, eps: float = 1e-8,
     reduce: Any = None, reduction: Any = "mean",
 ) -> Any:  # fmt: skip
-    """Minus the log-likelihood of counts, without the constant term or with Stirling's formula for it."""
+    """Minus the log-likelihood of counts, without the constant term or with Stirling's formula for
+    it.
+    """
     input = cast(input, float_type(input))
     if log_input:
         loss = sub(lax.exp(input), mul(target, input))
@@ -173,7 +204,14 @@ def poisson_nll_loss(
 
 
 @implements("F.gaussian_nll_loss")
-def gaussian_nll_loss(input: Any, target: Any, var: Any, full: bool = False, eps: float = 1e-6, reduction: Any = "mean") -> Any:
+def gaussian_nll_loss(
+    input: Any,
+    target: Any,
+    var: Any,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: Any = "mean",
+) -> Any:
     """Minus the log-likelihood of Gaussians with given variances."""
     variance = cast(var, dtype_of(input)) if isinstance(var, (int, float)) else var
     if np.ndim(variance) and np.ndim(variance) == np.ndim(input) - 1:
@@ -182,5 +220,7 @@ def gaussian_nll_loss(input: Any, target: Any, var: Any, full: bool = False, eps
     # torch keeps the variance above eps without changing its gradient.
     lifted = lax.stop_gradient(lax.sub(lax.max(variance, scalar(eps, variance)), variance))
     variance = lax.add(variance, lifted)
-    loss = scaled(add(lax.log(variance), lax.div(*together(lax.square(sub(input, target)), variance))), 0.5)
+    loss = scaled(
+        add(lax.log(variance), lax.div(*together(lax.square(sub(input, target)), variance))), 0.5
+    )
     return reduced(shifted(loss, 0.5 * math.log(2 * math.pi)) if full else loss, reduction)

@@ -45,14 +45,20 @@ def _refuse(what: str, instead: str) -> Callable:
     return rule
 
 
-implements("masked_select")(_refuse("torch.masked_select", "`torch.where(mask, x, other)` or a product with the mask"))
+implements("masked_select")(
+    _refuse("torch.masked_select", "`torch.where(mask, x, other)` or a product with the mask")
+)
 implements("nonzero", "argwhere")(_refuse("torch.nonzero", "a mask with `torch.where(mask, a, b)`"))
-implements("unique", "unique_consecutive", "_unique2")(_refuse("torch.unique", "a fixed set of values"))
+implements("unique", "unique_consecutive", "_unique2")(
+    _refuse("torch.unique", "a fixed set of values")
+)
 implements("bincount")(_refuse("torch.bincount", "`torch.nn.functional.one_hot(x, n).sum(0)`"))
 
 
 @implements("isin")
-def isin(elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False) -> Any:
+def isin(
+    elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False
+) -> Any:
     """Tell which entries are among others."""
     a, b = (cast(x, result_type(elements, test_elements)) for x in (elements, test_elements))
     a, b = lax.expand_dims(a, (np.ndim(a),)), reshape(b, (1,) * np.ndim(a) + (np.size(b),))
@@ -101,12 +107,17 @@ def diag_embed(input: Any, offset: int = 0, dim1: int = -2, dim2: int = -1) -> A
     n = np.shape(input)[-1] + abs(offset)
     before = max(0, -offset), max(0, offset)
     no_padding = [(0, 0, 0)] * (np.ndim(input) - 1)
-    rows = lax.pad(input, scalar(0, input), [*no_padding, (before[0], n - np.shape(input)[-1] - before[0], 0)])
+    rows = lax.pad(
+        input, scalar(0, input), [*no_padding, (before[0], n - np.shape(input)[-1] - before[0], 0)]
+    )
     wide = lax.broadcast_in_dim(rows, (*np.shape(rows), n), tuple(range(np.ndim(rows))))
     plane = select(_band(np.shape(wide), lax.eq, offset), wide, zeros_like(wide))
     a, b = axis(dim1, plane.ndim), axis(dim2, plane.ndim)
     rest = iter(range(plane.ndim - 2))
-    order = [plane.ndim - 2 if d == a else plane.ndim - 1 if d == b else next(rest) for d in range(plane.ndim)]
+    order = [
+        plane.ndim - 2 if d == a else plane.ndim - 1 if d == b else next(rest)
+        for d in range(plane.ndim)
+    ]
     return transpose_to(plane, order)
 
 
@@ -117,14 +128,18 @@ def diag(input: Any, diagonal: int = 0) -> Any:
 
 
 _diagonal = diagonal
-implements("diagflat")(lambda input, offset=0: diag_embed(reshape(input, (np.size(input),)), offset))
+implements("diagflat")(
+    lambda input, offset=0: diag_embed(reshape(input, (np.size(input),)), offset)
+)
 
 
 @implements("trace")
 def trace(input: Any) -> Any:
     """Sum of the diagonal."""
     entries = _diagonal(input)
-    return lax.reduce_sum(entries if dtype_of(input).is_floating_point else cast(entries, torch.int64), (0,))
+    return lax.reduce_sum(
+        entries if dtype_of(input).is_floating_point else cast(entries, torch.int64), (0,)
+    )
 
 
 # ---- partial writes to a copy
@@ -137,9 +152,18 @@ def select_scatter(input: Any, src: Any, dim: int, index: int) -> Any:
 
 
 @implements("slice_scatter")
-def slice_scatter(input: Any, src: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+def slice_scatter(
+    input: Any,
+    src: Any,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> Any:
     """Copy with a range of slices replaced."""
-    return setitem(input, (slice(None),) * axis(dim, np.ndim(input)) + (slice(start, end, step),), src)
+    return setitem(
+        input, (slice(None),) * axis(dim, np.ndim(input)) + (slice(start, end, step),), src
+    )
 
 
 @implements("diagonal_scatter")
@@ -153,7 +177,10 @@ def diagonal_scatter(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2:
     n = np.shape(src)[-1]
     first = max(0, -offset), max(0, offset)
     plane = lax.broadcast_in_dim(src, (*np.shape(src), n), tuple(range(np.ndim(src))))
-    space = [(0, 0, 0)] * (np.ndim(x) - 2) + [(first[0], rows - n - first[0], 0), (first[1], columns - n - first[1], 0)]
+    space = [(0, 0, 0)] * (np.ndim(x) - 2) + [
+        (first[0], rows - n - first[0], 0),
+        (first[1], columns - n - first[1], 0),
+    ]
     on_diagonal = _band(np.shape(x), lax.eq, offset)
     return transpose_to(select(on_diagonal, lax.pad(plane, scalar(0, plane), space), x), back)
 
@@ -162,18 +189,28 @@ def diagonal_scatter(input: Any, src: Any, offset: int = 0, dim1: int = 0, dim2:
 
 
 @implements("embedding")
-def embedding(weight: Any, indices: Any, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False) -> Any:
-    """Look up rows. Row `padding_idx` is made constant in the weight, so that the lookup stays one gather."""
+def embedding(
+    weight: Any,
+    indices: Any,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """Look up rows. Row `padding_idx` is made constant in the weight, so that the lookup stays one
+    gather.
+    """
     if scale_grad_by_freq:
         raise NotSupportedError(
-            "`embedding(scale_grad_by_freq=True)` divides gradients by word counts of a mini-batch, which a per-step "
-            "rule does not have. Set `scale_grad_by_freq=False`."
+            "`embedding(scale_grad_by_freq=True)` divides gradients by word counts of a "
+            "mini-batch, which a per-step rule does not have. Set `scale_grad_by_freq=False`."
         )
     require_range(indices, "embedding", 0, np.shape(weight)[0])
     if padding_idx >= 0:
         row = lax.eq(lax.broadcasted_iota(np.int32, np.shape(weight), 0), np.int32(padding_idx))
         weight = select(row, lax.stop_gradient(weight), weight)
-    return weight.at[indices].get(mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS, wrap_negative_indices=False)
+    return weight.at[indices].get(
+        mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS, wrap_negative_indices=False
+    )
 
 
 @implements("F.embedding")
@@ -189,8 +226,8 @@ def functional_embedding(
     """`embedding` with the arguments of `torch.nn.functional`."""
     if max_norm is not None:
         raise NotSupportedError(
-            "`embedding(max_norm=...)` rescales the weight in place during the forward pass, outside of autograd. "
-            "Normalise the weight after the optimizer step instead."
+            "`embedding(max_norm=...)` rescales the weight in place during the forward pass, "
+            "outside of autograd. Normalise the weight after the optimizer step instead."
         )
     padding = -1 if padding_idx is None else padding_idx % np.shape(weight)[0]
     return embedding(weight, input, padding, scale_grad_by_freq)

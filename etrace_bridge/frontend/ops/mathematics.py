@@ -1,4 +1,6 @@
-"""Mathematical functions of one and two tensors: powers, exponentials, trigonometry, rounding, extrema."""
+"""Mathematical functions of one and two tensors: powers, exponentials, trigonometry, rounding,
+extrema.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ import numpy as np
 import torch
 from jax import lax
 
-from etrace_bridge.frontend.ops.arrays import is_float, same_shape, scalar, select, together, zeros_like
+from etrace_bridge.frontend.ops.arrays import (
+    is_float,
+    same_shape,
+    scalar,
+    select,
+    together,
+    zeros_like,
+)
 from etrace_bridge.frontend.ops.dtypes import cast, float_type, result_type, to_jax_dtype
 from etrace_bridge.frontend.ops.registry import implements
 
@@ -69,7 +78,9 @@ def absolute(input: Any) -> Any:
 
 implements("neg", "negative")(lambda input: lax.neg(input))
 implements("sign")(lambda input: input if input.dtype == np.bool_ else lax.sign(input))
-implements("square")(lambda input: lax.square(cast(input, torch.int64) if input.dtype == np.bool_ else input))
+implements("square")(
+    lambda input: lax.square(cast(input, torch.int64) if input.dtype == np.bool_ else input)
+)
 
 
 def _on_floats(function: Callable) -> Callable:
@@ -79,7 +90,11 @@ def _on_floats(function: Callable) -> Callable:
 @implements("trunc", "fix")
 def trunc(input: Any) -> Any:
     """Round towards zero; integers are left alone."""
-    return select(lax.lt(input, scalar(0, input)), lax.ceil(input), lax.floor(input)) if is_float(input) else input
+    return (
+        select(lax.lt(input, scalar(0, input)), lax.ceil(input), lax.floor(input))
+        if is_float(input)
+        else input
+    )
 
 
 implements("floor")(_on_floats(lax.floor))
@@ -127,21 +142,33 @@ def signbit(input: Any) -> Any:
 
 
 @implements("nan_to_num")
-def nan_to_num(input: Any, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> Any:
+def nan_to_num(
+    input: Any, nan: float | None = None, posinf: float | None = None, neginf: float | None = None
+) -> Any:
     """Replace nan and infinities by numbers."""
     if not is_float(input):
         return input
-    limits = np.finfo(input.dtype) if input.dtype != to_jax_dtype(torch.bfloat16) else torch.finfo(torch.bfloat16)
+    limits = (
+        np.finfo(input.dtype)
+        if input.dtype != to_jax_dtype(torch.bfloat16)
+        else torch.finfo(torch.bfloat16)
+    )
     x = select(lax.ne(input, input), scalar(0.0 if nan is None else nan, input), input)
-    x = select(_is_infinite(input, 1), scalar(float(limits.max) if posinf is None else posinf, input), x)
-    return select(_is_infinite(input, -1), scalar(float(limits.min) if neginf is None else neginf, input), x)
+    x = select(
+        _is_infinite(input, 1), scalar(float(limits.max) if posinf is None else posinf, input), x
+    )
+    return select(
+        _is_infinite(input, -1), scalar(float(limits.min) if neginf is None else neginf, input), x
+    )
 
 
 # ---- two tensors
 
 
 def _binary(function: Callable, dtype: Callable = result_type) -> Callable:
-    return lambda input, other: function(*same_shape(*together(input, other, dtype=dtype(input, other))))
+    return lambda input, other: function(
+        *same_shape(*together(input, other, dtype=dtype(input, other)))
+    )
 
 
 def _logaddexp(a: Any, b: Any) -> Any:
@@ -205,7 +232,9 @@ def logit(input: Any, eps: float | None = None) -> Any:
 
 @implements("clamp", "clip")
 def clamp(input: Any, min: Any = None, max: Any = None) -> Any:
-    """Limit to [min, max]; the gradient passes at the limits themselves, which `lax.clamp` would not do."""
+    """Limit to [min, max]; the gradient passes at the limits themselves, which `lax.clamp` would
+    not do.
+    """
     dtype = result_type(*[x for x in (input, min, max) if x is not None])
     x = cast(input, dtype)
     if min is not None:

@@ -17,10 +17,12 @@ from etrace_bridge.frontend.ops.shape import reshape
 
 
 def _standardise(x: Any, over: Sequence[int], eps: float) -> tuple[Any, Any, Any, Any]:
-    """Subtract the mean and divide by the deviation; also give mean, variance and inverse deviation, same rank."""
+    """Subtract the mean and divide by the deviation; also give mean, variance and inverse
+    deviation, same rank.
+    """
     over = tuple(over)
     count = math.prod(np.shape(x)[d] for d in over)
-    average = lambda v: lax.expand_dims(lax.div(lax.reduce_sum(v, over), scalar(count, v)), over)  # noqa: E731
+    average = lambda v: lax.expand_dims(lax.div(lax.reduce_sum(v, over), scalar(count, v)), over)
     mean = average(x)
     centred = lax.sub(x, expand_to(mean, np.shape(x)))
     variance = average(lax.square(centred))
@@ -39,7 +41,9 @@ def _affine(x: Any, weight: Any, bias: Any) -> Any:
 
 
 @implements("aten::native_layer_norm", "native_layer_norm")
-def native_layer_norm(input: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float) -> tuple[Any, Any, Any]:
+def native_layer_norm(
+    input: Any, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float
+) -> tuple[Any, Any, Any]:
     """Layer norm with the mean and the inverse deviation."""
     over = range(np.ndim(input) - len(normalized_shape), np.ndim(input))
     x, mean, _, inverse = _standardise(input, over, eps)
@@ -60,17 +64,28 @@ def layer_norm(
 
 
 @implements("rms_norm")
-def rms_norm(input: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
+def rms_norm(
+    input: Any, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None
+) -> Any:
     """Divide by the root of the mean square over the last dimensions."""
     over = tuple(range(np.ndim(input) - len(normalized_shape), np.ndim(input)))
     eps = float(np.finfo(input.dtype).eps) if eps is None else eps
-    mean = lax.div(lax.reduce_sum(lax.square(input), over), scalar(math.prod(normalized_shape), input))
+    mean = lax.div(
+        lax.reduce_sum(lax.square(input), over), scalar(math.prod(normalized_shape), input)
+    )
     inverse = lax.expand_dims(lax.rsqrt(shifted(mean, eps)), over)
     return _affine(lax.mul(input, expand_to(inverse, np.shape(input))), weight, None)
 
 
 @implements("group_norm")
-def group_norm(input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5, cudnn_enabled: bool = True) -> Any:
+def group_norm(
+    input: Any,
+    num_groups: int,
+    weight: Any = None,
+    bias: Any = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Any:
     """Standardise over groups of channels, then scale and shift each channel."""
     return _group_norm(input, num_groups, weight, bias, eps)[0]
 
@@ -80,11 +95,17 @@ def _group_norm(x: Any, groups: int, weight: Any, bias: Any, eps: float) -> tupl
     grouped = reshape(x, (shape[0], groups, math.prod(shape[1:]) // groups))
     y, mean, _, inverse = _standardise(grouped, (2,), eps)
     weight, bias = (None if v is None else _channelwise(v, len(shape)) for v in (weight, bias))
-    return _affine(reshape(y, shape), weight, bias), lax.squeeze(mean, (2,)), lax.squeeze(inverse, (2,))
+    return (
+        _affine(reshape(y, shape), weight, bias),
+        lax.squeeze(mean, (2,)),
+        lax.squeeze(inverse, (2,)),
+    )
 
 
 @implements("native_group_norm")
-def native_group_norm(input: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float) -> tuple:
+def native_group_norm(
+    input: Any, weight: Any, bias: Any, N: int, C: int, HxW: int, group: int, eps: float
+) -> tuple:
     """Group norm with the mean and the inverse deviation."""
     return _group_norm(input, group, weight, bias, eps)
 
@@ -100,7 +121,9 @@ def _moved(running: Any, new: Any, momentum: float) -> Any:
 def normalise_batch(
     x: Any, mean: Any, var: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float
 ) -> tuple[Any, Any, Any, Any, Any]:
-    """Batch norm: the result, the statistics used (mean, inverse deviation), and the new running statistics or None."""
+    """Batch norm: the result, the statistics used (mean, inverse deviation), and the new running
+    statistics or None.
+    """
     ndim = np.ndim(x)
     weight, bias = (None if v is None else _channelwise(v, ndim) for v in (weight, bias))
     if not training:
@@ -133,8 +156,12 @@ def functional_batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> tuple[Any, Any, Any]:
-    """Standardise each channel over batch and space; in training, also give the new running statistics."""
-    y, _, _, mean, var = normalise_batch(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    """Standardise each channel over batch and space; in training, also give the new running
+    statistics.
+    """
+    y, _, _, mean, var = normalise_batch(
+        input, running_mean, running_var, weight, bias, training, momentum, eps
+    )
     return y, mean, var
 
 
@@ -144,15 +171,26 @@ def batch_norm(
     eps: float, cudnn_enabled: bool = True,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """`batch_norm` with the arguments of `torch.batch_norm`."""
-    return functional_batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    return functional_batch_norm(
+        input, running_mean, running_var, weight, bias, training, momentum, eps
+    )
 
 
 @implements("native_batch_norm", "aten::_native_batch_norm_legit", writes=_RUNNING)
 def native_batch_norm(
-    input: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float, eps: float
+    input: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
 ) -> tuple[tuple, Any, Any]:
     """Batch norm with the statistics used."""
-    *result, mean, var = normalise_batch(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    *result, mean, var = normalise_batch(
+        input, running_mean, running_var, weight, bias, training, momentum, eps
+    )
     if not training:  # torch saves no statistics then
         result[1:] = [lax.full((0,), scalar(0, input))] * 2
     return tuple(result), mean, var
@@ -179,7 +217,9 @@ def functional_instance_norm(
 ) -> tuple[Any, Any, Any]:
     """Standardise each channel of each sample over space, or by the running statistics."""
     if not use_input_stats:
-        return functional_batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+        return functional_batch_norm(
+            input, running_mean, running_var, weight, bias, False, momentum, eps
+        )
     over = tuple(range(2, np.ndim(input)))
     y, sample_mean, variance, _ = _standardise(input, over, eps)
     weight, bias = (None if v is None else _channelwise(v, np.ndim(input)) for v in (weight, bias))
@@ -200,7 +240,9 @@ def instance_norm(
     momentum: float, eps: float, cudnn_enabled: bool = True,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """`instance_norm` with the arguments of `torch.instance_norm`."""
-    return functional_instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    return functional_instance_norm(
+        input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
+    )
 
 
 # ---- unit vectors
@@ -214,7 +256,9 @@ def weight_norm(v: Any, g: Any, dim: int = 0) -> Any:
 
 
 @implements("normalize")
-def normalize(input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: None = None) -> Any:
+def normalize(
+    input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: None = None
+) -> Any:
     """Divide by the norm along a dimension, which counts as at least `eps`."""
     size = clamp(linalg_vector_norm(input, p, dim, True), eps)
     return lax.div(input, expand_to(size, np.shape(input)))

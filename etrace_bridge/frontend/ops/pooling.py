@@ -24,15 +24,22 @@ def _outputs(n: int, k: int, s: int, p: int, d: int, ceil: bool) -> tuple[int, i
     """Count the windows of one dimension, and the padding needed after it for the last one."""
     reach = d * (k - 1) + 1
     count = (n + 2 * p - reach + (s - 1 if ceil else 0)) // s + 1
-    if ceil and (count - 1) * s >= n + p:  # a window must start inside the input or the padding before it
+    # a window must start inside the input or the padding before it
+    if ceil and (count - 1) * s >= n + p:
         count -= 1
     return count, (count - 1) * s + reach - n - p
 
 
-def _windows(shape: Sequence[int], kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool) -> tuple[list[int], list]:
-    """Give the number of windows in each spatial dimension and the (before, after) padding; after may be negative."""
+def _windows(
+    shape: Sequence[int], kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool
+) -> tuple[list[int], list]:
+    """Give the number of windows in each spatial dimension and the (before, after) padding; after
+    may be negative.
+    """
     sized = [_outputs(*v, ceil) for v in zip(shape, kernel, stride, padding, dilation, strict=True)]
-    return [count for count, _ in sized], [(p, after) for p, (_, after) in zip(padding, sized, strict=True)]
+    return [count for count, _ in sized], [
+        (p, after) for p, (_, after) in zip(padding, sized, strict=True)
+    ]
 
 
 def _reduce_windows(x: Any, start: Any, op: Any, kernel: Any, stride: Any, space: Any) -> Any:
@@ -66,7 +73,10 @@ def _enter_average(n: int) -> None:
         total = _reduce_windows(input, scalar(0, input), lax.add, kernel, step, space)
         if divisor_override is not None:
             return lax.div(total, scalar(divisor_override, input))
-        per_axis = [_covered(*v, count_include_pad) for v in zip(size, kernel, step, pad, counts, strict=True)]
+        per_axis = [
+            _covered(*v, count_include_pad)
+            for v in zip(size, kernel, step, pad, counts, strict=True)
+        ]
         divisor = math.prod(np.ix_(*per_axis)).astype(input.dtype)
         if (divisor == divisor.flat[0]).all():
             return lax.div(total, divisor.flat[0])
@@ -86,28 +96,44 @@ def _covered(n: int, k: int, s: int, p: int, count: int, with_padding: bool) -> 
 
 
 def _lowest(dtype: Any) -> np.ndarray:
-    return np.asarray(-np.inf if jnp.issubdtype(dtype, jnp.floating) else np.iinfo(dtype).min).astype(dtype)
+    return np.asarray(
+        -np.inf if jnp.issubdtype(dtype, jnp.floating) else np.iinfo(dtype).min
+    ).astype(dtype)
 
 
-def _max_with_indices(x: Any, kernel: Any, stride: Any, dilation: Any, counts: Any, space: Any) -> tuple[Any, Any]:
-    """Maximum and its flat position in space, from one shifted copy of the input for each place in the kernel."""
+def _max_with_indices(
+    x: Any, kernel: Any, stride: Any, dilation: Any, counts: Any, space: Any
+) -> tuple[Any, Any]:
+    """Maximum and its flat position in space, from one shifted copy of the input for each place in
+    the kernel.
+    """
     outer, size = np.ndim(x) - len(kernel), np.shape(x)[-len(kernel) :]
     lowest = _lowest(x.dtype)
     padded = lax.pad(x, lowest, [(0, 0, 0)] * outer + [(*s, 0) for s in space])
     copies, places = [], []
     for offset in itertools.product(*map(range, kernel)):
         copy, place = padded, np.zeros((), np.int64)
-        for d, (o, s, dil, count, (before, _), n) in enumerate(zip(offset, stride, dilation, counts, space, size, strict=True)):
+        for d, (o, s, dil, count, (before, _), n) in enumerate(
+            zip(offset, stride, dilation, counts, space, size, strict=True)
+        ):
             begin = o * dil
             copy = slice_dim(copy, outer + d, begin, begin + (count - 1) * s + 1, s)
             place = place[..., None] * n + begin + np.arange(count) * s - before
         copies.append(lax.expand_dims(copy, (np.ndim(x),)))
         places.append(place)
     stacked = lax.concatenate(copies, np.ndim(x))
-    best = lax.expand_dims(lax.argmax(lax.stop_gradient(stacked), np.ndim(x), np.int32), (np.ndim(x),))
+    best = lax.expand_dims(
+        lax.argmax(lax.stop_gradient(stacked), np.ndim(x), np.int32), (np.ndim(x),)
+    )
     where = np.stack(places, -1).astype(to_jax_dtype(torch.int64))
-    index = take_along(lax.broadcast_in_dim(where, np.shape(stacked), tuple(range(outer, np.ndim(x) + 1))), best, np.ndim(x))
-    return tuple(lax.squeeze(v, (np.ndim(x),)) for v in (take_along(stacked, best, np.ndim(x)), index))
+    index = take_along(
+        lax.broadcast_in_dim(where, np.shape(stacked), tuple(range(outer, np.ndim(x) + 1))),
+        best,
+        np.ndim(x),
+    )
+    return tuple(
+        lax.squeeze(v, (np.ndim(x),)) for v in (take_along(stacked, best, np.ndim(x)), index)
+    )
 
 
 def _enter_maximum(n: int) -> None:
@@ -154,7 +180,9 @@ def _target(size: Sequence[int], output_size: Any, n: int) -> list[int]:
 
 
 def average_axis(x: Any, d: int, count: int) -> Any:
-    """Average one axis into `count` bins: a reshape and a sum if they are equal, else a product with a fixed matrix."""
+    """Average one axis into `count` bins: a reshape and a sum if they are equal, else a product
+    with a fixed matrix.
+    """
     n = np.shape(x)[d]
     if n % count == 0:
         width = n // count
@@ -191,7 +219,12 @@ def _enter_adaptive(n: int) -> None:
             for start, end in _bins(np.shape(x)[d], count):
                 window = slice_dim(x, d, start, end)
                 best = lax.expand_dims(lax.argmax(lax.stop_gradient(window), d, np.int32), (d,))
-                picked.append((take_along(window, best, d), take_along(slice_dim(index, d, start, end), best, d)))
+                picked.append(
+                    (
+                        take_along(window, best, d),
+                        take_along(slice_dim(index, d, start, end), best, d),
+                    )
+                )
             x, index = (lax.concatenate(parts, d) for parts in zip(*picked, strict=True))
         return x, index
 

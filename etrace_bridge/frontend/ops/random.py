@@ -1,4 +1,6 @@
-"""Random ops. Values come from JAX's generator, so they have torch's distribution, not torch's numbers."""
+"""Random ops. Values come from JAX's generator, so they have torch's distribution, not torch's
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,14 @@ def _drop(x: Any, p: float, shape: Any) -> Any:
 
 
 @implements("dropout")
-def dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, *, train: bool | None = None) -> Any:
+def dropout(
+    input: Any,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    *,
+    train: bool | None = None,
+) -> Any:
     """Set entries to 0 with probability p and scale the others by `1 / (1 - p)`."""
     return _drop(input, p, np.shape(input)) if (training if train is None else train) else input
 
@@ -50,7 +59,11 @@ def _feature_dropout(batched_ndim: int | None) -> Callable:
     def rule(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
         batched = batched_ndim is None or np.ndim(input) == batched_ndim
         kept = 2 if batched else 1
-        return _drop(input, p, (*np.shape(input)[:kept], *(1,) * (np.ndim(input) - kept))) if training else input
+        return (
+            _drop(input, p, (*np.shape(input)[:kept], *(1,) * (np.ndim(input) - kept)))
+            if training
+            else input
+        )
 
     return rule
 
@@ -67,13 +80,19 @@ def _alpha_drop(x: Any, p: float, shape: Any) -> Any:
         return x
     low = -1.6732632423543772 * 1.0507009873554805
     a = (1 - p + p * (1 - p) * low**2) ** -0.5 if p < 1 else 0.0
-    dropped = select(_keep_mask(shape, p), x, scalar(low, x)) if p < 1 else full(np.shape(x), low, dtype_of(x))
+    dropped = (
+        select(_keep_mask(shape, p), x, scalar(low, x))
+        if p < 1
+        else full(np.shape(x), low, dtype_of(x))
+    )
     return lax.add(scaled(dropped, a), scalar(-a * low * p, x))
 
 
 def _enter_alpha(name: str, by_feature: bool) -> None:
     def rule(input: Any, p: float = 0.5, training: bool = False, inplace: bool = False) -> Any:
-        shape = (*np.shape(input)[:2], *(1,) * (np.ndim(input) - 2)) if by_feature else np.shape(input)
+        shape = (
+            (*np.shape(input)[:2], *(1,) * (np.ndim(input) - 2)) if by_feature else np.shape(input)
+        )
         return _alpha_drop(input, p, shape) if training else input
 
     implements(name)(rule)
@@ -86,7 +105,11 @@ _enter_alpha("feature_alpha_dropout", True)
 @implements("native_dropout")
 def native_dropout(input: Any, p: float, train: bool | None) -> tuple[Any, Any]:
     """Dropout with its mask."""
-    keep = _keep_mask(np.shape(input), p) if train is not False and p > 0 else full(np.shape(input), True, torch.bool)
+    keep = (
+        _keep_mask(np.shape(input), p)
+        if train is not False and p > 0
+        else full(np.shape(input), True, torch.bool)
+    )
     if train is False:
         return input, keep
     return select(keep, scaled(input, 1 / (1 - p) if p < 1 else 0.0), zeros_like(input)), keep
@@ -99,7 +122,9 @@ def native_dropout(input: Any, p: float, train: bool | None) -> tuple[Any, Any]:
 def bernoulli(input: Any, p: Any = None, *, generator: Any = None) -> Any:
     """0 or 1, with the probabilities given by the tensor itself or by `p`; no gradient."""
     probability = input if p is None else p
-    probability = probability if isinstance(probability, (int, float)) else lax.stop_gradient(probability)
+    probability = (
+        probability if isinstance(probability, (int, float)) else lax.stop_gradient(probability)
+    )
     return cast(jax.random.bernoulli(next_key(), probability, np.shape(input)), dtype_of(input))
 
 
@@ -117,7 +142,9 @@ def uniform_(input: Any, *bounds: float, generator: Any = None, **named: float) 
     """Fill with uniform samples from [from, to)."""
     low, high = (*bounds, *(0.0, 1.0)[len(bounds) :])
     low, high = named.get("from", low), named.get("to", high)
-    return lax.add(scaled(_uniform(np.shape(input), dtype_of(input)), high - low), scalar(low, input))
+    return lax.add(
+        scaled(_uniform(np.shape(input), dtype_of(input)), high - low), scalar(low, input)
+    )
 
 
 @implements("exponential_")
@@ -130,29 +157,49 @@ def exponential_(input: Any, lambd: float = 1.0, *, generator: Any = None) -> An
 def random_(input: Any, *bounds: int, generator: Any = None) -> Any:
     """Fill with integers from [from, to)."""
     limits = {torch.float32: 2**24, torch.float64: 2**53, torch.bool: 2, torch.uint8: 256}
-    low, high = bounds if len(bounds) == 2 else (0, *bounds) if bounds else (0, limits.get(dtype_of(input), 2**31))
+    low, high = (
+        bounds
+        if len(bounds) == 2
+        else (0, *bounds)
+        if bounds
+        else (0, limits.get(dtype_of(input), 2**31))
+    )
     return cast(randint(low, min(high, 2**31 - 1), np.shape(input)), dtype_of(input))
 
 
 @implements("normal")
-def normal(mean: Any = 0.0, std: Any = 1.0, size: Any = None, *, generator: Any = None, dtype: torch.dtype | None = None) -> Any:
+def normal(
+    mean: Any = 0.0,
+    std: Any = 1.0,
+    size: Any = None,
+    *,
+    generator: Any = None,
+    dtype: torch.dtype | None = None,
+) -> Any:
     """Normal samples around tensors or numbers of means and deviations."""
     arrays = [v for v in (mean, std) if hasattr(v, "dtype")]
     shape = ints((size,)) if size is not None else np.broadcast_shapes(*map(np.shape, arrays))
     dtype = dtype or (dtype_of(arrays[0]) if arrays else torch.get_default_dtype())
     noise = _normal(shape, dtype)
-    mean, std = (expand_to(lax.stop_gradient(v) if hasattr(v, "dtype") else cast(v, dtype), shape) for v in (mean, std))
+    mean, std = (
+        expand_to(lax.stop_gradient(v) if hasattr(v, "dtype") else cast(v, dtype), shape)
+        for v in (mean, std)
+    )
     return lax.add(lax.mul(noise, std), mean)
 
 
 @implements("poisson")
 def poisson(input: Any, generator: Any = None) -> Any:
     """Poisson samples with the rates given by the tensor."""
-    return cast(jax.random.poisson(next_key(), lax.stop_gradient(input), np.shape(input)), dtype_of(input))
+    return cast(
+        jax.random.poisson(next_key(), lax.stop_gradient(input), np.shape(input)), dtype_of(input)
+    )
 
 
 @implements("multinomial")
-def multinomial(input: Any, num_samples: int, replacement: bool = False, *, generator: Any = None) -> Any:
+def multinomial(
+    input: Any, num_samples: int, replacement: bool = False, *, generator: Any = None
+) -> Any:
     """Indices drawn with weights, with or without replacement."""
     scores = lax.log(lax.stop_gradient(input))
     if replacement:
@@ -183,7 +230,13 @@ _enter_random("randn", _normal)
 
 
 @implements("randint")
-def randint(*bounds: Any, dtype: torch.dtype = torch.int64, generator: Any = None, low: int = 0, high: Any = None) -> Any:
+def randint(
+    *bounds: Any,
+    dtype: torch.dtype = torch.int64,
+    generator: Any = None,
+    low: int = 0,
+    high: Any = None,
+) -> Any:
     """Integers from [low, high); called as `(high, size)` or `(low, high, size)`."""
     *numbers, size = bounds
     low, high = numbers if len(numbers) == 2 else (low, *numbers) if numbers else (low, high)

@@ -1,8 +1,10 @@
-"""The ranges that torch demands of indices: noted while a program is traced, checked on the host before it runs.
+"""The ranges that torch demands of indices: noted while a program is traced, checked on the host
+before it runs.
 
-A compiled program cannot raise, and JAX clamps or drops an index out of range. So the rules of index operations call
-`require_range`. A value that is known now is checked at once. For a traced value, `trace_with_ranges` finds out whether it is one of
-the program's inputs, whole or in part, only cast or rearranged; the range is then a fact about that input (`InputRange`).
+A compiled program cannot raise, and JAX clamps or drops an index out of range. So the rules of
+index operations call `require_range`. A value that is known now is checked at once. For a traced
+value, `trace_with_ranges` finds out whether it is one of the program's inputs, whole or in part,
+only cast or rearranged; the range is then a fact about that input (`InputRange`).
 """
 
 from __future__ import annotations
@@ -16,10 +18,29 @@ import jax
 import numpy as np
 
 from etrace_bridge._errors import InputError
-from etrace_bridge._jax_compat import ClosedJaxpr, Jaxpr, Literal, Var, bind_equation, is_concrete, same_trace, sub_jaxpr
+from etrace_bridge._jax_compat import (
+    ClosedJaxpr,
+    Jaxpr,
+    Literal,
+    Var,
+    bind_equation,
+    is_concrete,
+    same_trace,
+    sub_jaxpr,
+)
 
 _FEW = 64  # elements that Python compares sooner than NumPy is called
-_REARRANGING = {"reshape", "squeeze", "expand_dims", "transpose", "broadcast_in_dim", "slice", "split", "rev", "copy"}
+_REARRANGING = {
+    "reshape",
+    "squeeze",
+    "expand_dims",
+    "transpose",
+    "broadcast_in_dim",
+    "slice",
+    "split",
+    "rev",
+    "copy",
+}
 
 
 @dataclass(frozen=True)
@@ -45,7 +66,8 @@ class IndexRange:
         if values.dtype.kind not in "iub":
             values = np.trunc(values)  # as a cast to integers does
         few = values.reshape(-1).tolist() if values.size <= _FEW else [values.min(), values.max()]
-        if all(self.low <= value < self.high for value in few):  # false for NaN, which `min` and `max` may pass over
+        # false for NaN, which `min` and `max` may pass over
+        if all(self.low <= value < self.high for value in few):
             return
         wrong = ~((values >= self.low) & (values < self.high))
         if self.ignore is not None:
@@ -53,8 +75,8 @@ class IndexRange:
         if wrong.any():
             also = "" if self.ignore is None else f", or {self.ignore} to leave it out"
             raise InputError(
-                f"{name} has the value {values[wrong].flat[0]}, which is out of range: `{self.op}` takes indices from {self.low} to "
-                f"{self.high - 1}{also}."
+                f"{name} has the value {values[wrong].flat[0]}, which is out of range: `{self.op}` "
+                f"takes indices from {self.low} to {self.high - 1}{also}."
             )
 
 
@@ -75,7 +97,9 @@ class InputRange:
     range: IndexRange
 
     def check(self, array: Any, name: str) -> None:
-        """Raise if the input, or a sequence of such inputs with time on the first axis, has an index out of range."""
+        """Raise if the input, or a sequence of such inputs with time on the first axis, has an
+        index out of range.
+        """
         values = np.asarray(array)
         if self.elements is not None:
             values = values.reshape(-1, self.size)[:, self.elements]
@@ -93,11 +117,15 @@ def input_name(what: str, position: int, count: int) -> str:
     return f"{what.capitalize()} {position}" if count > 1 else f"The {what}"
 
 
-_NOTES: contextvars.ContextVar[list[tuple[Any, IndexRange]] | None] = contextvars.ContextVar("index_ranges", default=None)
+_NOTES: contextvars.ContextVar[list[tuple[Any, IndexRange]] | None] = contextvars.ContextVar(
+    "index_ranges", default=None
+)
 
 
 def require_range(index: Any, op: str, low: int, high: int, ignore: int | None = None) -> None:
-    """Note, or check if the values are known, that an operation's indices must be in `[low, high)` or equal to `ignore`."""
+    """Note, or check if the values are known, that an operation's indices must be in `[low, high)`
+    or equal to `ignore`.
+    """
     found, notes = IndexRange(op, low, high, ignore), _NOTES.get()
     if is_concrete(index):
         found.check(np.asarray(index), "An index")
@@ -105,7 +133,9 @@ def require_range(index: Any, op: str, low: int, high: int, ignore: int | None =
         notes.append((index, found))
 
 
-def trace_with_ranges(function: Callable[..., Sequence[Any]], *shapes: Any) -> tuple[ClosedJaxpr, list[InputRange]]:
+def trace_with_ranges(
+    function: Callable[..., Sequence[Any]], *shapes: Any
+) -> tuple[ClosedJaxpr, list[InputRange]]:
     """Trace a function of flat arrays, and give what it demands of those that it uses as indices.
 
     Args:
@@ -121,14 +151,18 @@ def trace_with_ranges(function: Callable[..., Sequence[Any]], *shapes: Any) -> t
             results = function(*args)
         finally:
             _NOTES.reset(token)
-        own = [(index, found) for index, found in notes if same_trace(index, args[0])]  # not those of a loop's body
+        # not those of a loop's body
+        own = [(index, found) for index, found in notes if same_trace(index, args[0])]
         kept[:] = [found for _, found in own]
         return (*results, *(index for index, _ in own))
 
     closed = jax.make_jaxpr(noted)(*shapes)
     jaxpr = closed.jaxpr
     count = len(jaxpr.outvars) - len(kept)
-    ranges = [_find_input(jaxpr, index, found) for index, found in zip(jaxpr.outvars[count:], kept, strict=True)]
+    ranges = [
+        _find_input(jaxpr, index, found)
+        for index, found in zip(jaxpr.outvars[count:], kept, strict=True)
+    ]
     jaxpr = sub_jaxpr(jaxpr, jaxpr.eqns, jaxpr.invars, jaxpr.outvars[:count], jaxpr.constvars)
     return ClosedJaxpr(jaxpr, closed.consts), [found for found in ranges if found is not None]
 
@@ -154,4 +188,6 @@ def _find_input(jaxpr: Jaxpr, index: Any, found: IndexRange) -> InputRange | Non
         for eqn, out in reversed(steps):
             elements = bind_equation(eqn, [elements])[eqn.outvars.index(out)]
     elements = np.unique(np.asarray(elements))
-    return InputRange(jaxpr.invars.index(index), None if len(elements) == size else elements, size, found)
+    return InputRange(
+        jaxpr.invars.index(index), None if len(elements) == size else elements, size, found
+    )

@@ -48,7 +48,9 @@ def _sum_type(x: Any, dtype: torch.dtype | None) -> torch.dtype:
 
 
 @implements("sum")
-def sum_(input: Any, dim: Dim = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+def sum_(
+    input: Any, dim: Dim = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
     """Sum over dimensions."""
     over = axes(dim, np.ndim(input))
     reduce = lax.reduce_or if dtype == torch.bool else lax.reduce_sum
@@ -62,18 +64,23 @@ def sum_to_size(input: Any, *size: Any) -> Any:
     extra = np.ndim(input) - len(target)
     x = sum_(input, tuple(range(extra))) if extra else input
     over = tuple(d for d, n in enumerate(target) if n == 1 and np.shape(x)[d] != 1)
-    return sum_(x, over, True) if over or not np.ndim(input) else x  # torch sums a single number too, which makes a bool an int
+    # torch sums a single number too, which makes a bool an int
+    return sum_(x, over, True) if over or not np.ndim(input) else x
 
 
 @implements("nansum")
-def nansum(input: Any, dim: Dim = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+def nansum(
+    input: Any, dim: Dim = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
     """Sum over dimensions, nan counting as 0."""
     known = select(lax.ne(input, input), zeros_like(input), input) if is_float(input) else input
     return sum_(known, dim, keepdim, dtype=dtype)
 
 
 @implements("mean")
-def mean(input: Any, dim: Dim = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+def mean(
+    input: Any, dim: Dim = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
     """Mean over dimensions."""
     x = cast(input, dtype) if dtype is not None else input
     over = axes(dim, np.ndim(x))
@@ -82,7 +89,9 @@ def mean(input: Any, dim: Dim = None, keepdim: bool = False, *, dtype: torch.dty
 
 
 @implements("nanmean")
-def nanmean(input: Any, dim: Dim = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+def nanmean(
+    input: Any, dim: Dim = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
     """Mean over dimensions of the entries that are not nan."""
     count = sum_(lax.eq(input, input), dim, keepdim)
     total = nansum(input, dim, keepdim, dtype=dtype)
@@ -104,11 +113,15 @@ def _moments(x: Any, dim: Any, correction: Any, keepdim: bool) -> tuple[Any, Any
     parts = (lax.real(distance), lax.imag(distance)) if np.iscomplexobj(x) else (distance,)
     spread = functools.reduce(lax.add, [lax.reduce_sum(lax.square(part), over) for part in parts])
     variance = lax.div(spread, scalar(max(count - correction, 0), spread))
-    return _keep(variance, over, keepdim), centre if keepdim or not over else lax.squeeze(centre, over)
+    return _keep(variance, over, keepdim), centre if keepdim or not over else lax.squeeze(
+        centre, over
+    )
 
 
 def _moment_arguments(args: tuple, kwargs: dict) -> tuple[Any, Any, bool]:
-    """Read the overloads `(unbiased)`, `(dim, unbiased, keepdim)` and `(dim, *, correction, keepdim)`."""
+    """Read the overloads `(unbiased)`, `(dim, unbiased, keepdim)` and `(dim, *, correction,
+    keepdim)`.
+    """
     args = list(args)
     dim = kwargs.get("dim", args.pop(0) if args and not isinstance(args[0], bool) else None)
     unbiased = kwargs.get("unbiased", args.pop(0) if args else True)
@@ -137,7 +150,9 @@ def safe_root(x: Any) -> Any:
 
 
 @implements("prod")
-def prod(input: Any, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+def prod(
+    input: Any, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Any:
     """Product over one dimension or all."""
     over = axes(dim, np.ndim(input))
     reduce = lax.reduce_and if dtype == torch.bool else lax.reduce_prod
@@ -220,14 +235,22 @@ def _extremum_along(x: Any, dim: int, keepdim: bool, find: Callable) -> Values:
     d = axis(dim, np.ndim(x))
     index = find(x, d, True)
     value = take_along(x, index, d)
-    return Values(value, index) if keepdim else Values(lax.squeeze(value, (d,)), lax.squeeze(index, (d,)))
+    return (
+        Values(value, index)
+        if keepdim
+        else Values(lax.squeeze(value, (d,)), lax.squeeze(index, (d,)))
+    )
 
 
 def _enter_extremum(name: str, pairwise: Callable, overall: Callable, find: Callable) -> None:
-    """Enter `max` or `min`, each three functions in one: of all entries, along a dimension, of two tensors."""
+    """Enter `max` or `min`, each three functions in one: of all entries, along a dimension, of two
+    tensors.
+    """
 
     def rule(input: Any, dim: Any = None, keepdim: bool = False, *, other: Any = None) -> Any:
-        second = other if other is not None else dim if np.ndim(dim) or hasattr(dim, "dtype") else None
+        second = (
+            other if other is not None else dim if np.ndim(dim) or hasattr(dim, "dtype") else None
+        )
         if second is not None:
             return pairwise(*same_shape(*together(input, second)))
         return overall(input) if dim is None else _extremum_along(input, dim, keepdim, find)
@@ -250,7 +273,9 @@ def vector_norm(x: Any, order: float, over: tuple[int, ...], keepdim: bool = Fal
     elif order == -math.inf:
         value = lax.reduce_min(size, over)
     elif order == 0:
-        value = lax.reduce_sum(lax.convert_element_type(lax.ne(size, scalar(0, size)), size.dtype), over)
+        value = lax.reduce_sum(
+            lax.convert_element_type(lax.ne(size, scalar(0, size)), size.dtype), over
+        )
     elif order == 1:
         value = lax.reduce_sum(size, over)
     elif order == 2:
@@ -267,14 +292,27 @@ def vector_norm(x: Any, order: float, over: tuple[int, ...], keepdim: bool = Fal
 
 
 @implements("linalg_vector_norm")
-def linalg_vector_norm(input: Any, ord: float = 2, dim: Dim = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+def linalg_vector_norm(
+    input: Any,
+    ord: float = 2,
+    dim: Dim = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
     """p-norm of the vectors along dimensions."""
     x = cast(input, float_type(input) if dtype is None else dtype)
     return vector_norm(x, float(ord), axes(dim, np.ndim(x)), keepdim)
 
 
 @implements("norm")
-def norm(input: Any, p: Any = "fro", dim: Dim = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Any:
+def norm(
+    input: Any,
+    p: Any = "fro",
+    dim: Dim = None,
+    keepdim: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Any:
     """p-norm, the Frobenius norm by default."""
     if p == "nuc":
         return linalg_matrix_norm(input, p, (-2, -1) if dim is None else dim, keepdim, dtype=dtype)
@@ -283,7 +321,14 @@ def norm(input: Any, p: Any = "fro", dim: Dim = None, keepdim: bool = False, dty
 
 
 @implements("linalg_norm")
-def linalg_norm(input: Any, ord: Any = None, dim: Dim = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+def linalg_norm(
+    input: Any,
+    ord: Any = None,
+    dim: Dim = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
     """Vector norm, or a matrix norm where two dimensions and an order are given."""
     dims = axes(dim, np.ndim(input))
     if ord is None or len(dims) == 1:
@@ -309,8 +354,12 @@ def linalg_matrix_norm(
         summed, rest = (rows, columns) if abs(ord) == 1 else (columns, rows)
         sums = lax.expand_dims(lax.reduce_sum(absolute(x), (summed,)), (summed,))
         value = (lax.reduce_max if ord > 0 else lax.reduce_min)(sums, (rest,))
-        return _keep(lax.squeeze(lax.expand_dims(value, (rest,)), (rows, columns)), tuple(sorted((rows, columns))), keepdim)
+        return _keep(
+            lax.squeeze(lax.expand_dims(value, (rest,)), (rows, columns)),
+            tuple(sorted((rows, columns))),
+            keepdim,
+        )
     raise NotSupportedError(
-        f"`torch.linalg.matrix_norm(ord={ord!r})` needs singular values, which this bridge does not compute. "
-        "Use the Frobenius norm, or register a rule with `etrace_bridge.register_op`."
+        f"`torch.linalg.matrix_norm(ord={ord!r})` needs singular values, which this bridge does "
+        "not compute. Use the Frobenius norm, or register a rule with `etrace_bridge.register_op`."
     )

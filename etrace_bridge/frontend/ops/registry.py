@@ -1,12 +1,16 @@
 """The op table: one dict from torch op names to JAX rules, and the ways into it.
 
-A rule is a pure function on JAX arrays and Python numbers, with torch's signature and torch's result dtypes. Keys:
+A rule is a pure function on JAX arrays and Python numbers, with torch's signature and torch's
+result dtypes. Keys:
 
-* ``"add"`` serves `torch.add`, `Tensor.add`, `Tensor.__add__`, `Tensor.add_` and ``aten::add.*``, all of one signature;
-* ``"F.embedding"`` serves `torch.nn.functional.embedding`, where its signature differs from `torch.embedding`, and
-  ``"Tensor.where"`` the method, where it differs from the function;
-* ``"aten::native_dropout"`` serves an aten overload whose signature differs from the torch-level function of that name;
-* ``"normal_"`` serves an in-place op that has no out-of-place twin; ``"mylib::myop"`` a custom C++ op.
+* ``"add"`` serves `torch.add`, `Tensor.add`, `Tensor.__add__`, `Tensor.add_` and ``aten::add.*``,
+  all of one signature;
+* ``"F.embedding"`` serves `torch.nn.functional.embedding`, where its signature differs from
+  `torch.embedding`, and ``"Tensor.where"`` the method, where it differs from the function;
+* ``"aten::native_dropout"`` serves an aten overload whose signature differs from the torch-level
+  function of that name;
+* ``"normal_"`` serves an in-place op that has no out-of-place twin; ``"mylib::myop"`` a custom C++
+  op.
 """
 
 from __future__ import annotations
@@ -31,12 +35,15 @@ class OpRule:
     Attributes:
         name: The key of the op in the table.
         rule: The pure JAX function with torch's signature.
-        inplace: The torch function writes its result into its first argument (`add_`, `__iadd__`, `__setitem__`).
+        inplace: The torch function writes its result into its first argument (`add_`, `__iadd__`,
+            `__setitem__`).
         view: The result aliases the first argument in torch, so writes to one show in the other.
-        may_return_input: The torch function returns its first argument itself, not a copy, where nothing changes (`to`,
-            `float`, `contiguous`). The rule then returns the same array object.
-        writes: Names of further arguments that torch writes in place (the running statistics of `batch_norm`). The rule
-            then returns `(result, *new values)`, None for one that stays as it is.
+        may_return_input: The torch function returns its first argument itself, not a copy, where
+            nothing changes (`to`, `float`, `contiguous`). The rule then returns the same array
+            object.
+        writes: Names of further arguments that torch writes in place (the running statistics of
+            `batch_norm`). The rule then returns `(result, *new values)`, None for one that stays as
+            it is.
     """
 
     name: str
@@ -49,10 +56,14 @@ class OpRule:
     def written(self, args: tuple, kwargs: dict) -> list[Any]:
         """Give the arguments of this call that `writes` names, None where one is absent."""
         positions = {name: k for k, name in enumerate(inspect.signature(self.rule).parameters)}
-        return [args[positions[n]] if positions[n] < len(args) else kwargs.get(n) for n in self.writes]
+        return [
+            args[positions[n]] if positions[n] < len(args) else kwargs.get(n) for n in self.writes
+        ]
 
     def writes_input(self, args: tuple, kwargs: dict) -> bool:
-        """Tell whether this call writes to its first argument, by name (`relu_`) or by flag (`inplace=True`)."""
+        """Tell whether this call writes to its first argument, by name (`relu_`) or by flag
+        (`inplace=True`).
+        """
         if self.inplace:
             return True
         position = _inplace_position(self.rule)
@@ -66,11 +77,26 @@ _BY_FUNCTION: dict[Callable, OpRule] = {}
 _LOOKUP_CACHE: dict[Callable, OpRule | None] = {}
 
 # Arguments that say where or how a tensor is stored: they have no meaning for a traced value.
-_STORAGE_ARGUMENTS = ("layout", "device", "pin_memory", "memory_format", "non_blocking", "requires_grad", "implicit")
+_STORAGE_ARGUMENTS = (
+    "layout",
+    "device",
+    "pin_memory",
+    "memory_format",
+    "non_blocking",
+    "requires_grad",
+    "implicit",
+)
 # Names under which torch accepts what a rule takes as `*sizes`.
 _LIST_ARGUMENTS = ("size", "shape", "sizes", "dims", "repeats", "tensors", "matrices")
 # Second names that torch's argument parser accepts.
-_ARGUMENT_ALIASES = {"self": "input", "axis": "dim", "keepdims": "keepdim", "x2": "other", "x": "input", "a": "input"}
+_ARGUMENT_ALIASES = {
+    "self": "input",
+    "axis": "dim",
+    "keepdims": "keepdim",
+    "x2": "other",
+    "x": "input",
+    "a": "input",
+}
 
 _OPERATORS = {
     "__add__": "add", "__radd__": "add", "__sub__": "sub", "__rsub__": "rsub", "__mul__": "mul", "__rmul__": "mul",
@@ -96,22 +122,34 @@ _OPERATORS = {
 def implements(
     *names: str, view: bool = False, may_return_input: bool = False, writes: tuple[str, ...] = ()
 ) -> Callable[[Callable], Callable]:
-    """Enter the decorated rule in the table under every name given; the rule itself is returned unchanged."""
+    """Enter the decorated rule in the table under every name given; the rule itself is returned
+    unchanged.
+    """
 
     def enter(rule: Callable) -> Callable:
         for name in names:
-            _RULES[name] = OpRule(name, _normalise_arguments(rule), _is_inplace_name(name), view, may_return_input, writes)
+            _RULES[name] = OpRule(
+                name,
+                _normalise_arguments(rule),
+                _is_inplace_name(name),
+                view,
+                may_return_input,
+                writes,
+            )
         _LOOKUP_CACHE.clear()
         return rule
 
     return enter
 
 
-def register_op(op: Callable | str, rule: Callable | None = None, *, view: bool = False) -> Callable:
+def register_op(
+    op: Callable | str, rule: Callable | None = None, *, view: bool = False
+) -> Callable:
     """Teach the bridge a torch op that it does not know, or replace a rule.
 
     Example:
-        A rule takes what the torch op takes, with JAX arrays in the place of tensors, and returns JAX arrays::
+        A rule takes what the torch op takes, with JAX arrays in the place of tensors, and returns
+        JAX arrays::
 
             import jax, torch, etrace_bridge as eb
 
@@ -119,8 +157,8 @@ def register_op(op: Callable | str, rule: Callable | None = None, *, view: bool 
             eb.register_op("mylib::decay", lambda v, tau: v * jax.numpy.exp(-1 / tau))   # torch.ops.mylib.decay
 
     Args:
-        op: The torch function (`torch.special.i0`, `torch.ops.mylib.decay`), or its name in the table. Methods,
-            in-place variants and aten overloads of the same name follow.
+        op: The torch function (`torch.special.i0`, `torch.ops.mylib.decay`), or its name in the
+            table. Methods, in-place variants and aten overloads of the same name follow.
         rule: The JAX function. Left out, `register_op(op)` is a decorator.
         view: The result aliases the first argument.
 
@@ -130,16 +168,25 @@ def register_op(op: Callable | str, rule: Callable | None = None, *, view: bool 
     if rule is None:
         return functools.partial(register_op, op, view=view)
     if not callable(rule):
-        raise InputError(f"`register_op` got a rule of type `{type(rule).__name__}` for {op!r}. It must be a function on JAX arrays.")
+        raise InputError(
+            f"`register_op` got a rule of type `{type(rule).__name__}` for {op!r}. It must be a "
+            "function on JAX arrays."
+        )
     if isinstance(op, str):
         return implements(op, view=view)(rule)
     if not callable(op):
-        raise InputError(f"`register_op` got {op!r}. The op must be a torch function, a `torch.ops` entry or a name.")
+        raise InputError(
+            f"`register_op` got {op!r}. The op must be a torch function, a `torch.ops` entry or a "
+            "name."
+        )
     name = getattr(op, "__name__", str(op))
     _BY_FUNCTION[op] = OpRule(name, _normalise_arguments(rule), _is_inplace_name(name), view)
     keys = _candidate_keys(op)
-    # A rule for a function of `torch.nn.functional` may have that function's own signature: it serves no other.
-    return implements(*(keys[:1] if keys and keys[0].startswith("F.") else keys[-1:]), view=view)(rule)
+    # A rule for a function of `torch.nn.functional` may have that function's own signature: it
+    # serves no other.
+    return implements(*(keys[:1] if keys and keys[0].startswith("F.") else keys[-1:]), view=view)(
+        rule
+    )
 
 
 def _is_inplace_name(name: str) -> bool:
@@ -185,7 +232,9 @@ def _normalise_arguments(rule: Callable) -> Callable:
 
 
 def lookup(function: Callable) -> OpRule | None:
-    """Find the rule of a callable seen by `__torch_function__` or an overload seen by `__torch_dispatch__`."""
+    """Find the rule of a callable seen by `__torch_function__` or an overload seen by
+    `__torch_dispatch__`.
+    """
     try:
         return _LOOKUP_CACHE[function]
     except KeyError:
@@ -252,7 +301,9 @@ def _aten_keys(qualified: str, *specific: str) -> tuple[str, ...]:
 
 # ---- randomness
 
-_KEY_SOURCE: contextvars.ContextVar[Callable[[], Any] | None] = contextvars.ContextVar("key_source", default=None)
+_KEY_SOURCE: contextvars.ContextVar[Callable[[], Any] | None] = contextvars.ContextVar(
+    "key_source", default=None
+)
 
 
 @contextlib.contextmanager
@@ -270,8 +321,8 @@ def next_key() -> Any:
     make_key = _KEY_SOURCE.get()
     if make_key is None:
         raise TracingError(
-            "A random torch op (dropout, bernoulli, rand_like, ...) ran where no random key is available. Random ops "
-            "need a key per step, so that a trace can be replayed. Call the model through `eb.wrap`, or run the "
-            "rule inside `with key_source(make_key):`."
+            "A random torch op (dropout, bernoulli, rand_like, ...) ran where no random key is "
+            "available. Random ops need a key per step, so that a trace can be replayed. Call the "
+            "model through `eb.wrap`, or run the rule inside `with key_source(make_key):`."
         )
     return make_key()

@@ -40,18 +40,22 @@ def _edges(x: Any, d: int, before: int, after: int, mode: str) -> tuple[Any, Any
     """What to put before and after one axis."""
     n = np.shape(x)[d]
     if mode == "reflect":
-        return flip(slice_dim(x, d, 1, before + 1), d), flip(slice_dim(x, d, n - after - 1, n - 1), d)
+        return flip(slice_dim(x, d, 1, before + 1), d), flip(
+            slice_dim(x, d, n - after - 1, n - 1), d
+        )
     if mode == "circular":
         return slice_dim(x, d, n - before, n), slice_dim(x, d, 0, after)
     first, last = slice_dim(x, d, 0, 1), slice_dim(x, d, n - 1, n)
-    wide = lambda edge, k: lax.concatenate([edge] * k, d) if k > 0 else slice_dim(edge, d, 0, 0)  # noqa: E731
+    wide = lambda edge, k: lax.concatenate([edge] * k, d) if k > 0 else slice_dim(edge, d, 0, 0)
     return wide(first, before), wide(last, after)
 
 
 def _pad_by_edges(x: Any, pad: Sequence[int], mode: str) -> Any:
     for d, before, after in _pairs(tuple(pad), np.ndim(x)):
         cut = slice_dim(x, d, max(-before, 0), np.shape(x)[d] - max(-after, 0))
-        head, tail = _edges(x if mode != "circular" else cut, d, max(before, 0), max(after, 0), mode)
+        head, tail = _edges(
+            x if mode != "circular" else cut, d, max(before, 0), max(after, 0), mode
+        )
         x = lax.concatenate([part for part in (head, cut, tail) if np.shape(part)[d]], d)
     return x
 
@@ -59,12 +63,20 @@ def _pad_by_edges(x: Any, pad: Sequence[int], mode: str) -> Any:
 @implements("pad")
 def pad(input: Any, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Any:
     """Pad the last dimensions with a value, a reflection, the border, or the other end."""
-    return constant_pad(input, pad, value or 0) if mode == "constant" else _pad_by_edges(input, pad, mode)
+    return (
+        constant_pad(input, pad, value or 0)
+        if mode == "constant"
+        else _pad_by_edges(input, pad, mode)
+    )
 
 
 for _n in (1, 2, 3):
-    implements(f"reflection_pad{_n}d")(lambda input, padding: _pad_by_edges(input, padding, "reflect"))
-    implements(f"replication_pad{_n}d")(lambda input, padding: _pad_by_edges(input, padding, "replicate"))
+    implements(f"reflection_pad{_n}d")(
+        lambda input, padding: _pad_by_edges(input, padding, "reflect")
+    )
+    implements(f"replication_pad{_n}d")(
+        lambda input, padding: _pad_by_edges(input, padding, "replicate")
+    )
 
 
 # ---- interpolation
@@ -87,7 +99,11 @@ def _cubic_weights(n: int, count: int, scale: float | None, align_corners: bool)
         t = np.abs(place - base - neighbour)
         near = (1.25 * t - 2.25) * t * t + 1
         far = ((-0.75 * t + 3.75) * t - 6) * t + 3
-        np.add.at(weights, (np.arange(count), np.clip(base + neighbour, 0, n - 1)), np.where(t <= 1, near, far))
+        np.add.at(
+            weights,
+            (np.arange(count), np.clip(base + neighbour, 0, n - 1)),
+            np.where(t <= 1, near, far),
+        )
     return weights
 
 
@@ -108,14 +124,20 @@ def _nearest(n: int, count: int, scale: float | None, exact: bool) -> np.ndarray
     return np.minimum(np.floor(place).astype(int), n - 1)
 
 
-def _resize_axis(x: Any, d: int, count: int, scale: float | None, mode: str, align_corners: bool) -> Any:
+def _resize_axis(
+    x: Any, d: int, count: int, scale: float | None, mode: str, align_corners: bool
+) -> Any:
     n = np.shape(x)[d]
     if mode == "area":
         return average_axis(x, d, count)
     if mode in ("nearest", "nearest-exact"):
         return index_select(x, d, _nearest(n, count, scale, mode == "nearest-exact"))
     weights = _cubic_weights if mode == "bicubic" else _linear_weights
-    return x if n == count and scale is None else weigh_axis(x, d, weights(n, count, scale, align_corners).astype(x.dtype))
+    return (
+        x
+        if n == count and scale is None
+        else weigh_axis(x, d, weights(n, count, scale, align_corners).astype(x.dtype))
+    )
 
 
 @implements("interpolate", "upsample")
@@ -131,8 +153,9 @@ def interpolate(
     """Resize space by the nearest entry, linearly, or by area."""
     if antialias or (not is_float(input) and not mode.startswith("nearest")):
         raise NotSupportedError(
-            f"`interpolate(mode={mode!r}, antialias={antialias})` on `{input.dtype}` has no rule. Use a floating "
-            "tensor without antialiasing, or give `torch.nn.functional.interpolate` a rule with `eb.register_op`."
+            f"`interpolate(mode={mode!r}, antialias={antialias})` on `{input.dtype}` has no rule. "
+            "Use a floating tensor without antialiasing, or give "
+            "`torch.nn.functional.interpolate` a rule with `eb.register_op`."
         )
     n = np.ndim(input) - 2
     space = np.shape(input)[2:]
@@ -140,7 +163,9 @@ def interpolate(
     if size is not None:
         counts = (size,) * n if isinstance(size, int) else tuple(size)
     else:
-        factors = (scale_factor,) * n if isinstance(scale_factor, (int, float)) else tuple(scale_factor)
+        factors = (
+            (scale_factor,) * n if isinstance(scale_factor, (int, float)) else tuple(scale_factor)
+        )
         counts = tuple(math.floor(s * f) for s, f in zip(space, factors, strict=True))
         scales = [None] * n if recompute_scale_factor else list(factors)
     x = input
@@ -153,7 +178,9 @@ def interpolate(
 
 
 @implements("F.unfold", "im2col")
-def image_to_columns(input: Any, kernel_size: Sizes, dilation: Sizes = 1, padding: Sizes = 0, stride: Sizes = 1) -> Any:
+def image_to_columns(
+    input: Any, kernel_size: Sizes, dilation: Sizes = 1, padding: Sizes = 0, stride: Sizes = 1
+) -> Any:
     """Lay the patches of an image out as columns `(N, C * k * k, patches)`."""
     x = input if np.ndim(input) == 4 else reshape(input, (1, *np.shape(input)))
     kernel, spread, space, step = (each(v, 2) for v in (kernel_size, dilation, padding, stride))
@@ -173,11 +200,22 @@ def image_to_columns(input: Any, kernel_size: Sizes, dilation: Sizes = 1, paddin
 
 
 @implements("F.fold", "col2im")
-def columns_to_image(input: Any, output_size: Sizes, kernel_size: Sizes, dilation: Sizes = 1, padding: Sizes = 0, stride: Sizes = 1) -> Any:
+def columns_to_image(
+    input: Any,
+    output_size: Sizes,
+    kernel_size: Sizes,
+    dilation: Sizes = 1,
+    padding: Sizes = 0,
+    stride: Sizes = 1,
+) -> Any:
     """Add patches laid out as columns back into an image."""
     x = input if np.ndim(input) == 3 else reshape(input, (1, *np.shape(input)))
-    size, kernel, spread, space, step = (each(v, 2) for v in (output_size, kernel_size, dilation, padding, stride))
-    counts = [(size[k] + 2 * space[k] - spread[k] * (kernel[k] - 1) - 1) // step[k] + 1 for k in (0, 1)]
+    size, kernel, spread, space, step = (
+        each(v, 2) for v in (output_size, kernel_size, dilation, padding, stride)
+    )
+    counts = [
+        (size[k] + 2 * space[k] - spread[k] * (kernel[k] - 1) - 1) // step[k] + 1 for k in (0, 1)
+    ]
     batch, channels = np.shape(x)[0], np.shape(x)[1] // math.prod(kernel)
     patches = reshape(x, (batch, channels, math.prod(kernel), *counts))
     image = None

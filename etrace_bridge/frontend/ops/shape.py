@@ -1,4 +1,6 @@
-"""Views: other shapes of the same entries. Purely structural, so they also run on integer index arrays."""
+"""Views: other shapes of the same entries. Purely structural, so they also run on integer index
+arrays.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def _bitcast(x: Any, dtype: torch.dtype) -> Any:
     target = to_jax_dtype(dtype)
     if target.itemsize > x.dtype.itemsize:
         ratio = target.itemsize // x.dtype.itemsize
-        return lax.bitcast_convert_type(lax.reshape(x, (*x.shape[:-1], x.shape[-1] // ratio, ratio)), target)
+        return lax.bitcast_convert_type(
+            lax.reshape(x, (*x.shape[:-1], x.shape[-1] // ratio, ratio)), target
+        )
     y = lax.bitcast_convert_type(x, target)
     return y if y.ndim == x.ndim else lax.reshape(y, (*x.shape[:-1], x.shape[-1] * y.shape[-1]))
 
@@ -120,9 +124,13 @@ def t(input: Any) -> Any:
     return transpose(input, 0, 1) if np.ndim(input) == 2 else input
 
 
-implements("T", "numpy_T", view=True)(lambda input: transpose_to(input, range(np.ndim(input))[::-1]))
+implements("T", "numpy_T", view=True)(
+    lambda input: transpose_to(input, range(np.ndim(input))[::-1])
+)
 implements("mT", view=True)(lambda input: transpose(input, -2, -1))
-implements("adjoint", "mH", "H", "matrix_H", view=True)(lambda input: conj(transpose(input, -2, -1)))
+implements("adjoint", "mH", "H", "matrix_H", view=True)(
+    lambda input: conj(transpose(input, -2, -1))
+)
 
 
 # A traced value has no lazy conjugate or sign that could be resolved.
@@ -140,7 +148,9 @@ def movedim(input: Any, source: Any, destination: Any) -> Any:
     """Move dimensions to new places, the others keeping their order."""
     ndim = np.ndim(input)
     sources = [axis(d, ndim) for d in ((source,) if isinstance(source, int) else source)]
-    targets = [axis(d, ndim) for d in ((destination,) if isinstance(destination, int) else destination)]
+    targets = [
+        axis(d, ndim) for d in ((destination,) if isinstance(destination, int) else destination)
+    ]
     placed = dict(zip(targets, sources, strict=True))
     rest = iter(d for d in range(ndim) if d not in sources)
     return transpose_to(input, [placed[d] if d in placed else next(rest) for d in range(ndim)])
@@ -152,7 +162,9 @@ def expand(input: Any, *size: Any) -> Any:
     sizes = ints(size)
     own = np.shape(input)
     padded = (1,) * (len(sizes) - len(own)) + own
-    return expand_to(input, [have if want == -1 else want for want, have in zip(sizes, padded, strict=True)])
+    return expand_to(
+        input, [have if want == -1 else want for want, have in zip(sizes, padded, strict=True)]
+    )
 
 
 implements("expand_as", view=True)(lambda input, other: expand_to(input, np.shape(other)))
@@ -167,7 +179,11 @@ def broadcast_to(input: Any, size: Sequence[int]) -> Any:
 @implements("broadcast_tensors", view=True)
 def broadcast_tensors(*tensors: Any) -> tuple:
     """Broadcast all tensors to their common shape."""
-    tensors = tuple(tensors[0]) if len(tensors) == 1 and isinstance(tensors[0], (tuple, list)) else tensors
+    tensors = (
+        tuple(tensors[0])
+        if len(tensors) == 1 and isinstance(tensors[0], (tuple, list))
+        else tensors
+    )
     shape = np.broadcast_shapes(*[np.shape(x) for x in tensors])
     return tuple(expand_to(x, shape) for x in tensors)
 
@@ -184,16 +200,24 @@ def atleast_1d(*tensors: Any) -> Any:
 def atleast_2d(*tensors: Any) -> Any:
     """Make tensors with fewer dimensions rows."""
     if len(tensors) == 1 and not isinstance(tensors[0], (tuple, list)):
-        return tensors[0] if np.ndim(tensors[0]) > 1 else reshape(tensors[0], (1, np.size(tensors[0])))
+        return (
+            tensors[0] if np.ndim(tensors[0]) > 1 else reshape(tensors[0], (1, np.size(tensors[0])))
+        )
     return tuple(map(atleast_2d, tensors[0] if len(tensors) == 1 else tensors))
 
 
 @implements("slice", view=True)
-def slice_dim(input: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
+def slice_dim(
+    input: Any, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Any:
     """`input[start:end:step]` along one dimension, with Python's clipping."""
     d = axis(dim, np.ndim(input))
     begin, stop, _ = slice(start, end).indices(np.shape(input)[d])
-    return input if (begin, stop, step) == (0, np.shape(input)[d], 1) else lax.slice_in_dim(input, begin, max(begin, stop), step, d)
+    return (
+        input
+        if (begin, stop, step) == (0, np.shape(input)[d], 1)
+        else lax.slice_in_dim(input, begin, max(begin, stop), step, d)
+    )
 
 
 @implements("narrow", view=True)
@@ -211,19 +235,28 @@ def select_dim(input: Any, dim: int, index: int) -> Any:
     d = axis(dim, np.ndim(input))
     size = np.shape(input)[d]
     if not -size <= index < size:
-        raise IndexError(f"select(): index {index} out of range for tensor of size {list(np.shape(input))} at dimension {dim}")
+        raise IndexError(
+            f"select(): index {index} out of range for tensor of size {list(np.shape(input))} at "
+            f"dimension {dim}"
+        )
     return lax.index_in_dim(input, int(index) % size, d, keepdims=False)
 
 
 @implements("unbind", view=True)
 def unbind(input: Any, dim: int = 0) -> tuple:
     """Give the slices along one dimension, without it."""
-    return tuple(select_dim(input, dim, i) for i in range(np.shape(input)[axis(dim, np.ndim(input))]))
+    return tuple(
+        select_dim(input, dim, i) for i in range(np.shape(input)[axis(dim, np.ndim(input))])
+    )
 
 
 @implements("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", view=True)
-def split(input: Any, split_size_or_sections: int | Sequence[int] = 1, dim: int = 0, **named: Any) -> tuple:
-    """Cut along one dimension into pieces of one size (the last may be smaller) or of the sizes given."""
+def split(
+    input: Any, split_size_or_sections: int | Sequence[int] = 1, dim: int = 0, **named: Any
+) -> tuple:
+    """Cut along one dimension into pieces of one size (the last may be smaller) or of the sizes
+    given.
+    """
     sections = next(iter(named.values()), split_size_or_sections)
     d = axis(dim, np.ndim(input))
     size = np.shape(input)[d]
@@ -231,7 +264,9 @@ def split(input: Any, split_size_or_sections: int | Sequence[int] = 1, dim: int 
         full, rest = divmod(size, sections) if sections else (1, 0)
         sections = [sections] * full + [rest] * (rest > 0) or [0]
     ends = np.cumsum(sections)
-    return tuple(slice_dim(input, d, int(end) - n, int(end)) for end, n in zip(ends, sections, strict=True))
+    return tuple(
+        slice_dim(input, d, int(end) - n, int(end)) for end, n in zip(ends, sections, strict=True)
+    )
 
 
 @implements("chunk", "unsafe_chunk", view=True)
@@ -267,12 +302,15 @@ def diagonal(input: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
     outer = np.shape(x)[:-2]
     if n == 0:
         return reshape(slice_dim(slice_dim(x, -1, 0, 0), -2, 0, 0), (*outer, 0))
-    # In a row-major (n, n) block the diagonal is every (n + 1)-th entry: a reshape and a strided slice.
+    # In a row-major (n, n) block the diagonal is every (n + 1)-th entry: a reshape and a strided
+    # slice.
     flat = reshape(slice_dim(slice_dim(x, -2, 0, n), -1, 0, n), (*outer, n * n))
     return slice_dim(flat, -1, 0, n * n, n + 1)
 
 
-implements("linalg_diagonal", view=True)(lambda input, *, offset=0, dim1=-2, dim2=-1: diagonal(input, offset, dim1, dim2))
+implements("linalg_diagonal", view=True)(
+    lambda input, *, offset=0, dim1=-2, dim2=-1: diagonal(input, offset, dim1, dim2)
+)
 
 
 @implements("unfold", view=True)

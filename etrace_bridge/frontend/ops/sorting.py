@@ -10,7 +10,16 @@ import numpy as np
 import torch
 from jax import lax
 
-from etrace_bridge.frontend.ops.arrays import Values, axis, expand_to, full, is_float, scalar, select, zeros_like
+from etrace_bridge.frontend.ops.arrays import (
+    Values,
+    axis,
+    expand_to,
+    full,
+    is_float,
+    scalar,
+    select,
+    zeros_like,
+)
 from etrace_bridge.frontend.ops.dtypes import cast, dtype_of, float_type
 from etrace_bridge.frontend.ops.indexing import take_along
 from etrace_bridge.frontend.ops.joining import cat
@@ -22,7 +31,10 @@ from etrace_bridge.frontend.ops.shape import slice_dim
 
 def _enter_running(name: str, scan: Callable) -> None:
     def rule(input: Any, dim: int, *, dtype: torch.dtype | None = None) -> Any:
-        x = cast(input, dtype if dtype is not None else dtype_of(input) if is_float(input) else torch.int64)
+        x = cast(
+            input,
+            dtype if dtype is not None else dtype_of(input) if is_float(input) else torch.int64,
+        )
         return scan(x, axis=axis(dim, np.ndim(x))) if np.ndim(x) else x
 
     implements(name)(rule)
@@ -46,7 +58,8 @@ def _enter_record(name: str, scan: Callable) -> None:
         d = axis(dim, np.ndim(input))
         x = lax.stop_gradient(cast(input, torch.uint8) if input.dtype == np.bool_ else input)
         here = cast(lax.broadcasted_iota(np.int32, np.shape(x), d), torch.int64)
-        # The last place so far that equalled the running extremum is where the current one comes from.
+        # The last place so far that equalled the running extremum is where the current one comes
+        # from.
         record = lax.eq(x, scan(x, axis=d))
         index = lax.cummax(select(record, here, zeros_like(here)), axis=d)
         return Values(take_along(input, index, d), index)
@@ -78,7 +91,8 @@ def _order(x: Any, d: int, descending: bool) -> Any:
     """Indices that sort along an axis, equals keeping their order."""
     x = lax.stop_gradient(cast(x, torch.uint8) if x.dtype == np.bool_ else x)
     here = cast(lax.broadcasted_iota(np.int32, np.shape(x), d), torch.int64)
-    if descending:  # sort the reversed sequence upwards and reverse: equals then keep their order too
+    # Sort the reversed sequence upwards and reverse: equals then keep their order too
+    if descending:
         x, here = lax.rev(x, (d,)), lax.rev(here, (d,))
     _, index = lax.sort((x, here), dimension=d, num_keys=1, is_stable=True)
     return lax.rev(index, (d,)) if descending else index
@@ -94,7 +108,9 @@ def sort(input: Any, dim: int = -1, descending: bool = False, stable: bool | Non
     return Values(take_along(input, index, d), index)
 
 
-implements("aten::sort.stable")(lambda input, *, stable=None, dim=-1, descending=False: sort(input, dim, descending))
+implements("aten::sort.stable")(
+    lambda input, *, stable=None, dim=-1, descending=False: sort(input, dim, descending)
+)
 implements("msort")(lambda input: sort(input, 0)[0])
 
 
@@ -122,16 +138,29 @@ def kthvalue(input: Any, k: int, dim: int = -1, keepdim: bool = False) -> Values
     d = axis(dim, np.ndim(input))
     index = slice_dim(_order(input, d, False), d, k - 1, k)
     value = take_along(input, index, d)
-    return Values(value, index) if keepdim else Values(lax.squeeze(value, (d,)), lax.squeeze(index, (d,)))
+    return (
+        Values(value, index)
+        if keepdim
+        else Values(lax.squeeze(value, (d,)), lax.squeeze(index, (d,)))
+    )
 
 
 def _quantile(name: str, skip_nan: bool) -> None:
-    def rule(input: Any, q: Any, dim: int | None = None, keepdim: bool = False, *, interpolation: str = "linear") -> Any:
+    def rule(
+        input: Any,
+        q: Any,
+        dim: int | None = None,
+        keepdim: bool = False,
+        *,
+        interpolation: str = "linear",
+    ) -> Any:
         function = jnp.nanquantile if skip_nan else jnp.quantile
         q = q if isinstance(q, (int, float)) else lax.stop_gradient(q)
         if np.ndim(input) == 0:
             input, dim, keepdim = lax.reshape(input, (1,)), 0, False
-        return function(input, cast(q, dtype_of(input)), axis=dim, keepdims=keepdim, method=interpolation)
+        return function(
+            input, cast(q, dtype_of(input)), axis=dim, keepdims=keepdim, method=interpolation
+        )
 
     implements(name)(rule)
 
@@ -157,11 +186,17 @@ def median(input: Any, dim: int | None = None, keepdim: bool = False) -> Any:
     value = take_along(x, chosen, d)
     if dim is None:
         return _shared_by_equals(x, lax.reshape(value, ()))
-    return Values(value, chosen) if keepdim else Values(lax.squeeze(value, (d,)), lax.squeeze(chosen, (d,)))
+    return (
+        Values(value, chosen)
+        if keepdim
+        else Values(lax.squeeze(value, (d,)), lax.squeeze(chosen, (d,)))
+    )
 
 
 def _shared_by_equals(x: Any, value: Any) -> Any:
-    """Give `value`, its gradient shared evenly among the entries equal to it, as torch does for a full median."""
+    """Give `value`, its gradient shared evenly among the entries equal to it, as torch does for a
+    full median.
+    """
     if not is_float(x):
         return value
     fixed = lax.stop_gradient(value)

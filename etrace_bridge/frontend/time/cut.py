@@ -1,4 +1,6 @@
-"""The smallest set of values that carries the past across the border between two steps: a minimum vertex cut."""
+"""The smallest set of values that carries the past across the border between two steps: a minimum
+vertex cut.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,11 @@ _INFINITE = 1 << 60
 
 
 def find_cut(demands: Sequence[Node], step: int, named: Collection[int]) -> list[Node] | None:
-    """Find the values of earlier steps from which, with the inputs from `step` on, everything demanded can be computed.
+    """Find the values of earlier steps from which, with the inputs from `step` on, everything
+    demanded can be computed.
 
-    The cut has the fewest elements; among equals it prefers values that the code holds in variables (`named`, by `id`), does not
-    end in a product with a weight, and lies as late as possible.
+    The cut has the fewest elements; among equals it prefers values that the code holds in variables
+    (`named`, by `id`), does not end in a product with a weight, and lies as late as possible.
 
     Args:
         demands: What has to be computed at this step and later ones.
@@ -25,16 +28,19 @@ def find_cut(demands: Sequence[Node], step: int, named: Collection[int]) -> list
         named: `id`s of nodes that have a name in the code.
 
     Returns:
-        The nodes of the cut, in the order in which they were made; None if the first step itself is needed.
+        The nodes of the cut, in the order in which they were made; None if the first step itself is
+        needed.
     """
     past, late = _earlier(demands, step)
     network = _Network()
     for node in past:
         weighs = any(o.trained and o.level == 0 for o in node.operands)
         preference = (0 if id(node) in named else 1) + (3 if weighs else 0)
-        # Indices are small, but what they stand for at the start is often no entry of the table: zeros before an embedding, say.
+        # Indices are small, but what they stand for at the start is often no entry of the table:
+        # zeros before an embedding, say.
         unit = _UNIT if jnp.issubdtype(node.dtype, jnp.inexact) else 1000 * _UNIT
-        # The first step stands for an endless past: to carry all inputs along instead of a state is no way out.
+        # The first step stands for an endless past: to carry all inputs along instead of a state is
+        # no way out.
         room = _INFINITE if node.level == 1 else max(1, node.size) * unit + preference
         network.edge((id(node), 0), (id(node), 1), room)
         if node.kind == "input":
@@ -51,7 +57,9 @@ def find_cut(demands: Sequence[Node], step: int, named: Collection[int]) -> list
 
 
 def _earlier(demands: Sequence[Node], step: int) -> tuple[list[Node], set[int]]:
-    """Give the nodes of earlier steps that are needed, and which of them are read from this step on."""
+    """Give the nodes of earlier steps that are needed, and which of them are read from this step
+    on.
+    """
     past: dict[int, Node] = {}
     late: set[int] = set()
     seen: set[int] = set()

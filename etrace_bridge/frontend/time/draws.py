@@ -1,4 +1,6 @@
-"""Letting plain torch code draw the numbers that the bridge would draw, so that both can be compared."""
+"""Letting plain torch code draw the numbers that the bridge would draw, so that both can be
+compared.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from etrace_bridge.frontend.tracer import map_tensors
 class _SameDraws(TorchFunctionMode):
     """Runs torch's random functions by the bridge's own rules."""
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         rule = registry.lookup(func)
         if rule is None or rule.rule.__module__ != random.__name__:
@@ -27,6 +31,8 @@ class _SameDraws(TorchFunctionMode):
 
 @contextlib.contextmanager
 def same_draws(make_key: Callable[[], Any]) -> Iterator[None]:
-    """Within this, plain torch code draws random numbers from the bridge's generator, with these keys."""
+    """Within this, plain torch code draws random numbers from the bridge's generator, with these
+    keys.
+    """
     with registry.key_source(make_key), _SameDraws():
         yield

@@ -1,7 +1,9 @@
-"""The program of a whole sequence as a graph of single-step values, shared between traces of different lengths.
+"""The program of a whole sequence as a graph of single-step values, shared between traces of
+different lengths.
 
-A `Node` is one array. Its *level* is the latest input step that it depends on, 0 if it depends on none. Equal computations are
-one node, so the first steps of a long and of a short sequence are the same nodes.
+A `Node` is one array. Its *level* is the latest input step that it depends on, 0 if it depends on
+none. Equal computations are one node, so the first steps of a long and of a short sequence are the
+same nodes.
 """
 
 from __future__ import annotations
@@ -78,14 +80,18 @@ class Graph:
         """Give one time step of an input."""
         key = ("input", index, step, tuple(shape))
         if key not in self._known:
-            self._known[key] = self._node("input", (), tuple(shape), dtype, step, value=(index, step))
+            self._known[key] = self._node(
+                "input", (), tuple(shape), dtype, step, value=(index, step)
+            )
         return self._known[key]
 
     def tensor(self, index: int, shape: Sequence[int], dtype: Any, trained: bool) -> Node:
         """Give a parameter or buffer."""
         key = ("tensor", index)
         if key not in self._known:
-            self._known[key] = self._node("tensor", (), tuple(shape), dtype, 0, value=index, trained=trained)
+            self._known[key] = self._node(
+                "tensor", (), tuple(shape), dtype, 0, value=index, trained=trained
+            )
         return self._known[key]
 
     def random_key(self, label: Any) -> Node:
@@ -101,13 +107,22 @@ class Graph:
         small = array.size <= _SMALL
         key = ("constant", array.shape, str(array.dtype), array.tobytes() if small else id(value))
         if key not in self._known:
-            self._known[key] = (self._node("constant", (), array.shape, array.dtype, 0, value=array), value)
+            self._known[key] = (
+                self._node("constant", (), array.shape, array.dtype, 0, value=array),
+                value,
+            )
         return self._known[key][0]
 
     def apply(
-        self, eqn: JaxprEqn, operands: Sequence[Node], shapes: Sequence[tuple] | None = None, params: dict | None = None
+        self,
+        eqn: JaxprEqn,
+        operands: Sequence[Node],
+        shapes: Sequence[tuple] | None = None,
+        params: dict | None = None,
     ) -> list[Node]:
-        """Give the outputs of an equation on other operands, with other output shapes and parameters where they differ."""
+        """Give the outputs of an equation on other operands, with other output shapes and
+        parameters where they differ.
+        """
         own = eqn.params if params is None else params
         key = (eqn.primitive.name, self._key(eqn, params), tuple(id(o) for o in operands))
         shapes = [v.aval.shape for v in eqn.outvars] if shapes is None else shapes
@@ -126,19 +141,25 @@ class Graph:
 
     def make(self, function: Callable, *operands: Node, source: JaxprEqn | None = None) -> Node:
         """Give what a JAX function of one equation computes."""
-        closed = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct(o.shape, o.dtype) for o in operands])
+        closed = jax.make_jaxpr(function)(
+            *[jax.ShapeDtypeStruct(o.shape, o.dtype) for o in operands]
+        )
         known = dict(zip(closed.jaxpr.invars, operands, strict=True))
         result = operands[0]
         for eqn in closed.jaxpr.eqns:
             if source is not None:
                 eqn = eqn.replace(source_info=source.source_info)
-            values = [known[v] if not hasattr(v, "val") else self.constant(v.val) for v in eqn.invars]
+            values = [
+                known[v] if not hasattr(v, "val") else self.constant(v.val) for v in eqn.invars
+            ]
             (result,) = self.apply(eqn, values)
             known[eqn.outvars[0]] = result
         return result
 
     def _key(self, eqn: JaxprEqn, params: dict | None) -> Any:
-        """What identifies an equation's parameters; functions are compared by the programs beside them."""
+        """What identifies an equation's parameters; functions are compared by the programs beside
+        them.
+        """
         if params is not None:
             return _params_key(params)
         known = self._keys.get(id(eqn))
@@ -180,7 +201,9 @@ def keys_of(nodes: Sequence[Node]) -> list[Node]:
 
 
 def evaluate(nodes: Sequence[Node], known: dict[int, Any]) -> list[Any]:
-    """Compute nodes, given the values of some by `id`; inside a JAX trace this writes their equations."""
+    """Compute nodes, given the values of some by `id`; inside a JAX trace this writes their
+    equations.
+    """
     values = dict(known)
     stack = list(reversed(nodes))
     while stack:

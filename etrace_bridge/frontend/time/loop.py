@@ -1,4 +1,6 @@
-"""The step of a model whose `forward` loops over time: traced for a few lengths, split, and put together as one program."""
+"""The step of a model whose `forward` loops over time: traced for a few lengths, split, and put
+together as one program.
+"""
 
 from __future__ import annotations
 
@@ -37,18 +39,21 @@ from etrace_bridge.frontend.trace import tracing
 from etrace_bridge.frontend.tracer import Tracer, constant
 from etrace_bridge.lowering import jit
 
-_LENGTHS = (6, 12, 24)  # of the traced sequences: the next one is tried where a state is older than the last shows
+# of the traced sequences: the next one is tried where a state is older than the last shows
+_LENGTHS = (6, 12, 24)
 _KEYS = 512
 _CHECKED = 9  # the length of the sequence on which a step is compared with torch
 _MOVED = 0.02  # by how much weights are moved for the comparison
 _LOUDER = (5.0, 30.0)  # by how much inputs are enlarged where an output is all zeros
-_SMALL, _LARGE = 0.03, 1e3  # inputs on which exploding models are compared; values from which on they count as such
+# Inputs on which exploding models are compared; values from which on they count as such
+_SMALL, _LARGE = 0.03, 1e3
 FIRST = ("first_step",)
 
 
 @dataclass
 class TracedSequence:
-    """`forward` of one whole sequence as a jaxpr, the structure of what it gives, and how many random keys it draws.
+    """`forward` of one whole sequence as a jaxpr, the structure of what it gives, and how many
+    random keys it draws.
 
     `ranges` is what it demands of one step of the inputs that it uses as indices.
     """
@@ -66,10 +71,12 @@ class LoopStep:
     Attributes:
         split: Outputs and new states in terms of inputs and old states.
         axes: Where each output tensor has its steps; None for one without.
-        reductions: How each output tensor was reduced over time: `"sum"`, `"mean"`, `"last"` or None.
+        reductions: How each output tensor was reduced over time: `"sum"`, `"mean"`, `"last"` or
+            None.
         skeleton: The output with holes for tensors.
         leaves: The states, and whether this is the first step if that matters.
-        starts: For each state, what it is computed from at the first step; None if it starts as a constant.
+        starts: For each state, what it is computed from at the first step; None if it starts as a
+            constant.
         first_differs: The first step has a program of its own.
         tensor_nodes: Parameters and buffers.
         input_shapes: Shapes of one step of the inputs, with the time axis.
@@ -90,7 +97,13 @@ class LoopStep:
     batch: int | None
     ranges: list[InputRange]
 
-    def __call__(self, tensors: Sequence[Any], states: Sequence[Any], keys: Callable[[], Any], inputs: Sequence[Any]) -> tuple[list, list]:
+    def __call__(
+        self,
+        tensors: Sequence[Any],
+        states: Sequence[Any],
+        keys: Callable[[], Any],
+        inputs: Sequence[Any],
+    ) -> tuple[list, list]:
         """Compute outputs and new states."""
         split = self.split
         first, states = (states[-1], states[:-1]) if self.has_first else (None, states)
@@ -101,14 +114,22 @@ class LoopStep:
             return {id(self.graph.input(i, step, p.shape, p.dtype)): p for i, p in enumerate(parts)}
 
         chosen = list(states)
-        own = [*split.first_outputs, *[state.column[1] for state in split.states]] if self.first_differs else []
+        own = (
+            [*split.first_outputs, *[state.column[1] for state in split.states]]
+            if self.first_differs
+            else []
+        )
         at_first = {**known, **inputs_at(1)}
-        at_first.update({id(key): keys() for key in keys_of([n for n in (*self.starts, *own) if n is not None])})
+        at_first.update(
+            {id(key): keys() for key in keys_of([n for n in (*self.starts, *own) if n is not None])}
+        )
         for i, (state, start) in enumerate(zip(states, self.starts, strict=True)):
             if start is not None:
                 chosen[i] = self._select(first, evaluate([start], at_first)[0], state)
         here = {**known, **inputs_at(split.step)}
-        here.update({id(state.before): value for state, value in zip(split.states, chosen, strict=True)})
+        here.update(
+            {id(state.before): value for state, value in zip(split.states, chosen, strict=True)}
+        )
         here.update({id(key): keys() for key in split.keys})
         wanted = [*split.outputs, *[state.after for state in split.states]]
         results = evaluate(wanted, here)
@@ -116,7 +137,10 @@ class LoopStep:
             at_start = evaluate(own, at_first)  # type: ignore[arg-type]
             results = [self._select(first, a, b) for a, b in zip(at_start, results, strict=True)]
         count = len(split.outputs)
-        outputs = [y if axis is None else axis.select(y, 0) for y, axis in zip(results[:count], self.axes, strict=True)]
+        outputs = [
+            y if axis is None else axis.select(y, 0)
+            for y, axis in zip(results[:count], self.axes, strict=True)
+        ]
         return outputs, [*results[count:], *([jnp.zeros_like(first)] if self.has_first else [])]
 
     @property
@@ -125,14 +149,25 @@ class LoopStep:
         return self.first_differs or any(start is not None for start in self.starts)
 
     def _select(self, first: Any, a: Any, b: Any) -> Any:
-        """Choose `a` in the first step of a sequence, for each sample by itself where the batch axis is known."""
+        """Choose `a` in the first step of a sequence, for each sample by itself where the batch
+        axis is known.
+        """
         axis = next((i for i, size in enumerate(b.shape) if size == self.batch), None)
-        which = jnp.all(first) if axis is None or first.ndim == 0 else first.reshape([-1 if i == axis else 1 for i in range(b.ndim)])
+        which = (
+            jnp.all(first)
+            if axis is None or first.ndim == 0
+            else first.reshape([-1 if i == axis else 1 for i in range(b.ndim)])
+        )
         return lax.select(jnp.broadcast_to(which, b.shape), jnp.asarray(a, b.dtype), b)
 
 
 def find_loop(
-    model: nn.Module, tensors: Sequence[NamedTensor], inputs: tuple, plan: StepPlan, given: tuple | None, batch: int | None
+    model: nn.Module,
+    tensors: Sequence[NamedTensor],
+    inputs: tuple,
+    plan: StepPlan,
+    given: tuple | None,
+    batch: int | None,
 ) -> LoopStep:
     """Find the step of a model that consumes sequences in the plan's layout.
 
@@ -150,8 +185,9 @@ def find_loop(
         except TooShort:
             continue
     raise NotSupportedError(
-        f"`{type(model).__name__}.forward` reads values that are more than {_LENGTHS[-1] // 2 - 2} steps old, or its state grows with "
-        "the sequence (attention over all past steps, a list of all states). A step needs a state of fixed size."
+        f"`{type(model).__name__}.forward` reads values that are more than {_LENGTHS[-1] // 2 - 2} "
+        "steps old, or its state grows with the sequence (attention over all past steps, a list "
+        "of all states). A step needs a state of fixed size."
     )
 
 
@@ -162,13 +198,22 @@ class _Finder:
         self, model: nn.Module, tensors: Sequence[NamedTensor], inputs: tuple, plan: StepPlan, given: tuple | None, batch: int | None,
         length: int,
     ) -> None:  # fmt: skip
-        self.model, self.tensors, self.inputs, self.plan, self.given = model, tensors, inputs, plan, given
+        self.model, self.tensors, self.inputs, self.plan, self.given = (
+            model,
+            tensors,
+            inputs,
+            plan,
+            given,
+        )
         self.batch, self.length, self.graph = batch, length, Graph()
         self.axis = 1 if plan.layout == "batch_first" else 0
         self.way = 0  # which of the ways to start was right
         self.step = length // 2 + 1  # the step that is read: late enough to be like all later ones
         self.reader = Reader(self.graph, length)
-        self.tensor_nodes = [self.graph.tensor(i, n.tensor.shape, to_jax_dtype(n.tensor.dtype), n.trained) for i, n in enumerate(tensors)]
+        self.tensor_nodes = [
+            self.graph.tensor(i, n.tensor.shape, to_jax_dtype(n.tensor.dtype), n.trained)
+            for i, n in enumerate(tensors)
+        ]
 
     def find(self) -> LoopStep:
         traced, outputs = self._read(self.length)
@@ -195,10 +240,13 @@ class _Finder:
         problem = None
         for self.way, way in enumerate(ways):
             complete = self._complete(way(step))
-            problem = find_difference(self.model, self.tensors, self.inputs, self.plan, self.given, complete)
+            problem = find_difference(
+                self.model, self.tensors, self.inputs, self.plan, self.given, complete
+            )
             if problem is None:
                 return complete
-        if traced.num_keys:  # torch drew other random numbers: what is right in evaluation mode is right here
+        # Torch drew other random numbers: what is right in evaluation mode is right here
+        if traced.num_keys:
             return self._complete(ways[self._way_in_evaluation()](step))
         raise problem or TooShort
 
@@ -206,19 +254,30 @@ class _Finder:
         """Add the state that tells that a step is the first, where it matters."""
         if not step.has_first:
             return step
-        flag = StateLeaf(FIRST, torch.ones(() if self.batch is None else (self.batch,), dtype=torch.bool), False)
+        flag = StateLeaf(
+            FIRST, torch.ones(() if self.batch is None else (self.batch,), dtype=torch.bool), False
+        )
         return dataclasses.replace(step, leaves=[*step.leaves, flag])
 
     def _way_in_evaluation(self) -> int:
         """Which way to start is right in evaluation mode."""
         if not any(module.training for module in self.model.modules()):
             raise NotSupportedError(
-                f"`{type(self.model).__name__}.forward` loops over time and draws random numbers in evaluation mode too, so its step "
-                "cannot be compared with torch. Draw them outside and pass them as an input."
+                f"`{type(self.model).__name__}.forward` loops over time and draws random numbers "
+                "in evaluation mode too, so its step cannot be compared with torch. Draw them "
+                "outside and pass them as an input."
             )
         with restored(self.model, values=False):
             self.model.eval()
-            finder = _Finder(self.model, self.tensors, self.inputs, self.plan, self.given, self.batch, self.length)
+            finder = _Finder(
+                self.model,
+                self.tensors,
+                self.inputs,
+                self.plan,
+                self.given,
+                self.batch,
+                self.length,
+            )
             finder.find()
             return finder.way
 
@@ -227,28 +286,51 @@ class _Finder:
         leaves, starts = [], []
         for leaf, state in zip(step.leaves, step.split.states, strict=True):
             start = state.column[0]
-            fits = start is not None and start.level <= 1 and (start.shape, start.dtype) == (state.before.shape, state.before.dtype)
+            fits = (
+                start is not None
+                and start.level <= 1
+                and (start.shape, start.dtype) == (state.before.shape, state.before.dtype)
+            )
             fixed = fits and not (start.level or start.trained or keys_of([start]))
             if fixed:
-                leaf = dataclasses.replace(leaf, initial=to_torch(np.asarray(evaluate([start], self._values())[0])))
+                leaf = dataclasses.replace(
+                    leaf, initial=to_torch(np.asarray(evaluate([start], self._values())[0]))
+                )
             starts.append(start if fits and not fixed else None)
             leaves.append(leaf)
         return dataclasses.replace(step, leaves=leaves, starts=starts)
 
     def _values(self) -> dict[int, Any]:
-        return {id(node): to_jax(named.tensor) for node, named in zip(self.tensor_nodes, self.tensors, strict=True)}
+        return {
+            id(node): to_jax(named.tensor)
+            for node, named in zip(self.tensor_nodes, self.tensors, strict=True)
+        }
 
     # ---- outputs
 
     def _read(self, length: int) -> tuple[TracedSequence, list[Value]]:
         """Trace a sequence of some length and read it into the graph."""
-        traced = trace_sequence(self.model, self.tensors, self.inputs, self.plan, self.given, length)
+        traced = trace_sequence(
+            self.model, self.tensors, self.inputs, self.plan, self.given, length
+        )
         rows = []
         for i, x in enumerate(self.inputs):
             axis = min(self.axis, x.dim())
             shape = (*x.shape[:axis], 1, *x.shape[axis:])
-            rows.append(Row(axis, 1, tuple(self.graph.input(i, t, shape, to_jax_dtype(x.dtype)) for t in range(1, length + 1))))
-        drawn = [self.graph.make(lambda k: lax.expand_dims(k, (0,)), self.graph.random_key(i)) for i in range(traced.num_keys)]
+            rows.append(
+                Row(
+                    axis,
+                    1,
+                    tuple(
+                        self.graph.input(i, t, shape, to_jax_dtype(x.dtype))
+                        for t in range(1, length + 1)
+                    ),
+                )
+            )
+        drawn = [
+            self.graph.make(lambda k: lax.expand_dims(k, (0,)), self.graph.random_key(i))
+            for i in range(traced.num_keys)
+        ]
         unused = self.graph.constant(np.zeros((1, 2), np.uint32))
         keys = Row(0, 1, (*drawn, *[unused] * (_KEYS - len(drawn))))
         self.reader.length = length
@@ -260,8 +342,10 @@ class _Finder:
         if isinstance(output, Row):
             if len(output.parts) != length:
                 raise NotSupportedError(
-                    f"Output {index} of `{type(self.model).__name__}.forward` has {len(output.parts)} steps for an input of {length}. A "
-                    "step gives one output for one input: return as many steps as there are, or the last one, or a sum or mean over time."
+                    f"Output {index} of `{type(self.model).__name__}.forward` has "
+                    f"{len(output.parts)} steps for an input of {length}. A step gives one output "
+                    "for one input: return as many steps as there are, or the last one, or a sum "
+                    "or mean over time."
                 )
             return output.parts, TimeAxis(output.axis, output.outer, output.inner), None
         if output.level == 0:
@@ -280,14 +364,19 @@ class _Finder:
         return tuple(column), None, "last"
 
     def _addends(self, index: int, output: Node) -> Reduced | None:
-        """Give what a sum or mean adds up. A sum's addends do not depend on the length: if they do, it is a mean over other axes too."""
+        """Give what a sum or mean adds up. A sum's addends do not depend on the length: if they do,
+        it is a mean over other axes too.
+        """
         found = find_addends(self.graph, output, self.reader.reductions, self.length)
         if found is None or found.kind != "sum":
             return found
         shorter = self.length - 1
         short = self.reader.whole(self._read(shorter)[1][index])
         for batch in (1, *divisors(output, self.length)):
-            pair = [find_addends(self.graph, n, self.reader.reductions, t, batch) for n, t in ((output, self.length), (short, shorter))]
+            pair = [
+                find_addends(self.graph, n, self.reader.reductions, t, batch)
+                for n, t in ((output, self.length), (short, shorter))
+            ]
             if all(pair) and pair[0].parts[0] is pair[1].parts[0]:  # type: ignore[union-attr]
                 return pair[0]
         return None
@@ -309,7 +398,9 @@ class _Finder:
             options = [tuple(name.split(SEPARATOR)) for name in ranked] + [
                 (*prefix, f"state_{k}") for k in range(len(taken) + len(states) + 1)
             ]
-            path = next(p for p in options if not any(p[: len(t)] == t or t[: len(p)] == p for t in taken))
+            path = next(
+                p for p in options if not any(p[: len(t)] == t or t[: len(p)] == p for t in taken)
+            )
             taken.append(path)
             paths.append(path)
         return paths
@@ -326,20 +417,34 @@ def is_float(node: Node) -> bool:
 
 
 def find_difference(
-    model: nn.Module, tensors: Sequence[NamedTensor], inputs: tuple, plan: StepPlan, given: tuple | None, step: LoopStep
+    model: nn.Module,
+    tensors: Sequence[NamedTensor],
+    inputs: tuple,
+    plan: StepPlan,
+    given: tuple | None,
+    step: LoopStep,
 ) -> StateError | None:
-    """Run a step over a random sequence of another length, and torch on it and its beginnings; describe the first difference.
+    """Run a step over a random sequence of another length, and torch on it and its beginnings;
+    describe the first difference.
 
-    The weights are moved a little, since a step must be right for all of them: a state that starts at minus a bias starts at zero
-    while the bias is zero, and its gradient is wrong. Where the values explode on such numbers, so that rounding errors do too,
-    smaller inputs decide.
+    The weights are moved a little, since a step must be right for all of them: a state that starts
+    at minus a bias starts at zero while the bias is zero, and its gradient is wrong. Where the
+    values explode on such numbers, so that rounding errors do too, smaller inputs decide.
     """
     steps = [tuple(random_like(x, 100 + t) for x in inputs) for t in range(_CHECKED)]
     with _moved_weights(tensors):
         for scale in (1.0, *_LOUDER):  # a spiking model that is silent agrees with everything
-            problem, silent = _difference(model, tensors, [scaled(x, scale) for x in steps], plan, given, step)
+            problem, silent = _difference(
+                model, tensors, [scaled(x, scale) for x in steps], plan, given, step
+            )
             if isinstance(problem, _Exploded):
-                return _difference(model, tensors, [scaled(x, _SMALL) for x in steps], plan, given, step)[0] if scale == 1 else None
+                return (
+                    _difference(
+                        model, tensors, [scaled(x, _SMALL) for x in steps], plan, given, step
+                    )[0]
+                    if scale == 1
+                    else None
+                )
             if problem is not None or not silent:
                 return problem
         return None
@@ -347,7 +452,9 @@ def find_difference(
 
 @contextlib.contextmanager
 def _moved_weights(tensors: Sequence[NamedTensor]) -> Iterator[None]:
-    """Within this, all trained parameters differ by a few percent, and at least by a little, in memory of their own."""
+    """Within this, all trained parameters differ by a few percent, and at least by a little, in
+    memory of their own.
+    """
     generator = torch.Generator().manual_seed(0)
     saved = [(named.tensor, named.tensor.data) for named in tensors if named.trained]
     try:
@@ -365,7 +472,12 @@ class _Exploded(messages.NotChained):
 
 
 def _difference(
-    model: nn.Module, tensors: Sequence[NamedTensor], steps: list[tuple], plan: StepPlan, given: tuple | None, step: LoopStep
+    model: nn.Module,
+    tensors: Sequence[NamedTensor],
+    steps: list[tuple],
+    plan: StepPlan,
+    given: tuple | None,
+    step: LoopStep,
 ) -> tuple[StateError | None, bool]:
     """Compare one sequence; give the first difference, and whether an output is all zeros."""
     silent = False
@@ -377,31 +489,54 @@ def _difference(
         outputs.append([np.asarray(y) for y in now])
     lengths = [_CHECKED] if all(axis is not None for axis in step.axes) else [1, 2, 3, _CHECKED]
     for length in lengths:
-        whole = tuple(torch.stack(x, min(step.time_axis, x[0].dim())) for x in zip(*steps[:length], strict=True))
+        whole = tuple(
+            torch.stack(x, min(step.time_axis, x[0].dim()))
+            for x in zip(*steps[:length], strict=True)
+        )
         try:
             wanted = _run_whole(model, whole, plan, given)
         except Exception:  # some models do not take sequences as short as this
             if length == _CHECKED:
                 raise
             continue
-        for i, (target, axis, reduction) in enumerate(zip(wanted, step.axes, step.reductions, strict=True)):
-            column, expected = np.stack([y[i] for y in outputs[:length]]), np.asarray(to_jax(target))
+        for i, (target, axis, reduction) in enumerate(
+            zip(wanted, step.axes, step.reductions, strict=True)
+        ):
+            column, expected = (
+                np.stack([y[i] for y in outputs[:length]]),
+                np.asarray(to_jax(target)),
+            )
             if axis is None:
-                total = {"sum": column.sum(0), "mean": column.mean(0), "last": column[-1]}[reduction or "last"]
+                total = {"sum": column.sum(0), "mean": column.mean(0), "last": column[-1]}[
+                    reduction or "last"
+                ]
                 pairs = [(length, total, expected)]
             else:
                 pairs = [(t + 1, column[t], axis.select(expected, t)) for t in range(length)]
             for number, found, value in pairs:
                 if not _agree(found, value):
-                    problem = not_chained(type(model).__name__, i, number, [".".join(leaf.path) for leaf in step.leaves])
-                    return (problem if np.abs(expected).max() < _LARGE else _Exploded(str(problem))), False
+                    problem = not_chained(
+                        type(model).__name__,
+                        i,
+                        number,
+                        [".".join(leaf.path) for leaf in step.leaves],
+                    )
+                    return (
+                        problem if np.abs(expected).max() < _LARGE else _Exploded(str(problem))
+                    ), False
             silent |= length == _CHECKED and not np.any(expected)
     return None, silent
 
 
-def _run_whole(model: nn.Module, whole: tuple, plan: StepPlan, given: tuple | None) -> list[torch.Tensor]:
+def _run_whole(
+    model: nn.Module, whole: tuple, plan: StepPlan, given: tuple | None
+) -> list[torch.Tensor]:
     """Run torch on a whole sequence from the initial state; give the output tensors."""
-    with restored(model, values=False), torch.no_grad(), same_draws(lambda: jnp.zeros(2, jnp.uint32)):
+    with (
+        restored(model, values=False),
+        torch.no_grad(),
+        same_draws(lambda: jnp.zeros(2, jnp.uint32)),
+    ):
         returned = plan.call_from(model, whole, given)
         return [t.detach() for _, t in flatten_state(plan.output_of(model, returned))[0]]
 
@@ -409,16 +544,20 @@ def _run_whole(model: nn.Module, whole: tuple, plan: StepPlan, given: tuple | No
 def _agree(found: np.ndarray, value: np.ndarray) -> bool:
     scale = max(1.0, float(np.abs(value).max(initial=0.0)))
     tolerance = 1e-9 if value.dtype == np.float64 else 1e-4
-    return found.shape == value.shape and np.allclose(found, value, rtol=0, atol=tolerance * scale, equal_nan=True)
+    return found.shape == value.shape and np.allclose(
+        found, value, rtol=0, atol=tolerance * scale, equal_nan=True
+    )
 
 
 def not_chained(model: str, output: int, step: int, states: list[str]) -> StateError:
     """A step that does not give what the whole sequence gives."""
     return messages.NotChained(
-        f"`{model}.forward` takes sequences, and the step that was found in it does not give what it gives for a whole sequence: output "
-        f"{output} differs from step {step} on. States: {', '.join(f'`{s}`' for s in states) or 'none'}. The loop depends on the length of "
-        "the sequence, on the step's number or on something that is in no tensor. Write one time step as `forward(x, state) -> (output, "
-        "state)`, or pass `wrap(model, sequence=False)` if `forward` takes one time step."
+        f"`{model}.forward` takes sequences, and the step that was found in it does not give what "
+        f"it gives for a whole sequence: output {output} differs from step {step} on. States: "
+        f"{', '.join(f'`{s}`' for s in states) or 'none'}. The loop depends on the length of the "
+        "sequence, on the step's number or on something that is in no tensor. Write one time step "
+        "as `forward(x, state) -> (output, state)`, or pass `wrap(model, sequence=False)` if "
+        "`forward` takes one time step."
     )
 
 
@@ -426,15 +565,23 @@ def buffer_in_loop(model: str, names: list[str]) -> NotSupportedError:
     """A loop over time that writes to the model's tensors."""
     listed = ", ".join(f"`{name}`" for name in names)
     return NotSupportedError(
-        f"`{model}.forward` loops over time and writes to {listed} on the way (running statistics in training mode, for one). "
-        "The step that is found in a loop does not carry such writes. Call `model.eval()`, or put those layers into evaluation mode, before `wrap`."
+        f"`{model}.forward` loops over time and writes to {listed} on the way (running statistics "
+        "in training mode, for one). The step that is found in a loop does not carry such writes. "
+        "Call `model.eval()`, or put those layers into evaluation mode, before `wrap`."
     )
 
 
 def trace_sequence(
-    model: nn.Module, tensors: Sequence[NamedTensor], inputs: tuple, plan: StepPlan, given: tuple | None, length: int
+    model: nn.Module,
+    tensors: Sequence[NamedTensor],
+    inputs: tuple,
+    plan: StepPlan,
+    given: tuple | None,
+    length: int,
 ) -> TracedSequence:
-    """Trace `forward` on a whole sequence from the initial state: tensors, keys and sequences in, output tensors out."""
+    """Trace `forward` on a whole sequence from the initial state: tensors, keys and sequences in,
+    output tensors out.
+    """
     axis = 1 if plan.layout == "batch_first" else 0
     found: dict[str, Any] = {}
 
@@ -450,14 +597,25 @@ def trace_sequence(
         with restored(model, values=False), tracing(tracer):
             for named, value in zip(tensors, values, strict=True):
                 traced = TracedTensor(value, differentiable=named.trained)
-                tracer.track(named.tensor, traced, read_only=named.name if named.parameter else None)
-            for tensor in (t for m in model.modules() if (a := find_adapter(m)) is not None for t in a.constants(m)):
+                tracer.track(
+                    named.tensor, traced, read_only=named.name if named.parameter else None
+                )
+            for tensor in (
+                t
+                for m in model.modules()
+                if (a := find_adapter(m)) is not None
+                for t in a.constants(m)
+            ):
                 tracer.track(tensor, TracedTensor(constant(tensor), differentiable=False))
             tracer.on_module_call = Injector(StepPlan(root=plan.root), model, [])
             args = tuple(TracedTensor(x, origin=INPUT) for x in sequences)
             with noted_variables(model) if length >= _LENGTHS[0] else contextlib.nullcontext():
                 returned = plan.call_from(model, args, given)
-            written = [n.name for n, value in zip(tensors, values, strict=True) if tracer.read(n.tensor) is not value]
+            written = [
+                n.name
+                for n, value in zip(tensors, values, strict=True)
+                if tracer.read(n.tensor) is not value
+            ]
             if written:
                 raise buffer_in_loop(type(model).__name__, written)
             leaves, found["skeleton"] = flatten_state(plan.output_of(model, returned))
@@ -465,18 +623,30 @@ def trace_sequence(
 
     def whole(x: torch.Tensor) -> Any:
         place = min(axis, x.dim())
-        return jax.ShapeDtypeStruct((*x.shape[:place], length, *x.shape[place:]), to_jax_dtype(x.dtype))
+        return jax.ShapeDtypeStruct(
+            (*x.shape[:place], length, *x.shape[place:]), to_jax_dtype(x.dtype)
+        )
 
-    shapes = [jax.ShapeDtypeStruct(tuple(n.tensor.shape), to_jax_dtype(n.tensor.dtype)) for n in tensors]
+    shapes = [
+        jax.ShapeDtypeStruct(tuple(n.tensor.shape), to_jax_dtype(n.tensor.dtype)) for n in tensors
+    ]
     shapes += [jax.ShapeDtypeStruct((_KEYS, 2), jnp.uint32), *[whole(x) for x in inputs]]
     closed, ranges = trace_with_ranges(run, *shapes)
     first = len(shapes) - len(inputs)
-    of_step = [_range_of_step(r, r.position - first, inputs[r.position - first], length, axis) for r in ranges if r.position >= first]
+    of_step = [
+        _range_of_step(r, r.position - first, inputs[r.position - first], length, axis)
+        for r in ranges
+        if r.position >= first
+    ]
     return TracedSequence(closed, found["skeleton"], found["keys"], of_step)
 
 
-def _range_of_step(found: InputRange, position: int, x: torch.Tensor, length: int, axis: int) -> InputRange:
-    """What a range for a sequence demands of one time step: elements that are indices in any step are indices in each."""
+def _range_of_step(
+    found: InputRange, position: int, x: torch.Tensor, length: int, axis: int
+) -> InputRange:
+    """What a range for a sequence demands of one time step: elements that are indices in any step
+    are indices in each.
+    """
     if found.elements is None:
         return dataclasses.replace(found, position=position, size=x.numel())
     place = min(axis, x.dim())

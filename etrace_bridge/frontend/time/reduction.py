@@ -8,16 +8,21 @@ from etrace_bridge.frontend.time.graph import Graph, Node
 from etrace_bridge.frontend.time.sequences import Reduced
 
 _LINEAR = frozenset(
-    "dot_general reshape squeeze expand_dims broadcast_in_dim transpose slice convert_element_type neg mul div "
+    "dot_general reshape squeeze expand_dims broadcast_in_dim transpose slice "
+    "convert_element_type neg mul div "
     "concatenate copy conv_general_dilated".split()
 )
 _AFFINE = frozenset(("add", "sub"))
 
 
-def find_addends(graph: Graph, node: Node, reductions: dict[int, Reduced], length: int, batch: int = 1) -> Reduced | None:
-    """Give a sum or mean over time as its addends, if all that follows the sum is linear in it; else None.
+def find_addends(
+    graph: Graph, node: Node, reductions: dict[int, Reduced], length: int, batch: int = 1
+) -> Reduced | None:
+    """Give a sum or mean over time as its addends, if all that follows the sum is linear in it;
+    else None.
 
-    A mean over time and other axes divides by `batch` times the length, where `batch` is the number of their elements.
+    A mean over time and other axes divides by `batch` times the length, where `batch` is the number
+    of their elements.
     """
     known = reductions.get(id(node))
     if known is not None:
@@ -31,7 +36,12 @@ def find_addends(graph: Graph, node: Node, reductions: dict[int, Reduced], lengt
     kind = found.kind
     if kind == "sum" and _divides_by(node, length * batch):
         share = np.asarray(1 / batch, node.dtype)
-        return Reduced("mean", found.parts if batch == 1 else tuple(graph.make(lambda x: x * share, p, source=node.eqn) for p in found.parts))
+        return Reduced(
+            "mean",
+            found.parts
+            if batch == 1
+            else tuple(graph.make(lambda x: x * share, p, source=node.eqn) for p in found.parts),
+        )
     if node.kind in _AFFINE and kind != "mean":
         return None
     parts = []
@@ -42,9 +52,15 @@ def find_addends(graph: Graph, node: Node, reductions: dict[int, Reduced], lengt
 
 
 def divisors(node: Node, length: int) -> list[int]:
-    """Give the multiples of the length by which a chain of linear operations divides a sum, as multiples; most often one or none."""
+    """Give the multiples of the length by which a chain of linear operations divides a sum, as
+    multiples; most often one or none.
+    """
     found = []
-    while node.eqn is not None and node.kind in _LINEAR | _AFFINE and sum(o.level > 0 for o in node.operands) == 1:
+    while (
+        node.eqn is not None
+        and node.kind in _LINEAR | _AFFINE
+        and sum(o.level > 0 for o in node.operands) == 1
+    ):
         if node.kind in ("div", "mul") and (value := _constant_factor(node)) is not None:
             multiple = (value if node.kind == "div" else 1 / value if value else 0.0) / length
             if multiple > 1 and abs(multiple - round(multiple)) < 1e-6 * multiple:
@@ -58,7 +74,11 @@ def _constant_factor(node: Node) -> float | None:
     other = node.operands[1 if node.operands[0].level else 0]
     while other.kind in ("broadcast_in_dim", "convert_element_type", "reshape"):
         other = other.operands[0]
-    return float(other.value.flat[0]) if other.kind == "constant" and np.ptp(other.value) == 0 else None
+    return (
+        float(other.value.flat[0])
+        if other.kind == "constant" and np.ptp(other.value) == 0
+        else None
+    )
 
 
 def _divides_by(node: Node, length: int) -> bool:
@@ -66,4 +86,6 @@ def _divides_by(node: Node, length: int) -> bool:
     if node.kind not in ("div", "mul"):
         return False
     value = _constant_factor(node)
-    return value is not None and bool(np.isclose(value, length if node.kind == "div" else 1 / length, rtol=1e-6))
+    return value is not None and bool(
+        np.isclose(value, length if node.kind == "div" else 1 / length, rtol=1e-6)
+    )

@@ -1,9 +1,11 @@
-"""Taking a whole-sequence program apart into single steps: which values are a row of steps, and what each equation does to rows.
+"""Taking a whole-sequence program apart into single steps: which values are a row of steps, and
+what each equation does to rows.
 
-A value with time in it is a `Row`: its parts, one for each step, along one axis. A part keeps that axis, with size `outer * m`:
-the axis is read as `(outer, parts, m)`, so `(T, B)` and `(B, T)` flattened to one axis are rows too. Every rule gives the parts
-of an equation's results from the parts of its operands. An equation without a rule joins the parts to one array again, whose
-level is that of the last step; what reads it looks ahead, and is refused later.
+A value with time in it is a `Row`: its parts, one for each step, along one axis. A part keeps that
+axis, with size `outer * m`: the axis is read as `(outer, parts, m)`, so `(T, B)` and `(B, T)`
+flattened to one axis are rows too. Every rule gives the parts of an equation's results from the
+parts of its operands. An equation without a rule joins the parts to one array again, whose level is
+that of the last step; what reads it looks ahead, and is refused later.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ class Reader:
         env: dict[Any, Value] = dict(zip(closed.jaxpr.invars, inputs, strict=True))
         for variable, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
             env[variable] = self.graph.constant(value)
-        get = lambda v: self.graph.constant(v.val) if isinstance(v, Literal) else env[v]  # noqa: E731
+        get = lambda v: self.graph.constant(v.val) if isinstance(v, Literal) else env[v]
         for eqn in closed.jaxpr.eqns:
             operands = [get(v) for v in eqn.invars]
             for variable, value in zip(eqn.outvars, self.equation(eqn, operands), strict=True):
@@ -86,7 +88,11 @@ class Reader:
             return self._note_name(eqn, operands)
         if name in ("jit", "pjit", "closed_call", "core_call"):
             return self.read(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")), operands)
-        if name == "slice" and isinstance(operands[0], Node) and (drawn := self._drawn_step(eqn, operands[0])) is not None:
+        if (
+            name == "slice"
+            and isinstance(operands[0], Node)
+            and (drawn := self._drawn_step(eqn, operands[0])) is not None
+        ):
             return [drawn]
         rule = _RULES.get(name)
         rows = [o for o in operands if isinstance(o, Row)]
@@ -101,7 +107,9 @@ class Reader:
         return list(self.graph.apply(eqn, [self.whole(o) for o in operands]))
 
     def _drawn_step(self, eqn: JaxprEqn, node: Node) -> Node | None:
-        """Give one step of random numbers that were drawn for the whole sequence; None if an equation slices anything else."""
+        """Give one step of random numbers that were drawn for the whole sequence; None if an
+        equation slices anything else.
+        """
         start, limit = eqn.params["start_indices"], eqn.params["limit_indices"]
         cut = [a for a, size in enumerate(node.shape) if (start[a], limit[a]) != (0, size)]
         if len(cut) != 1 or node.shape[cut[0]] != self.length or limit[cut[0]] - start[cut[0]] != 1:
@@ -138,14 +146,28 @@ class Reader:
             dims = list(node.params["broadcast_dimensions"])
             source = node.operands[0]
             if axis not in dims or source.shape[dims.index(axis)] == 1:
-                return self.graph.apply(node.eqn, [source], [shape], {**node.params, "shape": shape})[0]
+                return self.graph.apply(
+                    node.eqn, [source], [shape], {**node.params, "shape": shape}
+                )[0]
             inner = self.part(source, dims.index(axis), outer, count, index)
             return self.graph.apply(node.eqn, [inner], [shape], {**node.params, "shape": shape})[0]
         if node.kind == "constant":
-            rows = node.value.reshape(*node.shape[:axis], outer, count, -1, *node.shape[axis + 1 :]).take(index, axis + 1)
+            rows = node.value.reshape(
+                *node.shape[:axis], outer, count, -1, *node.shape[axis + 1 :]
+            ).take(index, axis + 1)
             return self.graph.constant(rows.reshape(shape))
-        if node.level == 0 and node.eqn is not None and _acts_by_element(node.eqn) and node.kind[:6] != "custom":
-            operands = [o if o.shape == () or o.shape[axis] == 1 else self.part(o, axis, outer, count, index) for o in node.operands]
+        if (
+            node.level == 0
+            and node.eqn is not None
+            and _acts_by_element(node.eqn)
+            and node.kind[:6] != "custom"
+        ):
+            operands = [
+                o
+                if o.shape == () or o.shape[axis] == 1
+                else self.part(o, axis, outer, count, index)
+                for o in node.operands
+            ]
             return self.graph.apply(node.eqn, operands, [shape], node.params)[0]
         if node.kind == "random_bits":
             return self._random_part(node, shape, index)
@@ -162,29 +184,52 @@ class Reader:
     def _random_part(self, node: Node, shape: tuple[int, ...], index: int) -> Node:
         """Draw the random numbers of one part by themselves, with a key of their own."""
         key = self.graph.random_key((node.number, index))
-        wrapped = self.graph.apply(node.operands[0].eqn, [key])[0] if node.operands[0].kind == "random_wrap" else key
+        wrapped = (
+            self.graph.apply(node.operands[0].eqn, [key])[0]
+            if node.operands[0].kind == "random_wrap"
+            else key
+        )
         return self.graph.apply(node.eqn, [wrapped], [shape], {**node.params, "shape": shape})[0]
 
     def aligned(self, value: Value, like: Row) -> list[Node] | None:
-        """Give the parts of a value along another row's axis; None if it is a row of another layout."""
+        """Give the parts of a value along another row's axis; None if it is a row of another
+        layout.
+        """
         if isinstance(value, Row):
             return list(value.parts) if value.layout == like.layout else None
-        if value.shape == () or value.shape[like.axis] == 1:  # spread over the axis by the equation itself
+        # spread over the axis by the equation itself
+        if value.shape == () or value.shape[like.axis] == 1:
             return [value] * len(like.parts)
-        return [self.part(value, like.axis, like.outer, len(like.parts), i) for i in range(len(like.parts))]
+        return [
+            self.part(value, like.axis, like.outer, len(like.parts), i)
+            for i in range(len(like.parts))
+        ]
 
     def each(
-        self, eqn: JaxprEqn, columns: Sequence[Sequence[Node]], axis: int, outer: int, size: int, params: Callable | dict | None = None
+        self,
+        eqn: JaxprEqn,
+        columns: Sequence[Sequence[Node]],
+        axis: int,
+        outer: int,
+        size: int,
+        params: Callable | dict | None = None,
     ) -> list[Value]:
-        """Apply an equation to each part: `columns` are the operands' parts, the results are rows along `axis`."""
+        """Apply an equation to each part: `columns` are the operands' parts, the results are rows
+        along `axis`.
+        """
         shapes = [(*v.aval.shape[:axis], size, *v.aval.shape[axis + 1 :]) for v in eqn.outvars]
         own = params(shapes[0]) if callable(params) else params
-        parts = [self.graph.apply(eqn, operands, shapes, own) for operands in zip(*columns, strict=True)]
+        parts = [
+            self.graph.apply(eqn, operands, shapes, own) for operands in zip(*columns, strict=True)
+        ]
         return [Row(axis, outer, tuple(column)) for column in zip(*parts, strict=True)]
 
 
 def _acts_by_element(eqn: JaxprEqn) -> bool:
-    same_width = eqn.primitive.name == "bitcast_convert_type" and eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
+    same_width = (
+        eqn.primitive.name == "bitcast_convert_type"
+        and eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape
+    )
     return same_width or is_elementwise(eqn)
 
 
@@ -202,13 +247,25 @@ def _elementwise(reader: Reader, eqn: JaxprEqn, operands: list[Value]) -> list[V
 
 
 def _custom(reader: Reader, eqn: JaxprEqn, row: Row, columns: list[list[Node]]) -> list[Value]:
-    """Apply a call with a derivative of its own, whose program has a fixed shape: on copies of a part, of which one is read."""
+    """Apply a call with a derivative of its own, whose program has a fixed shape: on copies of a
+    part, of which one is read.
+    """
     axis, count, size = row.axis, len(row.parts), row.parts[0].shape[row.axis]
     results = []
     for operands in zip(*columns, strict=True):
-        copies = [o if o.shape == () else reader.graph.make(lambda x: lax.concatenate([x] * count, axis), o, source=eqn) for o in operands]
+        copies = [
+            o
+            if o.shape == ()
+            else reader.graph.make(lambda x: lax.concatenate([x] * count, axis), o, source=eqn)
+            for o in operands
+        ]
         outputs = reader.graph.apply(eqn, copies)
-        results.append([reader.graph.make(lambda x: lax.slice_in_dim(x, 0, size, axis=axis), o, source=eqn) for o in outputs])
+        results.append(
+            [
+                reader.graph.make(lambda x: lax.slice_in_dim(x, 0, size, axis=axis), o, source=eqn)
+                for o in outputs
+            ]
+        )
     return [Row(axis, row.outer, tuple(column)) for column in zip(*results, strict=True)]
 
 
@@ -224,7 +281,10 @@ def _concatenate(reader: Reader, eqn: JaxprEqn, operands: list[Value]) -> list[V
         return reader.each(eqn, columns, row.axis, row.outer, row.parts[0].shape[row.axis])  # type: ignore[arg-type]
     if any(o.outer != 1 for o in along):
         return None
-    unit = min([o.parts[0].shape[axis] for o in along] + [o.shape[axis] for o in operands if isinstance(o, Node) and o.shape[axis]])
+    unit = min(
+        [o.parts[0].shape[axis] for o in along]
+        + [o.shape[axis] for o in operands if isinstance(o, Node) and o.shape[axis]]
+    )
     parts: list[Node] = []
     for operand in operands:
         if isinstance(operand, Row):
@@ -261,7 +321,12 @@ def _reshape(reader: Reader, eqn: JaxprEqn, operands: list[Value]) -> list[Value
         outer, inner = before // left, after // right
         if size == outer * count * inner:
             new = (*shape[:axis], outer * inner, *shape[axis + 1 :])
-            parts = [reader.graph.make(lambda x, new=new: lax.reshape(x, new), p, source=eqn) if p.shape != new else p for p in row.parts]
+            parts = [
+                reader.graph.make(lambda x, new=new: lax.reshape(x, new), p, source=eqn)
+                if p.shape != new
+                else p
+                for p in row.parts
+            ]
             return [Row(axis, outer, tuple(parts))]
     return None
 
@@ -276,7 +341,9 @@ def _broadcast(reader: Reader, eqn: JaxprEqn, operands: list[Value]) -> list[Val
     row = cast(Row, operands[0])
     axis = eqn.params["broadcast_dimensions"][row.axis]
     size = row.parts[0].shape[row.axis]
-    return reader.each(eqn, [row.parts], axis, row.outer, size, lambda shape: {**eqn.params, "shape": shape})
+    return reader.each(
+        eqn, [row.parts], axis, row.outer, size, lambda shape: {**eqn.params, "shape": shape}
+    )
 
 
 def _slice(reader: Reader, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | None:
@@ -286,7 +353,12 @@ def _slice(reader: Reader, eqn: JaxprEqn, operands: list[Value]) -> list[Value] 
     strides = list(eqn.params["strides"] or [1] * len(start))
     first, last, stride = start[axis], limit[axis], strides[axis]
     whole = first == 0 and last == row.shape[axis] and stride == 1
-    if not whole and (row.outer != 1 or first % size or (stride != 1 and size != 1) or (last % size and stride == 1)):
+    if not whole and (
+        row.outer != 1
+        or first % size
+        or (stride != 1 and size != 1)
+        or (last % size and stride == 1)
+    ):
         return None
     kept = row.parts if whole else row.parts[first // size : -(-last // size) : stride]
     if not kept:
@@ -294,7 +366,12 @@ def _slice(reader: Reader, eqn: JaxprEqn, operands: list[Value]) -> list[Value] 
     start[axis], limit[axis], strides[axis] = 0, size, 1
     shape = (*eqn.outvars[0].aval.shape[:axis], size, *eqn.outvars[0].aval.shape[axis + 1 :])
     if shape != kept[0].shape:
-        params = {**eqn.params, "start_indices": tuple(start), "limit_indices": tuple(limit), "strides": tuple(strides)}
+        params = {
+            **eqn.params,
+            "start_indices": tuple(start),
+            "limit_indices": tuple(limit),
+            "strides": tuple(strides),
+        }
         kept = tuple(reader.graph.apply(eqn, [p], [shape], params)[0] for p in kept)
     return [kept[0] if len(kept) == 1 else Row(axis, row.outer, tuple(kept))]
 
@@ -343,7 +420,9 @@ def _pad(reader: Reader, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | 
         padded = eqn.outvars[0].aval.shape
         shape = (*padded[: row.axis], parts[0].shape[row.axis], *padded[row.axis + 1 :])
         parts = tuple(reader.graph.apply(eqn, [p, fill], [shape], params)[0] for p in parts)
-    empty = [reader.graph.make(lambda f: lax.broadcast_in_dim(f, parts[0].shape, ()), fill, source=eqn)]
+    empty = [
+        reader.graph.make(lambda f: lax.broadcast_in_dim(f, parts[0].shape, ()), fill, source=eqn)
+    ]
     parts = parts[max(0, -low) : len(parts) - max(0, -high)]
     return [Row(row.axis, row.outer, (*empty * max(0, low), *parts, *empty * max(0, high)))]
 
@@ -414,15 +493,22 @@ def _dot_general(reader: Reader, eqn: JaxprEqn, operands: list[Value]) -> list[V
                 return None
             rest: Sequence[Node] = other.parts
         else:
-            rest = [reader.part(other, axis, row.outer, len(row.parts), i) for i in range(len(row.parts))]
-        return reader.each(eqn, [row.parts, rest] if side == 0 else [rest, row.parts], place, row.outer, size)
+            rest = [
+                reader.part(other, axis, row.outer, len(row.parts), i)
+                for i in range(len(row.parts))
+            ]
+        return reader.each(
+            eqn, [row.parts, rest] if side == 0 else [rest, row.parts], place, row.outer, size
+        )
     other = reader.whole(operands[1 - side])
     free = [d for d in range(len(row.shape)) if d not in contract[side] and d not in batch[side]]
     axis = len(batch[0]) + free.index(row.axis)
     if side == 1:
         axis += len(other.shape) - len(contract[0]) - len(batch[0])
     rest = [other] * len(row.parts)
-    return reader.each(eqn, [row.parts, rest] if side == 0 else [rest, row.parts], axis, row.outer, size)
+    return reader.each(
+        eqn, [row.parts, rest] if side == 0 else [rest, row.parts], axis, row.outer, size
+    )
 
 
 def _convolution(reader: Reader, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | None:
@@ -432,7 +518,9 @@ def _convolution(reader: Reader, eqn: JaxprEqn, operands: list[Value]) -> list[V
     numbers, params = eqn.params["dimension_numbers"], eqn.params
     if row.axis == numbers.lhs_spec[0] and params["batch_group_count"] == 1:
         rest = [kernel] * len(row.parts)
-        return reader.each(eqn, [row.parts, rest], numbers.out_spec[0], row.outer, row.parts[0].shape[row.axis])
+        return reader.each(
+            eqn, [row.parts, rest], numbers.out_spec[0], row.outer, row.parts[0].shape[row.axis]
+        )
     if row.axis not in numbers.lhs_spec[2:] or row.outer != 1 or row.inner != 1:
         return None
     place = numbers.lhs_spec[2:].index(row.axis)
@@ -441,22 +529,39 @@ def _convolution(reader: Reader, eqn: JaxprEqn, operands: list[Value]) -> list[V
     reach = (kernel.shape[numbers.rhs_spec[2 + place]] - 1) * params["rhs_dilation"][place] + 1
     low, high = params["padding"][place]
     zeros = reader.graph.constant(np.zeros(row.parts[0].shape, row.parts[0].dtype))
-    padded = [zeros] * max(0, low) + list(row.parts[max(0, -low) : len(row.parts) - max(0, -high)]) + [zeros] * max(0, high)
-    own = {**params, "padding": tuple((0, 0) if i == place else p for i, p in enumerate(params["padding"]))}
-    own["window_strides"] = tuple(1 if i == place else s for i, s in enumerate(params["window_strides"]))
+    padded = (
+        [zeros] * max(0, low)
+        + list(row.parts[max(0, -low) : len(row.parts) - max(0, -high)])
+        + [zeros] * max(0, high)
+    )
+    own = {
+        **params,
+        "padding": tuple((0, 0) if i == place else p for i, p in enumerate(params["padding"])),
+    }
+    own["window_strides"] = tuple(
+        1 if i == place else s for i, s in enumerate(params["window_strides"])
+    )
     axis = numbers.out_spec[2 + place]
     shape = (*eqn.outvars[0].aval.shape[:axis], 1, *eqn.outvars[0].aval.shape[axis + 1 :])
     parts = []
     for start in range(0, len(padded) - reach + 1, params["window_strides"][place]):
         window = padded[start : start + reach]
-        joined = window[0] if reach == 1 else reader.graph.make(lambda *p: lax.concatenate(p, row.axis), *window, source=eqn)
+        joined = (
+            window[0]
+            if reach == 1
+            else reader.graph.make(lambda *p: lax.concatenate(p, row.axis), *window, source=eqn)
+        )
         parts.append(reader.graph.apply(eqn, [joined, kernel], [shape], own)[0])
     return [parts[0] if len(parts) == 1 else Row(axis, 1, tuple(parts))]
 
 
 def _gather(reader: Reader, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | None:
     table, indices = operands
-    if not isinstance(table, Node) or not isinstance(indices, Row) or indices.axis == len(indices.shape) - 1:
+    if (
+        not isinstance(table, Node)
+        or not isinstance(indices, Row)
+        or indices.axis == len(indices.shape) - 1
+    ):
         return None
     numbers = eqn.params["dimension_numbers"]
     if getattr(numbers, "operand_batching_dims", ()):
@@ -464,18 +569,27 @@ def _gather(reader: Reader, eqn: JaxprEqn, operands: list[Value]) -> list[Value]
     free = [d for d in range(len(eqn.outvars[0].aval.shape)) if d not in numbers.offset_dims]
     axis = free[indices.axis]
     size = indices.parts[0].shape[indices.axis]
-    return reader.each(eqn, [[table] * len(indices.parts), indices.parts], axis, indices.outer, size)
+    return reader.each(
+        eqn, [[table] * len(indices.parts), indices.parts], axis, indices.outer, size
+    )
 
 
 def _on_other_axes(axes: Callable[[dict], Sequence[int]]) -> Callable:
-    """The rule of equations that work along some axes and leave the others apart (sort, argmax, top_k)."""
+    """The rule of equations that work along some axes and leave the others apart (sort, argmax,
+    top_k).
+    """
 
     def rule(reader: Reader, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | None:
         row = next(o for o in operands if isinstance(o, Row))
         columns = [reader.aligned(o, row) for o in operands]
         if row.axis in axes(eqn.params) or any(c is None for c in columns):
             return None
-        removed = axes(eqn.params) if eqn.outvars[0].aval.shape != row.shape and len(eqn.outvars[0].aval.shape) < len(row.shape) else ()
+        removed = (
+            axes(eqn.params)
+            if eqn.outvars[0].aval.shape != row.shape
+            and len(eqn.outvars[0].aval.shape) < len(row.shape)
+            else ()
+        )
         axis = row.axis - sum(a < row.axis for a in removed)
         return reader.each(eqn, columns, axis, row.outer, row.parts[0].shape[row.axis])  # type: ignore[arg-type]
 
@@ -499,6 +613,9 @@ _RULES: dict[str, Callable] = {
     "sort": _on_other_axes(lambda p: (p["dimension"],)),
     "argmax": _on_other_axes(lambda p: p["axes"]),
     "argmin": _on_other_axes(lambda p: p["axes"]),
-    **dict.fromkeys(["reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"], _reduce),
+    **dict.fromkeys(
+        ["reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"],
+        _reduce,
+    ),
     **dict.fromkeys(["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"], _running),
 }

@@ -1,8 +1,10 @@
-"""One step of a model that consumes whole sequences, found in the programs of a few short sequences.
+"""One step of a model that consumes whole sequences, found in the programs of a few short
+sequences.
 
-`forward` is traced for one length, and taken apart into single-step values (`sequences`). A minimum cut between two steps gives
-the state (`cut`). Then all steps are read side by side: what stands at the same place of the outputs at step t and at step t + 1
-is the same value one step later, so the state's next value, and its value before the first step, are known.
+`forward` is traced for one length, and taken apart into single-step values (`sequences`). A minimum
+cut between two steps gives the state (`cut`). Then all steps are read side by side: what stands at
+the same place of the outputs at step t and at step t + 1 is the same value one step later, so the
+state's next value, and its value before the first step, are known.
 """
 
 from __future__ import annotations
@@ -75,7 +77,13 @@ def split_steps(outputs: Sequence[Column], step: int, named: set[int]) -> Split:
         side_by_side.visit(column)
     side_by_side.finish()
     here = [node for column in outputs if (node := column[step - 1]) is not None]
-    return Split(step, here, [column[0] for column in outputs], list(side_by_side.states.values()), list(side_by_side.keys.values()))
+    return Split(
+        step,
+        here,
+        [column[0] for column in outputs],
+        list(side_by_side.states.values()),
+        list(side_by_side.keys.values()),
+    )
 
 
 def _check_order(column: Column) -> None:
@@ -94,22 +102,29 @@ def looks_ahead(node: Node, step: int) -> BridgeError:
             continue
         seen.add(id(here))
         if here.eqn is not None and (
-            any(0 < o.level <= step for o in here.operands) or all(o.level <= step or o.kind == "input" for o in here.operands)
+            any(0 < o.level <= step for o in here.operands)
+            or all(o.level <= step or o.kind == "input" for o in here.operands)
         ):
             joins.append(here)
         stack.extend(here.operands)
     culprit = min(joins or [node], key=lambda n: n.number)
     name = culprit.kind if culprit.eqn is not None else "the input"
     return NotSupportedError(
-        f"The output at one step depends on later inputs: output {step} reads input {node.level}, through `{name}`{place_of(culprit)}. "
-        "An online learner has not seen those yet (a reversed or bidirectional pass, a centred convolution, attention or statistics over "
-        "the whole sequence). Use only the past there (a running statistic, a causal convolution), or train this model offline with torch."
+        f"The output at one step depends on later inputs: output {step} reads input {node.level}, "
+        f"through `{name}`{place_of(culprit)}. An online learner has not seen those yet (a "
+        "reversed or bidirectional pass, a centred convolution, attention or statistics over the "
+        "whole sequence). Use only the past there (a running statistic, a causal convolution), or "
+        "train this model offline with torch."
     )
 
 
 def place_of(node: Node) -> str:
     """Describe where in the user's code a value is computed."""
-    line = "" if node.eqn is None else user_line(node.eqn, ("etrace_bridge/frontend", "/adapters/", "/torch/", "torch2jax"))
+    line = (
+        ""
+        if node.eqn is None
+        else user_line(node.eqn, ("etrace_bridge/frontend", "/adapters/", "/torch/", "torch2jax"))
+    )
     return f" at {line}" if line else ""
 
 
@@ -137,7 +152,8 @@ class _SideBySide:
                 continue
             self._seen[key] = column
             if base.level == 0 and base.kind != "key" and all(node is base for node in later):
-                if keys_of([base]):  # drawn once for the whole sequence, as a dropout mask over time: carried along
+                # drawn once for the whole sequence, as a dropout mask over time: carried along
+                if keys_of([base]):
                     self.states[id(base), id(base)] = State(base, base, column)
                 continue
             if base.kind == "key" and all(node.kind == "key" for node in later):
@@ -152,15 +168,24 @@ class _SideBySide:
                 for node in later:
                     if not base.like(node):
                         raise unequal_steps(base, node)
-                early = [node if node is not None and base.like(node) else None for node in column[: self.step - 1]]
+                early = [
+                    node if node is not None and base.like(node) else None
+                    for node in column[: self.step - 1]
+                ]
                 rows = [*early, *column[self.step - 1 :]]
                 for place in range(len(base.operands)):
-                    stack.append(tuple(None if node is None else node.operands[place] for node in rows))
+                    stack.append(
+                        tuple(None if node is None else node.operands[place] for node in rows)
+                    )
 
     def _check_input(self, base: Node, later: list[Node]) -> None:
         index, number = base.value
         for offset, node in enumerate(later, 1):
-            if node.kind != "input" or node.value != (index, number + offset) or number != self.step:
+            if (
+                node.kind != "input"
+                or node.value != (index, number + offset)
+                or number != self.step
+            ):
                 raise unequal_steps(base, node)
 
     def _add_state(self, base: Node, later: list[Node], column: Column) -> None:
@@ -172,7 +197,9 @@ class _SideBySide:
             self.states[key] = State(base, later[0], column)
             self._waiting.append(key)
         else:
-            known.column = tuple(a if a is not None else b for a, b in zip(known.column, column, strict=True))
+            known.column = tuple(
+                a if a is not None else b for a, b in zip(known.column, column, strict=True)
+            )
 
     def finish(self) -> None:
         """Follow the states' next values until no state is new."""
@@ -184,16 +211,18 @@ class _SideBySide:
 def counts_steps(node: Node) -> BridgeError:
     """The error for a step that depends on its number."""
     return NotSupportedError(
-        f"The step depends on its number in the sequence: a constant differs from step to step{place_of(node)} (a position table, a "
-        "schedule, `t` in a formula, a division by the length). A step of an endless stream has no number. Leave it out, or pass it "
-        "as a second input."
+        "The step depends on its number in the sequence: a constant differs from step to "
+        f"step{place_of(node)} (a position table, a schedule, `t` in a formula, a division by the "
+        "length). A step of an endless stream has no number. Leave it out, or pass it as a second "
+        "input."
     )
 
 
 def unequal_steps(a: Node, b: Node) -> BridgeError:
     """The error for steps that are not alike."""
     return NotSupportedError(
-        f"The steps of the loop over time are not alike: `{a.kind}`{place_of(a)} at one step stands where another step has "
-        f"`{b.kind}`{place_of(b)} (an `if` on the step's number, a clock, a list that grows). One step is compiled for all steps. "
-        "Write the choice with tensors (`torch.where`), or pass what differs as an input."
+        f"The steps of the loop over time are not alike: `{a.kind}`{place_of(a)} at one step "
+        f"stands where another step has `{b.kind}`{place_of(b)} (an `if` on the step's number, a "
+        "clock, a list that grows). One step is compiled for all steps. Write the choice with "
+        "tensors (`torch.where`), or pass what differs as an input."
     )

@@ -1,4 +1,6 @@
-"""Which local variable holds which value while a model is traced: the names of states that live in local variables."""
+"""Which local variable holds which value while a model is traced: the names of states that live in
+local variables.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ _MOST = 16  # a longer list is a history, not a state
 
 @contextlib.contextmanager
 def noted_variables(model: nn.Module) -> Iterator[None]:
-    """Write the names of local variables into the trace, as `name` equations on the values that they hold.
+    """Write the names of local variables into the trace, as `name` equations on the values that
+    they hold.
 
     A name is the module's path and the variable's name, joined by `SEPARATOR`s.
     """
@@ -36,7 +39,11 @@ def noted_variables(model: nn.Module) -> Iterator[None]:
         if path is None:
             return
         for name, value in list(local.items()):
-            if name == "self" or not isinstance(value, (TracedTensor, *_CONTAINERS)) and not hasattr(value, "__dataclass_fields__"):
+            if (
+                name == "self"
+                or not isinstance(value, (TracedTensor, *_CONTAINERS))
+                and not hasattr(value, "__dataclass_fields__")
+            ):
                 continue
             if isinstance(value, _CONTAINERS) and len(value) > _MOST:
                 continue
@@ -57,7 +64,11 @@ def noted_variables(model: nn.Module) -> Iterator[None]:
 
     def global_trace(frame: FrameType, event: str, _: Any) -> Any:
         code = frame.f_code
-        return local_trace if "self" in code.co_varnames and locate.is_user_file(code.co_filename) else None
+        return (
+            local_trace
+            if "self" in code.co_varnames and locate.is_user_file(code.co_filename)
+            else None
+        )
 
     outer = sys.gettrace()
     sys.settrace(global_trace)
