@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -23,7 +24,7 @@ from etrace_bridge.frontend.outer import check_arguments, unwrapped
 from etrace_bridge.frontend.plan import StateLeaf
 from etrace_bridge.frontend.steady import SteadyStep
 from etrace_bridge.frontend.step import TracedStep, pack_output
-from etrace_bridge.frontend.tree import insert, lookup, outside_traces, remove
+from etrace_bridge.frontend.tree import copied, insert, lookup, outside_traces, remove
 
 
 class BufferState(brainstate.State):
@@ -418,6 +419,19 @@ class BridgedModule(brainstate.nn.Module):
         if self._session is None and self._pending is _NOT_INITIALISED:
             self.init_state(batch_size=values[0].shape[0])
         self._session_for(values)
+
+    @contextlib.contextmanager
+    def restored_on_error(self) -> Iterator[None]:
+        """Within this, an error leaves the module's States and their values as they were."""
+        values = [(state, state.value) for state in self.states().values()]
+        before = self._session, self._pending, self._made, copied(self._tree)
+        try:
+            yield
+        except BaseException:
+            self._session, self._pending, self._made, self._tree = before
+            for state, value in values:
+                state.value = value
+            raise
 
     # ---- torch state dicts
 

@@ -48,3 +48,8 @@ def remove(tree: dict, path: Path) -> None:
     for key in path[:-1]:
         tree = tree.get(key, {})
     tree.pop(path[-1], None)
+
+
+def copied(tree: dict) -> dict:
+    """A tree of new dicts that holds the same States."""
+    return {key: copied(x) if isinstance(x, dict) else x for key, x in tree.items()}

@@ -304,23 +304,15 @@ def restore_learner(
 @contextlib.contextmanager
 def _undo_on_error(runtime: Runtime) -> Iterator[None]:
     """Within this, an error leaves the model's States and the torch optimizer as they were."""
-    net, optimizer = runtime.net, runtime.optimizer
-    states = [(state, state.value) for state in net.states().values()]
-    inner = {
-        name: _copy_tree(vars(net)[name])
-        for name in ("_session", "_pending", "_made", "_tree")
-        if name in vars(net)
-    }
+    optimizer = runtime.optimizer
     gradients = {name: p.grad for name, p in runtime.parameters.items()}
     is_torch = isinstance(optimizer, torch.optim.Optimizer)
     groups = [dict(g) for g in optimizer.param_groups] if is_torch else []
     slots = {p: dict(held) for p, held in optimizer.state.items()} if is_torch else {}
     try:
-        yield
+        with _states_restored_on_error(runtime.net):
+            yield
     except BaseException:
-        for state, value in states:
-            state.value = value
-        vars(net).update(inner)  # a `BridgedModule` makes new States for another batch size
         for name, grad in gradients.items():
             runtime.parameters[name].grad = grad
         if is_torch:
@@ -332,12 +324,19 @@ def _undo_on_error(runtime: Runtime) -> Iterator[None]:
         raise
 
 
-def _copy_tree(value: Any) -> Any:
-    return (
-        {key: _copy_tree(inner) for key, inner in value.items()}
-        if isinstance(value, dict)
-        else value
-    )
+@contextlib.contextmanager
+def _states_restored_on_error(net: brainstate.nn.Module) -> Iterator[None]:
+    if isinstance(net, BridgedModule):
+        with net.restored_on_error():
+            yield
+        return
+    values = [(state, state.value) for state in net.states().values()]
+    try:
+        yield
+    except BaseException:
+        for state, value in values:
+            state.value = value
+        raise
 
 
 def _restore_weights(runtime: Runtime, weights: Tensors) -> None:
