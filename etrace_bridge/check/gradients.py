@@ -66,7 +66,7 @@ class Check:
         )
 
     def gradients(self, learner: OnlineLearner) -> GradientResult:
-        xs = self.data.xs if len(self.data.xs) > 1 else self.data.xs[0]
+        xs = self.data.xs[0] if len(self.data.xs) == 1 else self.data.xs
         return learner.gradients(xs, self.data.targets, self.mask)
 
 

@@ -124,7 +124,7 @@ def torch_reference(
 
 
 def _run(model: nn.Module, data: CheckData, options: Mapping[str, Any]) -> TorchRun:
-    xs = data.xs if len(data.xs) > 1 else data.xs[0]
+    xs = data.xs[0] if len(data.xs) == 1 else data.xs
     with torch.enable_grad():
         return run_torch(model, xs, **options)
 
@@ -195,7 +195,7 @@ def _hears_input(
     if all(torch.equal(x, z) for x, z in zip(data.xs, zeros, strict=True)):
         return False
     with torch.no_grad(), restored(model):
-        run = run_torch(model, zeros if len(zeros) > 1 else zeros[0], **options)
+        run = run_torch(model, zeros[0] if len(zeros) == 1 else zeros, **options)
     silent = [[t.detach().numpy(force=True) for _, t in flatten_state(o)[0]] for o in run.outputs]
     return any(
         not np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")

@@ -49,7 +49,8 @@ def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) 
     n_out = len(raw.jaxpr.outvars) - n_state
     weight_of: list[Path | None] = [None] * n_arg
     for state, count in zip(compiled, leaves, strict=True):
-        path = id_to_path.get(id(state)) if isinstance(state, brainstate.ParamState) else None
+        is_weight = isinstance(state, brainstate.ParamState)
+        path: Any = id_to_path.get(id(state)) if is_weight else None
         weight_of += [path] * count
     _check_raw(raw, n_arg, n_out, weight_of, compiled, leaves, id_to_path)
     raw_outs = split_by_sizes(raw.jaxpr.outvars[n_out:], leaves)

@@ -46,8 +46,8 @@ class HiddenGroup:
     hidden_outvars: tuple[Any, ...]
     transition_jaxpr: Jaxpr
     transition_jaxpr_constvars: tuple[Var, ...]
-    leaves: tuple[HiddenLeaf, ...] = ()
-    core: Core | None = None
+    leaves: tuple[HiddenLeaf, ...]
+    core: Core
 
     @property
     def varshape(self) -> tuple[int, ...]:

@@ -220,10 +220,15 @@ class Aligner:
         self.cuts: set[Edge] = set()
         self.contact_eqns = set(use.contact_of_eqn)
         self.weights = use.weight_paths
-        self.maps: dict[int, list[np.ndarray] | None] = {}
+        self.maps: dict[int, list[np.ndarray]] = {}
+        self.dynamic: set[int] = set()  # structural equations whose indices are data
         for i, eqn in enumerate(self.eqns):
             if is_structural(eqn) and not is_elementwise(eqn) and i not in self.contact_eqns:
-                self.maps[i] = index_maps(eqn, constants)
+                maps = index_maps(eqn, constants)
+                if maps is None:
+                    self.dynamic.add(i)
+                else:
+                    self.maps[i] = maps
 
     def run(self) -> Aligner:
         """Repeats the passes until no cut is new."""
@@ -239,7 +244,7 @@ class Aligner:
             return "mixed"
         if is_elementwise(eqn):
             return "same"
-        return "moved" if self.maps.get(i) is not None else "mixed"
+        return "moved" if i in self.maps else "mixed"
 
     def edge_feeds(self, i: int, k: int, outvars: Sequence[Var] | None = None) -> Feeds:
         """What operand `k` of equation `i` feeds through this equation, or through a copy of it
@@ -389,9 +394,14 @@ class Aligner:
             ):
                 core.append(i)
                 live.update(v for v in eqn.outvars if is_float(v))
-        dynamic = frozenset(i for i, maps in self.maps.items() if maps is None)
         return Alignment(
-            self.leaves, self.targets, self.feeds, self.origins, self.cuts, tuple(core), dynamic
+            self.leaves,
+            self.targets,
+            self.feeds,
+            self.origins,
+            self.cuts,
+            tuple(core),
+            frozenset(self.dynamic),
         )
 
 
@@ -431,7 +441,7 @@ def merge_places(arrays: list[Any], new: Any) -> None:
             if old is new:
                 return
             continue
-        both = (old >= 0) & (new >= 0)
+        both = np.greater_equal(old, 0) & np.greater_equal(new, 0)
         if (old[both] == new[both]).all():
             arrays[n] = np.where(old >= 0, old, new)
             return

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from etrace_bridge._errors import CompilationError
 from etrace_bridge._jax_compat import JaxprEqn, Literal, Var
 from etrace_bridge.compiler.contacts import ContactForm, contact_form
 from etrace_bridge.compiler.diagnostics import Path, show_path
@@ -84,6 +85,13 @@ class Contact:
     y: Var
     x: Any = None
     parts: tuple[Part, ...] = ()
+
+    @property
+    def traced_form(self) -> ContactForm:
+        """The form of a contact that has a trace."""
+        if self.form is None:
+            raise CompilationError(f"The contact {show_path(self.view.paths[0])} has no trace.")
+        return self.form
 
 
 @dataclass(frozen=True)
@@ -171,12 +179,13 @@ def _find_parts(
 ) -> tuple[Part, ...]:
     whole = (Part(y, form),)
     users = readers.get(y, [])
-    if form.shape(form.out) != y.aval.shape or any(u is None for u in users) or not users:
+    reader = users[0] if len(users) == 1 else None
+    if reader is None or form.shape(form.out) != y.aval.shape:
         return whole
-    if len(users) == 1 and users[0].primitive.name == "split":
-        return _gates(form, users[0]) or whole
-    if len(users) == 1 and users[0].primitive.name == "broadcast_in_dim":
-        return (_spread_part(y, form, users[0]),)
+    if reader.primitive.name == "split":
+        return _gates(form, reader) or whole
+    if reader.primitive.name == "broadcast_in_dim":
+        return (_spread_part(y, form, reader),)
     return whole
 
 

@@ -246,10 +246,10 @@ def _hook_tables() -> bool:
 def _memory() -> bool:
     module = nn.Module()
     module.register_buffer("state", torch.zeros(2))
-    state = module._buffers["state"]
+    state = module.get_buffer("state")
     before = state._version
     module.state.add_(1)
-    return state is module.state and state._version > before
+    return state is module._buffers["state"] is module.state and state._version > before
 
 
 # ---- JAX, all in `_jax_compat.py`

@@ -247,7 +247,7 @@ class BridgedModule(brainstate.nn.Module):
             self._insert_tensors()
             for leaf in session.plan.leaves:
                 kind = _state_kind(leaf)
-                state = old.get(leaf.path)
+                state: Any = old.get(leaf.path)
                 if type(state) is not kind or state.value.shape != held_shape(leaf.initial):
                     state = outside_traces(kind(to_real_jax(leaf.initial)))
                 insert(self._tree, leaf.path, state, replace=BufferState)

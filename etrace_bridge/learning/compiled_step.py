@@ -288,7 +288,7 @@ class CompiledStep:
             at += tree.num_leaves
 
     def _states(self) -> dict[Path, Any]:
-        return dict(self.net.states())
+        return dict(self.net.states().items())
 
     def _initial(self) -> tuple[list[Any], list[Any]]:
         current = self.read()

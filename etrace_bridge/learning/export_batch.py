@@ -77,7 +77,7 @@ class MappedStep:
             new = result.carry
             output = jax.tree.map(lambda o: o[0, 0], result.outputs)
             return (
-                result.grads,
+                result.grads or [],
                 result.losses[0],
                 output,
                 new.hidden,
@@ -220,7 +220,11 @@ def _agrees(mapped: MappedStep, spec: ProgramSpec, target: Any) -> bool:
             theta, Carry(*together), spec.one_step(theta, args, targets), False, False
         )
         grads, loss, output, new = mapped.gradients(theta, Carry(*apart), args, targets)
-        expected = [*result.grads, result.losses[0], jax.tree.map(lambda o: o[0], result.outputs)]
+        expected = [
+            *(result.grads or ()),
+            result.losses[0],
+            jax.tree.map(lambda o: o[0], result.outputs),
+        ]
         carries = [(c.hidden, c.other, c.trace) for c in (result.carry, new)]
         return *carries, expected, [*grads, loss, output]
 

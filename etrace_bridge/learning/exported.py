@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.export
@@ -195,7 +195,7 @@ def rebuild(
 
 
 def _sizes(row: Mapping[str, Any], batch: int | None) -> tuple[int, ...]:
-    return tuple(batch if size == "b" else size for size in row["shape"])
+    return tuple(cast(int, batch) if size == "b" else size for size in row["shape"])
 
 
 def _unpack(outputs: Sequence[Any]) -> Any:

@@ -410,14 +410,14 @@ class _Early:
             place.best = BestEpoch(math.inf)
 
     def is_over(self, learner: OnlineLearner, record: dict[str, Any]) -> bool:
-        if not self.active:
+        best = self.place.best if self.active else None
+        if best is None:
             return False
         if self.monitor not in record:
             raise InputError(
                 f"Early stopping watches {self.monitor!r}, but an epoch's record has only: "
                 f"{', '.join(record)}."
             )
-        best = self.place.best
         value = record[self.monitor] * (1 if self.rule.mode == "min" else -1)
         if value < best.value - self.rule.min_delta:
             best.value, best.since = value, 0
@@ -428,6 +428,6 @@ class _Early:
         return best.since >= self.rule.patience
 
     def restore(self, learner: OnlineLearner) -> None:
-        best = self.place.best
-        if self.active and best.kept and best.since:
+        best = self.place.best if self.active else None
+        if best is not None and best.kept and best.since:
             best.restore(learner.runtime.store)

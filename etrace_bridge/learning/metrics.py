@@ -51,13 +51,14 @@ def named_metrics(metrics: Metrics) -> dict[str, Metric]:
     if metrics is None:
         return {}
     if isinstance(metrics, Mapping):
-        found = dict(metrics)
+        given: dict[str, Any] = dict(metrics)
     else:
         each = [metrics] if isinstance(metrics, str) or callable(metrics) else list(metrics)
-        found = {
+        given = {
             m if isinstance(m, str) else getattr(m, "__name__", type(m).__name__): m for m in each
         }
-    for name, metric in found.items():
+    found: dict[str, Metric] = {}
+    for name, metric in given.items():
         if isinstance(metric, str):
             if metric not in KNOWN:
                 raise InputError(
@@ -70,6 +71,8 @@ def named_metrics(metrics: Metrics) -> dict[str, Metric]:
                 f"The metric {name!r} is a {type(metric).__name__}; it must be a function "
                 "`(output, target) -> number`."
             )
+        else:
+            found[name] = metric
     return found
 
 

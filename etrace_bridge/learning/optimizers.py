@@ -237,6 +237,7 @@ class Updater:
         self, grads: Arrays, state: UpdateState, theta: Arrays
     ) -> tuple[Arrays, UpdateState]:
         """New weights and state."""
+        changes: Any  # optax says a tree; here it is a dict, as `grads` is
         changes, inner = self.transform.update(grads, state.inner, theta, numbers=state.numbers)
         new = {name: theta[name] + changes[name].astype(theta[name].dtype) for name in theta}
         return new, UpdateState(

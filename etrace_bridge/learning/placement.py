@@ -162,7 +162,7 @@ class Placement:
         """
         specs: dict[tuple[int, ...], PartitionSpec] = {}
         for contact in program.traced_contacts if self.partition is not None else ():
-            shape, form = contact.view.var.aval.shape, contact.form
+            shape, form = contact.view.var.aval.shape, contact.traced_form
             axes = [n for n, letter in enumerate(form.view) if letter in form.out]
             if (
                 contact.x is not None

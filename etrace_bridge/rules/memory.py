@@ -170,7 +170,7 @@ class Factored(Filters):
         products, others = find_channels(program)
         return {
             "x": {
-                c.index: jnp.zeros(c.form.shape(c.form.feature), c.y.aval.dtype)
+                c.index: jnp.zeros(c.traced_form.shape(c.traced_form.feature), c.y.aval.dtype)
                 for c in contacts_with_data(program)
             },
             "f": [c.zeros(program) for c in products],
@@ -223,7 +223,7 @@ class Presynaptic(Filters):
         contacts = {t.contact.index: t.contact for t in taps if t.contact.x is not None}
         return {
             "x": {
-                n: jnp.zeros(c.form.shape(c.form.feature), c.y.aval.dtype)
+                n: jnp.zeros(c.traced_form.shape(c.traced_form.feature), c.y.aval.dtype)
                 for n, c in contacts.items()
             },
             "ones": {
@@ -284,7 +284,7 @@ def _batch_axis(program: StepProgram, contact: Contact) -> int:
             axis = form.out.index(letter)
             shape = [-1 if n == axis else 1 for n in range(len(form.out))]
             if ((rows < 0) | (rows == np.arange(group.varshape[0]).reshape(shape))).all():
-                return contact.form.feature.index(letter)
+                return contact.traced_form.feature.index(letter)
     raise InputError(
         "`reset` for single batch elements needs a batch axis, and the data that meets "
         f"`{contact.view}` has none that its hidden states share. Reset the whole batch instead."

@@ -128,7 +128,7 @@ def _is_plain(program: StepProgram, contact: Contact) -> bool:
 
 def _form_of(program: StepProgram, contact: Contact) -> ContactForm:
     taps = program.taps_of(contact)
-    return taps[0].part.form if len(taps) == 1 else contact.form
+    return taps[0].part.form if len(taps) == 1 else contact.traced_form
 
 
 def _whole(contact: Contact, taps: Sequence[Tap], at_taps: Sequence[Any]) -> Any:
@@ -140,14 +140,14 @@ def _whole(contact: Contact, taps: Sequence[Tap], at_taps: Sequence[Any]) -> Any
         out, y = taps[0].part.form.out, at_taps[taps[0].index]
         if taps[0].part.var is contact.y:
             return y
-        spread = [n for n, c in enumerate(out, 1) if c not in contact.form.out]
+        spread = [n for n, c in enumerate(out, 1) if c not in contact.traced_form.out]
         return y.sum(spread).reshape(y.shape[0], *contact.y.aval.shape)
     return join_outputs(taps, [at_taps[t.index] for t in taps])
 
 
 def _transpose(contact: Contact, env: dict[Var, Any], cotangent: Any, x: Any) -> Any:
     """The contact's own transpose with respect to its view (convolutions, embeddings)."""
-    form = contact.form
+    form = contact.traced_form
     view = env[contact.view.var]
 
     def apply(view: Any) -> Any:
@@ -167,7 +167,7 @@ def join_outputs(taps: Sequence[Tap], pieces: Sequence[Any]) -> Any:
     if len(taps) == 1:
         return pieces[0]
     return jnp.concatenate(
-        list(pieces), axis=taps[0].contact.form.out.index(taps[0].part.letter) + 1
+        list(pieces), axis=taps[0].contact.traced_form.out.index(taps[0].part.letter) + 1
     )
 
 

@@ -70,7 +70,7 @@ def _agree(a: np.ndarray, b: np.ndarray) -> bool:
 
 def _rows_of(eqn: JaxprEqn, rows: Rows, constants: dict[Var, Any]) -> list[np.ndarray] | None:
     """Rows of an equation's results; None where they mix, or the primitive is not known."""
-    operands = [None if isinstance(v, Literal) else rows.get(v) for v in eqn.invars]
+    operands: list[Any] = [None if isinstance(v, Literal) else rows.get(v) for v in eqn.invars]
     name, params = eqn.primitive.name, eqn.params
     if is_elementwise(eqn):
         total = np.full(eqn.outvars[0].aval.shape, -1)

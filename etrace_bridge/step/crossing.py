@@ -179,7 +179,9 @@ def _at_data(
     found: dict[Any, Any] = {}
     for route in routes:
         form, part, contact = route.tap.part.form, route.tap.part, route.tap.contact
-        view = read(start, contact.view.var).reshape(contact.form.shape(contact.form.view))
+        view = read(start, contact.view.var).reshape(
+            contact.traced_form.shape(contact.traced_form.view)
+        )
         if part.letter:
             end, axis = part.start + form.sizes[part.letter], form.view.index(part.letter)
             view = lax.slice_in_dim(view, part.start, end, axis=axis)

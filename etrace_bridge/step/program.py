@@ -125,7 +125,9 @@ class StepProgram(StepGroups):
             targets: the variables wanted.
             held: operands to hold constant, by equation id.
         """
-        tapped = {id(c.eqn): c.form.view_index for c in self.traced_contacts} if deltas else {}
+        tapped = (
+            {id(c.eqn): c.traced_form.view_index for c in self.traced_contacts} if deltas else {}
+        )
         held = held or {}
         known = dict(zip(self.saved_vars, saved, strict=True))
 

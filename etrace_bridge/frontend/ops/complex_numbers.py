@@ -54,9 +54,11 @@ def _broadcast(a: Any, b: Any) -> tuple[Any, Any]:
     if dtype_of(a) != dtype_of(b):
         raise TypeError(f"Expected two tensors of one dtype, got {dtype_of(a)} and {dtype_of(b)}")
     shape = np.broadcast_shapes(a.shape, b.shape)
-    return tuple(
-        lax.broadcast_in_dim(x, shape, range(len(shape) - x.ndim, len(shape))) for x in (a, b)
-    )
+
+    def spread(x: Any) -> Any:
+        return lax.broadcast_in_dim(x, shape, range(len(shape) - x.ndim, len(shape)))
+
+    return spread(a), spread(b)
 
 
 @implements("view_as_real", view=True)

@@ -37,7 +37,7 @@ def reduction_name(
     """Name a reduction given by name or number; two deprecated flags rule over both."""
     if size_average is not None or reduce is not None:
         return "none" if reduce is False else "mean" if size_average is not False else "sum"
-    return _NUMBERED.get(reduction, reduction)
+    return _NUMBERED.get(reduction) or reduction
 
 
 def reduced(

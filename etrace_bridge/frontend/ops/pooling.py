@@ -131,9 +131,8 @@ def _max_with_indices(
         best,
         np.ndim(x),
     )
-    return tuple(
-        lax.squeeze(v, (np.ndim(x),)) for v in (take_along(stacked, best, np.ndim(x)), index)
-    )
+    values = take_along(stacked, best, np.ndim(x))
+    return lax.squeeze(values, (np.ndim(x),)), lax.squeeze(index, (np.ndim(x),))
 
 
 def _enter_maximum(n: int) -> None:

@@ -122,10 +122,10 @@ def _moment_arguments(args: tuple, kwargs: dict) -> tuple[Any, Any, bool]:
     """Read the overloads `(unbiased)`, `(dim, unbiased, keepdim)` and `(dim, *, correction,
     keepdim)`.
     """
-    args = list(args)
-    dim = kwargs.get("dim", args.pop(0) if args and not isinstance(args[0], bool) else None)
-    unbiased = kwargs.get("unbiased", args.pop(0) if args else True)
-    keepdim = kwargs.get("keepdim", args.pop(0) if args else False)
+    rest = list(args)
+    dim = kwargs.get("dim", rest.pop(0) if rest and not isinstance(rest[0], bool) else None)
+    unbiased = kwargs.get("unbiased", rest.pop(0) if rest else True)
+    keepdim = kwargs.get("keepdim", rest.pop(0) if rest else False)
     correction = kwargs.get("correction")
     return dim, (int(unbiased) if correction is None else correction), keepdim
 

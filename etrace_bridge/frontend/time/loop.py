@@ -291,7 +291,11 @@ class _Finder:
                 and start.level <= 1
                 and (start.shape, start.dtype) == (state.before.shape, state.before.dtype)
             )
-            fixed = fits and not (start.level or start.trained or keys_of([start]))
+            fixed = (
+                start is not None
+                and fits
+                and not (start.level or start.trained or keys_of([start]))
+            )
             if fixed:
                 leaf = dataclasses.replace(
                     leaf, initial=to_torch(np.asarray(evaluate([start], self._values())[0]))
