@@ -479,3 +479,90 @@ def test_a_state_that_inner_layers_make_starts_as_they_start() -> None:
     net(torch.rand(B, IN))
     net.reset_state()
     assert any(np.allclose(value, 0.3) for value in net.hidden_values())
+
+
+class Pairs(nn.Module):
+    """A loop that returns all outputs and the last state, in one order or the other; `start` says
+    what its argument is.
+    """
+
+    def __init__(self, swapped: bool, start: str) -> None:
+        super().__init__()
+        self.lin, self.u = nn.Linear(IN, H), nn.Parameter(torch.rand(H))
+        self.swapped, self.start = swapped, start
+
+    def forward(self, x: Tensor, init: Tensor | None = None) -> tuple[Tensor, ...]:
+        v = x.new_zeros(x.shape[1], H)
+        if init is not None:
+            v = init if self.start == "state" else init[0]
+        ys = []
+        for z in self.lin(x):
+            v = torch.tanh(z + self.u * v)
+            ys.append(v)
+        last = v[None] if self.start == "layers" else v
+        return (last, torch.stack(ys)) if self.swapped else (torch.stack(ys), last)
+
+
+class GivenLayer(nn.Module):
+    """torch's own pair the other way round: with one layer and one step both have one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(IN, H)
+
+    def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        y, new = self.rnn(x, h)
+        return new, y
+
+
+PAIRS = {
+    # `init[0]` of what comes back is one sample: the argument does not carry the state
+    "not the argument": (lambda: Pairs(False, "not what is returned"), ["ys", "last"]),
+    "state": (lambda: Pairs(False, "state"), ["ys"]),
+    "state first": (lambda: Pairs(True, "state"), ["ys"]),
+    "layers": (lambda: Pairs(False, "layers"), ["ys"]),
+    "layers first": (lambda: Pairs(True, "layers"), ["ys"]),
+    "layer's own": (GivenLayer, ["ys"]),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_of_all_outputs_and_a_last_state_no_output_disappears(name: str) -> None:
+    """A returned state is left out only if the argument carries it on; all steps are given."""
+    make, kept = PAIRS[name]
+    model, x = make().double(), inputs(T, B, IN)
+    net = eb.wrap(model)
+    net.init_state(B)
+    found = [net(x_t) for x_t in x]
+    returned = sorted((t.detach() for t in model(x)), key=lambda t: -len(t))
+    ys = np.stack([np.asarray(y[0] if len(kept) == 2 else y) for y in found])
+    np.testing.assert_allclose(ys, returned[0].numpy(), rtol=1e-12)
+    assert np.ptp(ys, axis=0).max() > 0.1
+    if len(kept) == 2:
+        np.testing.assert_allclose(np.asarray(found[-1][1]), returned[1].numpy(), rtol=1e-12)
+
+
+class ByColumns(nn.Module):
+    """A batch-first loop that also runs on a square 2-D input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.rec = nn.Linear(IN, H), nn.Linear(H, H)
+
+    def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        h, hs = x.new_zeros(x.shape[0], H) if h is None else h, []
+        for t in range(x.shape[1]):
+            h = torch.tanh(self.lin(x[:, t]) + self.rec(h))
+            hs.append(h)
+        return torch.stack(hs, 1), h
+
+
+@pytest.mark.parametrize("width", [2, IN])
+def test_a_batch_as_large_as_the_input_is_not_taken_for_it(width: int) -> None:
+    """With batch = features one step looks like a sequence of numbers; the guess of a layout uses
+    a batch of two.
+    """
+    model = ByColumns()
+    model.lin = nn.Linear(width, H)
+    report = agrees(model.double(), inputs(width, T, width), (width, T, H))
+    assert report["rec.weight"].norm > 1e-3

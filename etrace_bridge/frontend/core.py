@@ -85,16 +85,24 @@ class Core:
         except Exception:  # the guess may be wrong; the first input will tell
             return False
 
+    def check_layout(self, plan: StepPlan) -> None:
+        """Raise if a sequence was cut into steps before its layout was known, and along the wrong
+        axis.
+        """
+        batch_first = plan.layout == "batch_first"
+        if plan.layout and self.assumed_batch_first not in (None, batch_first):
+            raise messages.other_layout(type(self.model).__name__, batch_first)
+
     def find_plan(self, inputs: tuple, batch_size: int | None) -> StepPlan:
         """Find how a step runs, with initial states for this batch size."""
         options = self.options
         plan = discover.find_plan(
             self.model,
             inputs,
-            state=examples.given_state(options.state, batch_size, self.float_dtype),
+            state=lambda size: examples.given_state(options.state, size, self.float_dtype),
             sequence=options.sequence,
             batch_first=options.batch_first,
-            batched=batch_size is not None,
+            batch_size=batch_size,
             tensors=self.step_tensors,
         )
         state = (

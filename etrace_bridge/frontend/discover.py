@@ -5,8 +5,9 @@ how the state starts.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from etrace_bridge._errors import BridgeError, InputError, NotSupportedError, StateError
-from etrace_bridge.frontend import messages
+from etrace_bridge.frontend import examples, messages
 from etrace_bridge.frontend.attributes import find_attribute_slots
 from etrace_bridge.frontend.calls import (
     LOCK,
@@ -32,6 +33,7 @@ from etrace_bridge.frontend.plan import (
     TimeAxis,
     add_time_axis,
     native_call,
+    time_axis_of,
 )
 from etrace_bridge.frontend.root import find_root_adapter, same_tensors
 from etrace_bridge.frontend.snapshot import restored
@@ -47,7 +49,12 @@ from etrace_bridge.frontend.state import (
 )
 
 _LENGTHS = (3, 5, 7, 11, 13)
-_MAY_BE_A_LOOP = (messages.BatchInOrder, messages.NotChained, messages.MissingArgument)
+_MAY_BE_A_LOOP = (
+    messages.BatchInOrder,
+    messages.NotChained,
+    messages.MissingArgument,
+    messages.UnclearState,
+)
 
 
 @dataclass
@@ -97,10 +104,10 @@ def find_plan(
     model: nn.Module,
     inputs: tuple,
     *,
-    state: Any = None,
+    state: Callable[[int | None], Any] = lambda batch_size: None,
     sequence: bool | None = None,
     batch_first: bool | None = None,
-    batched: bool = True,
+    batch_size: int | None,
     tensors: Sequence[NamedTensor] = (),
 ) -> StepPlan:
     """Find how one step of a model runs.
@@ -112,17 +119,31 @@ def find_plan(
     Args:
         model: The torch model; it is left as it was.
         inputs: One time step of each input, as torch tensors.
-        state: The initial state of the root module's state arguments, for one that does not accept
-            None.
+        state: Makes the initial state of the root module's state arguments for a batch size, where
+            `forward` does not accept None.
         sequence: Whether `forward` consumes sequences; None to find out.
         batch_first: Where the batch axis of a sequence is; None to find out.
-        batched: Inputs have a batch axis.
+        batch_size: Size of the batch axis of the inputs; None if there is none.
         tensors: The parameters and buffers that a step may read.
 
     Returns:
         The plan, with initial values for `inputs`' batch size.
     """
     check_modules(model)
+    if sequence is None and (other := _unlike_batch(inputs, batch_size)) is not None:
+        # A batch as large as another axis may be taken for it: another batch size tells them apart
+        with contextlib.suppress(Exception):  # the model takes this one only
+            probe = find_plan(
+                model,
+                tuple(examples.with_batch(x, other) for x in inputs),
+                state=state,
+                batch_first=batch_first,
+                batch_size=other,
+                tensors=tensors,
+            )
+            sequence = probe.layout is not None
+            batch_first = probe.layout == "batch_first" if sequence else batch_first
+    batched, given = batch_size is not None, state(batch_size)
     with LOCK, restored(model), torch.enable_grad(), as_written(), DefinedMemory():
         for module in model.modules():  # a run before `wrap` must not show
             if (adapter := find_adapter(module)) is not None:
@@ -130,7 +151,7 @@ def find_plan(
         layout = find_layout(model, inputs, sequence, batch_first)
         layout = layout if batched or layout is None else "time_major"
         try:
-            plan = _plan_in_layout(model, inputs, layout, state, batched)
+            plan = _plan_in_layout(model, inputs, layout, given, batched)
         except Exception as error:
             if sequence is False or not _may_take_sequences(model, error):
                 raise
@@ -154,8 +175,16 @@ def find_plan(
         )
         if layout is None and batch_first is not None:
             layouts = ["batch_first" if batch_first else "time_major"]
-        found = _plan_loop(model, inputs, layouts, state, batched, tensors, failure)
+        found = _plan_loop(model, inputs, layouts, given, batched, tensors, failure)
         return plan if found is None else found  # type: ignore[possibly-undefined]
+
+
+def _unlike_batch(inputs: tuple, batch_size: int | None) -> int | None:
+    """Give a batch size that no other axis of the inputs has, if this one is that of another."""
+    sizes = {size for x in inputs if isinstance(x, torch.Tensor) for size in x.shape[1:]}
+    if batch_size is None or batch_size not in sizes:
+        return None
+    return next(size for size in itertools.count(3) if size not in sizes)
 
 
 def _runs_alone(model: nn.Module, inputs: tuple) -> bool:
@@ -187,7 +216,7 @@ def _plan_in_layout(
     with restored(model, values=False):
         batch_axis = None if not batched else int(plan.layout == "time_major")
         plan.root, given = find_root_adapter(
-            model, add_time_axis(inputs, plan.layout), state, batch_axis
+            model, add_time_axis(inputs, layout), state, batch_axis, time_axis_of(layout)
         )
     if plan.layout is None and batched:
         _check_batch(model, inputs, plan, given)
@@ -231,7 +260,11 @@ def _plan_loop(
             with restored(model, values=False):
                 batch_axis = None if not batched else int(layout == "time_major")
                 plan.root, given = find_root_adapter(
-                    model, repeat_in_time(inputs, layout, 5), state, batch_axis
+                    model,
+                    repeat_in_time(inputs, layout, 5),
+                    state,
+                    batch_axis,
+                    time_axis_of(layout),
                 )
             # torch must take this layout
             _call_root(model, plan, given, repeat_in_time(inputs, layout, 5), Recorder())
@@ -257,7 +290,7 @@ def _plan_loop(
                 messages.stateless_step(type(model).__name__, about_time[0]), stacklevel=2
             )
         return None
-    if stateless is not None and not known:
+    if stateless is not None and not known and not isinstance(failure, messages.UnclearState):
         return stateless
     if isinstance(failure, BridgeError) and not isinstance(
         failure, (messages.BatchInOrder, messages.NotChained)

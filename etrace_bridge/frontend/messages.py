@@ -169,6 +169,10 @@ class MissingArgument(InputError):
     """`forward` fails without an argument that may be a state or an input."""
 
 
+class UnclearState(StateError):
+    """State arguments that can be understood in several ways."""
+
+
 class UnseenState(StateError):
     """Something that the bridge cannot see changes from step to step."""
 
@@ -203,11 +207,11 @@ def needs_state(model: str, names: Sequence[str], error: Exception, known: bool)
     )
 
 
-def unclear_state(model: str, readings: Sequence[str]) -> StateError:
+def unclear_state(model: str, readings: Sequence[str]) -> UnclearState:
     """A `forward` whose state arguments can be understood in several ways, with different results."""
     listed = "; ".join(dict.fromkeys(readings))
     name = readings[0].split("`")[1]
-    return StateError(
+    return UnclearState(
         f"`{model}.forward` can be called from step to step in more than one way, with different "
         f"results: {listed}; or with no state at all. Say which argument is the state: "
         f"`wrap(model, state={{'{name}': lambda batch_size: torch.zeros(batch_size, hidden)}})`, "

@@ -231,14 +231,8 @@ class BridgedModule(brainstate.nn.Module):
             session = Session(
                 batch_size, core.find_plan(inputs, batch_size), inputs, guessed, core.mode
             )
-            assumed, layout = core.assumed_batch_first, session.plan.layout
-            if (
-                assumed is not None
-                and layout is not None
-                and assumed != (layout == "batch_first")
-                and not guessed
-            ):
-                raise messages.other_layout(type(self.model).__name__, layout == "batch_first")
+            if not guessed:
+                core.check_layout(session.plan)
             core.drop_unread_states(session)
             old = {path: lookup(self._tree, path) for path in self._made}
             for path, state in old.items():
@@ -397,6 +391,7 @@ class BridgedModule(brainstate.nn.Module):
         if len(values) == len(session.inputs) and all(
             v.shape == tuple(x.shape) for v, x in zip(values, session.inputs, strict=True)
         ):
+            self._core.check_layout(session.plan)
             return session
         fits = session.batch_size is None or all(
             v.ndim > 0 and v.shape[0] == session.batch_size for v in values

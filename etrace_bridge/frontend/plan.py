@@ -382,6 +382,11 @@ def _origin(given: tuple) -> int:
 # ---- the time axis of models that consume sequences
 
 
+def time_axis_of(layout: str | None) -> int | None:
+    """Give the time axis of a layout; None for one step."""
+    return None if layout is None else int(layout == "batch_first")
+
+
 def add_time_axis(inputs: tuple, layout: str | None) -> tuple:
     """Make a sequence of length one of each input tensor."""
     if layout is None:

@@ -82,10 +82,10 @@ def run_torch(
         plan = discover.find_plan(
             model,
             tuple(x[0].detach() for x in by_time),
-            state=examples.given_state(state, batch_size, dtype),
+            state=lambda size: examples.given_state(state, size, dtype),
             sequence=sequence,
             batch_first=batch_first,
-            batched=batched,
+            batch_size=batch_size,
             tensors=step_tensors(model),
         )
         return plan, by_time

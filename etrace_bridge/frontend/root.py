@@ -4,9 +4,10 @@ what flows.
 A *reading* says which arguments are states and which part of the returned value becomes each of
 them at the next call. Every reading that the shapes allow is run for a few steps on random inputs.
 A reading is dropped if the call fails, if structure or shapes change, if the state has no effect,
-or if it mixes samples of the batch that one call keeps apart. If readings with different results
-are left, the code itself decides (an argument that `forward` assigns again and returns), else
-`wrap` refuses.
+or if it mixes samples of the batch that one call keeps apart. Of a `forward` that takes sequences,
+a reading is right if parts of a sequence, run one after the other, give what the whole gives. If
+readings with different results are left, the code itself decides (an argument that `forward`
+assigns again and returns), else `wrap` refuses.
 """
 
 from __future__ import annotations
@@ -103,7 +104,11 @@ class FoundAdapter(Adapter):
 
 
 def find_root_adapter(
-    model: nn.Module, inputs: tuple, state: Any, batch_axis: int | None = None
+    model: nn.Module,
+    inputs: tuple,
+    state: Any,
+    batch_axis: int | None = None,
+    time_axis: int | None = None,
 ) -> tuple[Adapter | None, tuple | None]:
     """Give the root module's adapter, registered or made for its `forward(x, state)`, and the state
     that the user gave.
@@ -114,6 +119,7 @@ def find_root_adapter(
         state: The user's initial state, or None. A dict whose keys are arguments of `forward` gives
             one value for each.
         batch_axis: The batch axis of the inputs; None if there is none.
+        time_axis: The time axis of the inputs; None if they are one step.
 
     Returns:
         The adapter (None if the root has no state arguments), and one value per state argument if
@@ -132,7 +138,7 @@ def find_root_adapter(
                 "and inside layers is found without it."
             )
         return known, None
-    trials = Trials(model, inputs, state, batch_axis)
+    trials = Trials(model, inputs, state, batch_axis, time_axis)
     reading = _choose(trials, found)
     if reading is None:
         return known, None
@@ -214,8 +220,16 @@ def _required(model: nn.Module, names: Sequence[str]) -> list[str]:
 class Trials:
     """Runs readings of one model on random inputs; the model is put back after each run."""
 
-    def __init__(self, model: nn.Module, inputs: tuple, state: Any, batch_axis: int | None) -> None:
-        self.model, self.state, self.batch_axis = model, state, batch_axis
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: tuple,
+        state: Any,
+        batch_axis: int | None,
+        time_axis: int | None,
+    ) -> None:
+        self.model, self.state = model, state
+        self.batch_axis, self.time_axis = batch_axis, time_axis
         self.steps = [tuple(random_like(x, step) for x in inputs) for step in range(_STEPS)]
         self.locals: dict[str, Any] = {}
 
@@ -317,6 +331,32 @@ class Trials:
         except Exception:  # the model does not take this value for this argument
             return None
 
+    def continues(self, reading: Reading) -> bool:
+        """Tell whether sequences that are run one after the other end as one long sequence does:
+        new states, and outputs with a time axis.
+        """
+        axis = self.time_axis or 0
+        whole = tuple(
+            torch.cat(parts, min(axis, parts[0].dim() - 1))
+            if isinstance(parts[0], torch.Tensor)
+            else parts[0]
+            for parts in zip(*self.steps, strict=True)
+        )
+        with restored(self.model, values=False):
+            self.model.eval()  # dropout differs from run to run
+            long, again = (self.run(reading, [whole])[0] for _ in range(2))
+            last = self.run(reading, self.steps)[-1]
+        if not same_tensors(long, again):  # random in evaluation mode too: nothing to compare
+            return True
+        if not same_tensors(reading.split(long)[1], reading.split(last)[1]):
+            return False
+        outputs = [flatten_state(reading.split(value)[0])[0] for value in (long, last)]
+        return all(
+            _same([tail], [b])
+            for (_, a), (_, b) in zip(*outputs, strict=True)
+            if (tail := _last_part(a, b, _STEPS)) is not None
+        )
+
     def mixes_batch(self, reading: Reading) -> bool:
         """Tell whether a second step mixes samples that the first step keeps apart."""
         axis = self.batch_axis
@@ -383,6 +423,11 @@ def _choose(trials: Trials, candidates: list[tuple[str, ...]]) -> Reading | None
     if not found:
         return _no_reading(trials, candidates)
     told = trials.state is not None or all(_required(model, names) for names in candidates)
+    if trials.time_axis is not None:
+        proven = [trial for trial in found if trials.continues(trial.reading)]
+        if not proven and not told:
+            return None
+        found, told = proven or found, True
     found = (
         found
         if told
@@ -510,6 +555,17 @@ def _covers(place: Place, key: str, items: list) -> bool:
     if place[0] == _REST:
         return key != items[0][0]
     return key != items[-1][0] if place[0] == _MOST else key == place[0]
+
+
+def _last_part(whole: torch.Tensor, part: torch.Tensor, parts: int) -> torch.Tensor | None:
+    """Give the end of a tensor that is, along one axis, as long as some parts; else None."""
+    if whole.dim() != part.dim():
+        return None
+    longer = [i for i, (a, b) in enumerate(zip(whole.shape, part.shape, strict=True)) if a != b]
+    if len(longer) != 1 or whole.shape[longer[0]] != parts * part.shape[longer[0]]:
+        return None
+    size = part.shape[longer[0]]
+    return whole.narrow(longer[0], (parts - 1) * size, size)
 
 
 def _copied(value: Any) -> Any:
