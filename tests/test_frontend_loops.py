@@ -325,6 +325,26 @@ class Running(nn.Module):
         return torch.tanh(self.inp(x).cumsum(1))
 
 
+class SinceSpike(nn.Module):
+    """A refractory neuron that counts the steps since its last spike, from a start that is not
+    zero; the smallest state, without the spike, has no start that the first step shows.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.rec = nn.Linear(IN, H), nn.Linear(H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = x.new_zeros(x.shape[1], H)
+        spk, since, out = torch.zeros_like(v), torch.full((x.shape[1], H), 99.0).to(v), []
+        for t in range(len(x)):
+            since = torch.where(spk > 0, 0.0, since + 1)
+            v = 0.9 * v * (1 - spk) + self.inp(x[t]) + self.rec(spk)
+            spk = Spike.apply(v - 0.1) * (since > 1).to(v)
+            out.append(spk * v)
+        return torch.stack(out)
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], bool, set[str]]] = {
     "inline": (Inline, True, {"h"}),
     "none first": (NoneFirst, False, {"h"}),
@@ -343,6 +363,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool, set[str]]] = {
     "mixed": (Mixed, True, set()),
     "layer starts from input": (LayerStartsFromInput, False, set()),
     "running": (Running, True, set()),
+    "since spike": (SinceSpike, False, set()),
 }
 
 
@@ -627,3 +648,43 @@ def test_a_module_that_has_run_is_reset_before_a_sequence() -> None:
     np.testing.assert_array_equal(np.asarray(net(x[:, 0])), first)
     net.init_state(batch_size=B)
     assert np.asarray(net(x[:, 0])).shape == (B, H)
+
+
+class TimeMajor(Inline):
+    """Time-major loops that also run on one step `(batch, ...)`, sample by sample."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def cell(self, x: Tensor, h: Tensor) -> Tensor:
+        return torch.tanh(self.inp(x) + self.rec(h))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, past, out = x.new_zeros(x.shape[1], H), [], []
+        if self.how == "both directions":
+            for x_t in x.flip(0):
+                h = self.cell(x_t, h)
+                past.insert(0, h)
+            h = torch.zeros_like(h)
+        for t, x_t in enumerate(x):
+            h = self.cell(x_t, h)
+            if self.how == "both directions":
+                out.append(h + past[t])
+                continue
+            past.append(h)
+            seen = torch.stack(past)
+            weights = torch.softmax((seen * h).sum(-1, keepdim=True), 0)
+            out.append((weights * seen).sum(0))
+        return torch.stack(out)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"), [("both directions", "later inputs"), ("attention", "state grows")]
+)
+def test_the_reason_is_that_of_the_layout_that_keeps_samples_apart(how: str, reason: str) -> None:
+    """In the other layout the loop runs over samples, and what fails there says nothing."""
+    net = eb.wrap(TimeMajor(how).double())
+    with pytest.raises(eb.NotSupportedError, match=reason):
+        net.init_state(B)
+        net(torch.randn(B, IN, dtype=torch.float64))

@@ -24,7 +24,12 @@ from etrace_bridge.frontend.calls import (
     intercepted_calls,
     plain_call,
 )
-from etrace_bridge.frontend.examples import random_like, scaled, with_sample_changed
+from etrace_bridge.frontend.examples import (
+    random_like,
+    scaled,
+    share_changed,
+    with_sample_changed,
+)
 from etrace_bridge.frontend.names import NamedTensor
 from etrace_bridge.frontend.plan import (
     ArgumentSlot,
@@ -248,6 +253,7 @@ def _plan_loop(
     from etrace_bridge.frontend.time.loop import find_loop  # which imports the plan
 
     reasons: list[Exception] = []
+    likely: list[Exception] = []  # of layouts in which the model keeps samples apart
     stateless = None
     batch = (
         next((x.shape[0] for x in inputs if isinstance(x, torch.Tensor) and x.dim()), None)
@@ -255,7 +261,7 @@ def _plan_loop(
         else None
     )
     for layout in layouts:
-        plan = StepPlan(layout=layout)
+        plan, given = StepPlan(layout=layout), None
         try:
             with restored(model, values=False):
                 batch_axis = None if not batched else int(layout == "time_major")
@@ -271,6 +277,8 @@ def _plan_loop(
             plan.loop = find_loop(model, tensors, inputs, plan, given, batch)
         except Exception as error:  # the model does not take this layout, or looks ahead in it
             reasons.append(error)
+            if batched and _keeps_samples_apart(model, inputs, plan, given):
+                likely.append(error)
             continue
         plan.output_time_axes = plan.loop.axes
         if plan.loop.leaves:
@@ -278,7 +286,7 @@ def _plan_loop(
         stateless = stateless or plan
     known = [
         error
-        for error in reasons
+        for error in (*likely, *reasons)
         if isinstance(error, BridgeError) and not isinstance(error, InputError)
     ]
     if failure is None:
@@ -286,6 +294,8 @@ def _plan_loop(
             error for error in known if isinstance(error, (NotSupportedError, StateError))
         ]
         if about_time:
+            if likely and not _keeps_samples_apart(model, inputs, StepPlan(), None):
+                raise about_time[0]
             warnings.warn(
                 messages.stateless_step(type(model).__name__, about_time[0]), stacklevel=2
             )
@@ -297,6 +307,25 @@ def _plan_loop(
     ):
         raise failure
     raise (known[0] if known else failure)
+
+
+def _keeps_samples_apart(
+    model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple | None
+) -> bool:
+    """Tell whether a change of one sample changes no other sample's output, in a plan's layout."""
+    axis = int(plan.layout == "time_major")
+    whole = inputs if plan.layout is None else repeat_in_time(inputs, plan.layout, 5)
+    size = next(x.shape[axis] for x in whole if isinstance(x, torch.Tensor) and x.dim() > axis)
+    base = tuple(random_like(x, 0) for x in whole)
+    changed = tuple(with_sample_changed(x, axis, size) for x in base)
+    if size < 2:
+        return False
+    try:
+        runs = [_call_root(model, plan, given, x, Recorder()) for x in (base, changed)]
+    except Exception:  # the model does not take this layout
+        return False
+    tensors = [[t for _, t in flatten_state(plan.output_of(model, r))[0]] for r in runs]
+    return share_changed(*tensors) <= 1 / size + 1e-9
 
 
 def _call_root(

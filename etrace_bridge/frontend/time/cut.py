@@ -15,7 +15,9 @@ _UNIT = 16  # one element of state; preferences below are smaller than that
 _INFINITE = 1 << 60
 
 
-def find_cut(demands: Sequence[Node], step: int, named: Collection[int]) -> list[Node] | None:
+def find_cut(
+    demands: Sequence[Node], step: int, named: Collection[int], avoided: Collection[int] = ()
+) -> list[Node] | None:
     """Find the values of earlier steps from which, with the inputs from `step` on, everything
     demanded can be computed.
 
@@ -26,6 +28,7 @@ def find_cut(demands: Sequence[Node], step: int, named: Collection[int]) -> list
         demands: What has to be computed at this step and later ones.
         step: The first step after the border.
         named: `id`s of nodes that have a name in the code.
+        avoided: `id`s of nodes that must not be in the cut.
 
     Returns:
         The nodes of the cut, in the order in which they were made; None if the first step itself is
@@ -41,7 +44,8 @@ def find_cut(demands: Sequence[Node], step: int, named: Collection[int]) -> list
         unit = _UNIT if jnp.issubdtype(node.dtype, jnp.inexact) else 1000 * _UNIT
         # The first step stands for an endless past: to carry all inputs along instead of a state is
         # no way out.
-        room = _INFINITE if node.level == 1 else max(1, node.size) * unit + preference
+        fixed = node.level == 1 or id(node) in avoided
+        room = _INFINITE if fixed else max(1, node.size) * unit + preference
         network.edge((id(node), 0), (id(node), 1), room)
         if node.kind == "input":
             network.edge("source", (id(node), 0), _INFINITE)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,12 +43,14 @@ from etrace_bridge.lowering import jit
 # of the traced sequences: the next one is tried where a state is older than the last shows
 _LENGTHS = (6, 12, 24)
 _KEYS = 512
+_CUTS = 8  # how many states are tried, the smallest first
 _CHECKED = 9  # the length of the sequence on which a step is compared with torch
 _MOVED = 0.02  # by how much weights are moved for the comparison
 _LOUDER = (5.0, 30.0)  # by how much inputs are enlarged where an output is all zeros
 # Inputs on which exploding models are compared; values from which on they count as such
 _SMALL, _LARGE = 0.03, 1e3
 FIRST = ("first_step",)
+_Output = tuple[Column, TimeAxis | None, str | None]  # step by step, time axis, reduction
 
 
 @dataclass
@@ -179,12 +182,14 @@ def find_loop(
         given: The user's initial state of the root's state arguments.
         batch: The batch size, or None.
     """
+    problem = None
     for length in _LENGTHS:
+        finder = _Finder(model, tensors, inputs, plan, given, batch, length)
         try:
-            return _Finder(model, tensors, inputs, plan, given, batch, length).find()
+            return finder.find()
         except TooShort:
-            continue
-    raise NotSupportedError(
+            problem = problem or finder.problem
+    raise problem or NotSupportedError(
         f"`{type(model).__name__}.forward` reads values that are more than {_LENGTHS[-1] // 2 - 2} "
         "steps old, or its state grows with the sequence (attention over all past steps, a list "
         "of all states). A step needs a state of fixed size."
@@ -207,7 +212,8 @@ class _Finder:
         )
         self.batch, self.length, self.graph = batch, length, Graph()
         self.axis = 1 if plan.layout == "batch_first" else 0
-        self.way = 0  # which of the ways to start was right
+        self.attempt = 0  # which of the attempts was right
+        self.problem: StateError | None = None  # why the first one was not
         self.step = length // 2 + 1  # the step that is read: late enough to be like all later ones
         self.reader = Reader(self.graph, length)
         self.tensor_nodes = [
@@ -216,39 +222,59 @@ class _Finder:
         ]
 
     def find(self) -> LoopStep:
+        """Give the first step that agrees with torch, of those that `_attempts` makes."""
         traced, outputs = self._read(self.length)
-        columns, axes, reductions = [], [], []
-        for i, output in enumerate(outputs):
-            column, axis, reduction = self._column(i, output)
-            columns.append(column)
-            axes.append(axis)
-            reductions.append(reduction)
-        split = split_steps(columns, self.step, set(self.reader.names))
-        leaves = [
-            StateLeaf(path, zeros_of(s.before), is_float(s.before) and s.after is not s.before)
-            for path, s in zip(self._paths(split.states), split.states, strict=True)
-        ]
-        blank: list[Node | None] = [None] * len(leaves)
-        step = LoopStep(
-            split, tuple(axes), tuple(reductions), traced.skeleton, leaves, blank, False, self.tensor_nodes, self.graph, self.axis,
-            self.batch, traced.ranges,
-        )  # fmt: skip
-        first = [*split.first_outputs, *[state.column[1] for state in split.states]]
-        ways = [self._as_read, lambda s: s]
-        if all(node is not None and node.level <= 1 for node in first):
-            ways.append(lambda s: dataclasses.replace(s, first_differs=True))
-        problem = None
-        for self.way, way in enumerate(ways):
-            complete = self._complete(way(step))
-            problem = find_difference(
-                self.model, self.tensors, self.inputs, self.plan, self.given, complete
+        columns = [self._column(i, output) for i, output in enumerate(outputs)]
+        for number, step in enumerate(self._attempts(traced, columns)):
+            self.attempt = number
+            found = find_difference(
+                self.model, self.tensors, self.inputs, self.plan, self.given, step
             )
-            if problem is None:
-                return complete
+            if found is None:
+                return step
+            self.problem = self.problem or found
         # Torch drew other random numbers: what is right in evaluation mode is right here
         if traced.num_keys:
-            return self._complete(ways[self._way_in_evaluation()](step))
-        raise problem or TooShort
+            attempts = self._attempts(traced, columns)
+            return next(itertools.islice(attempts, self._attempt_in_evaluation(), None))
+        raise self.problem or TooShort
+
+    def _attempts(self, traced: TracedSequence, outputs: list[_Output]) -> Iterator[LoopStep]:
+        """Make steps that may be right: with the smallest state, then with the smallest of those
+        whose start is known; each with several ways to start.
+        """
+        columns, axes, reductions = zip(*outputs, strict=True)
+        avoided: set[int] = set()
+        for _ in range(_CUTS):
+            split = split_steps(columns, self.step, set(self.reader.names), avoided)
+            if split is None:
+                return
+            leaves = [
+                StateLeaf(path, zeros_of(s.before), is_float(s.before) and s.after is not s.before)
+                for path, s in zip(self._paths(split.states), split.states, strict=True)
+            ]
+            unknown = {id(s.before) for s in split.states if s.column[0] is None}
+            if not (avoided and unknown):
+                blank: list[Node | None] = [None] * len(leaves)
+                step = LoopStep(
+                    split, axes, reductions, traced.skeleton, leaves, blank, False, self.tensor_nodes, self.graph, self.axis,
+                    self.batch, traced.ranges,
+                )  # fmt: skip
+                yield from self._starts(step)
+            if not unknown:
+                return
+            avoided |= unknown
+
+    def _starts(self, step: LoopStep) -> Iterator[LoopStep]:
+        """Let a step start as the first step shows it, from zeros, or with a first step of its
+        own.
+        """
+        yield self._complete(self._as_read(step))
+        yield self._complete(step)
+        split = step.split
+        first = [*split.first_outputs, *[state.column[1] for state in split.states]]
+        if all(node is not None and node.level <= 1 for node in first):
+            yield self._complete(dataclasses.replace(step, first_differs=True))
 
     def _complete(self, step: LoopStep) -> LoopStep:
         """Add the state that tells that a step is the first, where it matters."""
@@ -259,8 +285,8 @@ class _Finder:
         )
         return dataclasses.replace(step, leaves=[*step.leaves, flag])
 
-    def _way_in_evaluation(self) -> int:
-        """Which way to start is right in evaluation mode."""
+    def _attempt_in_evaluation(self) -> int:
+        """Which attempt is right in evaluation mode."""
         if not any(module.training for module in self.model.modules()):
             raise NotSupportedError(
                 f"`{type(self.model).__name__}.forward` loops over time and draws random numbers "
@@ -279,7 +305,7 @@ class _Finder:
                 self.length,
             )
             finder.find()
-            return finder.way
+            return finder.attempt
 
     def _as_read(self, step: LoopStep) -> LoopStep:
         """Let states start as the first step shows them."""
@@ -340,7 +366,7 @@ class _Finder:
         self.reader.length = length
         return traced, self.reader.read(traced.jaxpr, [*self.tensor_nodes, keys, *rows])
 
-    def _column(self, index: int, output: Value) -> tuple[Column, TimeAxis | None, str | None]:
+    def _column(self, index: int, output: Value) -> _Output:
         """Give an output step by step, its time axis, and how it was reduced over time."""
         length = self.length
         if isinstance(output, Row):

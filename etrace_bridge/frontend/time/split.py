@@ -9,7 +9,7 @@ state's next value, and its value before the first step, are known.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from etrace_bridge._errors import BridgeError, NotSupportedError
@@ -58,19 +58,27 @@ class Split:
     keys: list[Node]
 
 
-def split_steps(outputs: Sequence[Column], step: int, named: set[int]) -> Split:
+def split_steps(
+    outputs: Sequence[Column], step: int, named: set[int], avoided: Collection[int] = ()
+) -> Split | None:
     """Find the states and the step.
 
     Args:
         outputs: Each output, step by step.
         step: The step to read, late enough to be like all later ones.
         named: `id`s of nodes that have a name in the code.
+        avoided: `id`s of nodes that cannot be states.
+
+    Returns:
+        The step; None if there is none without the avoided nodes.
     """
     for column in outputs:
         _check_order(column)
     demands = [node for column in outputs for node in column[step - 1 :] if node is not None]
-    cut = find_cut(demands, step, named)
+    cut = find_cut(demands, step, named, avoided)
     if cut is None:
+        if avoided:
+            return None
         raise TooShort
     side_by_side = _SideBySide(step, {id(node) for node in cut})
     for column in outputs:
