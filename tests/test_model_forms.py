@@ -202,3 +202,51 @@ def test_dropout_in_training_mode_draws_anew_at_each_step() -> None:
     model.p = 0.0
     report = eb.check_gradients(model, xs, targets, loss=F.mse_loss, rule="rtrl")
     assert report.ok, str(report)
+
+
+def lazy() -> nn.Module:
+    """A lazy layer that has seen its first input; one that has not has no weights to wrap."""
+    net = Net(nn.GRUCell(IN, H))
+    net.out = nn.LazyLinear(2)
+    net(torch.zeros(1, IN))
+    return net
+
+
+WRAPPERS = {
+    "DataParallel": lambda: nn.DataParallel(Net(nn.GRUCell(IN, H))),
+    "torch.compile": lambda: torch.compile(Net(nn.GRUCell(IN, H))),
+    "LazyLinear": lazy,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of `torch.compile`
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_model_inside_a_wrapper_gives_what_it_gives_alone(name: str) -> None:
+    model, x = WRAPPERS[name](), torch.randn(B, IN)
+    alone = getattr(model, "module", getattr(model, "_orig_mod", model))
+    net = eb.wrap(model)
+    net.init_state(batch_size=B)
+    first, second = net(x), net(2 * x)
+    y, h = alone(x)
+    torch.testing.assert_close(torch.tensor(np.asarray(first)), y.detach())
+    torch.testing.assert_close(torch.tensor(np.asarray(second)), alone(2 * x, h)[0].detach())
+    assert set(net.parameter_names) == {n for n, _ in alone.named_parameters()}
+
+
+class KeywordOnly(Net):
+    def forward(self, x: Tensor, *, gain: Tensor) -> Tensor:  # type: ignore[override]
+        return self.out(self.cell(gain * x))
+
+
+class StateNeeded(Net):
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        h = torch.tanh(self.cell(x, 2 * h))
+        return self.out(h), h
+
+
+def test_arguments_that_a_step_cannot_fill_are_named() -> None:
+    with pytest.raises(eb.InputError, match=r"needs `gain` as a keyword"):
+        eb.wrap(KeywordOnly(nn.GRUCell(IN, H)))
+    net = eb.wrap(StateNeeded(nn.GRUCell(IN, H)))
+    with pytest.raises(eb.StateError, match=r"state in `h`.*wrap\(model, state=lambda batch_size"):
+        net.init_state(batch_size=B)
