@@ -114,12 +114,14 @@ class Rule:
             recurrence.
         needs_loss: the rule reads values of the loss, not only its derivative by the outputs, so it
             needs a learner that knows the loss.
+        needs_slope: the rule learns from derivatives of the loss, so a loss without one is refused.
     """
 
     name: ClassVar[str] = ""
     truncates: ClassVar[bool] = False
     follows_states: ClassVar[bool] = False
     needs_loss: ClassVar[bool] = False
+    needs_slope: ClassVar[bool] = True
 
     @property
     def own_signal(self) -> bool:
