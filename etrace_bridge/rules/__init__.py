@@ -19,6 +19,7 @@ from etrace_bridge.rules.eprop import EProp
 from etrace_bridge.rules.immediate import Immediate
 from etrace_bridge.rules.kf_rtrl import KFRTRL
 from etrace_bridge.rules.low_rank import LowRankRTRL
+from etrace_bridge.rules.ok_rtrl import OKRTRL
 from etrace_bridge.rules.ostl import OSTL
 from etrace_bridge.rules.otpe import OTPE
 from etrace_bridge.rules.ottt import OTTT
@@ -36,6 +37,7 @@ __all__ = [
     "DECOLLE",
     "DRTRL",
     "KFRTRL",
+    "OKRTRL",
     "OSTL",
     "OTPE",
     "OTTT",
