@@ -282,8 +282,8 @@ def test_elements_that_are_reset_start_anew():
 
 
 def test_rules_that_read_the_loss_are_refused_where_it_is_unknown():
-    for name in ("decolle", "three_factor"):
-        with pytest.raises(eb.InputError, match=f"`{name}` reads the value of the loss"):
+    for name in ("decolle", "three_factor", "dni", "fptt"):
+        with pytest.raises(eb.InputError, match=f"`{name}` needs the loss"):
             eb.OnlineModule(nn.GRU(2, 3), rule=name)(torch.zeros(1, 2))
     learner = eb.OnlineLearner(nn.GRU(2, 3), "three_factor", seq_loss=lambda ys, target: ys.sum())
     with pytest.raises(eb.InputError, match="a loss over the whole sequence has none"):

@@ -15,7 +15,9 @@ from etrace_bridge.rules.base import (
 from etrace_bridge.rules.bptt import BPTT
 from etrace_bridge.rules.d_rtrl import DRTRL
 from etrace_bridge.rules.decolle import DECOLLE
+from etrace_bridge.rules.dni import DNI
 from etrace_bridge.rules.eprop import EProp
+from etrace_bridge.rules.fptt import FPTT
 from etrace_bridge.rules.immediate import Immediate
 from etrace_bridge.rules.kf_rtrl import KFRTRL
 from etrace_bridge.rules.low_rank import LowRankRTRL
@@ -35,7 +37,9 @@ from etrace_bridge.rules.uoro import UORO
 __all__ = [
     "BPTT",
     "DECOLLE",
+    "DNI",
     "DRTRL",
+    "FPTT",
     "KFRTRL",
     "OKRTRL",
     "OSTL",
