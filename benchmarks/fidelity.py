@@ -146,7 +146,7 @@ def main() -> None:
     """Measure what is missing and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument(
-        "--every", type=int, default=6, metavar="N", help="measure every N-th module (default 6)"
+        "--every", type=int, default=20, metavar="N", help="measure every N-th module (default 20)"
     )
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="measure only modules with this in their name"
