@@ -68,14 +68,19 @@ def measure_case(case: Any, known: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_zoo(results: dict[str, Any], every: int, only: str) -> None:
-    """Fills in what is missing, module after module; `results` is saved after each."""
+    """Fills in what is missing, module after module; `results` is saved after each.
+
+    Modules that were measured before are brought up to date, whatever `every` is.
+    """
     from torch_zoo import CASES
 
-    for case in [c for c in CASES if only in c.name][::every]:
-        if case.float32_only or not case.available:
-            continue
-        if not any(p.requires_grad for p in case.build().parameters()):
-            continue
+    cases = [c for c in CASES if c.available and not c.float32_only]
+    cases = [c for c in cases if any(p.requires_grad for p in c.build().parameters())]
+    results["zoo"] = len(cases)
+    modules = results["modules"]
+    results["modules"] = {c.name: modules[c.name] for c in cases if c.name in modules}
+    named = [c for c in cases if only in c.name]
+    for case in [c for n, c in enumerate(named) if n % every == 0 or c.name in modules]:
         known = results["modules"].get(case.name, {})
         found = measure_case(case, known)
         if found is known:
@@ -141,7 +146,7 @@ def main() -> None:
     """Measure what is missing and write the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument(
-        "--every", type=int, default=1, metavar="N", help="measure only every N-th module"
+        "--every", type=int, default=20, metavar="N", help="measure every N-th module (default 20)"
     )
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="measure only modules with this in their name"
@@ -156,7 +161,8 @@ def main() -> None:
     results = {"modules": {}, "costs": {}}
     if RESULTS.exists() and not options.fresh:
         results = json.loads(RESULTS.read_text())
-    if options.costs or not set(results["costs"]) >= {n for n in shown_rules() if n != "bptt"}:
+    online = {name for name, make in shown_rules().items() if not make().truncates}
+    if options.costs or not set(results["costs"]) >= online:
         measure_costs(results)
         save(results)
     jax.config.update("jax_enable_x64", True)

@@ -55,7 +55,8 @@ BACKEND = re.compile(
 BACKEND_ALLOWED = {Path(PACKAGE, "learning", "placement.py")}
 RULE_CLASSES = {
     "BPTT", "RTRL", "DRTRL", "SnAp1", "EProp", "PPProp", "RFLO", "TraceRule", "ReverseRule",
-    "Immediate", "OTTT", "OTPE", "OSTL", "DECOLLE", "ThreeFactor", "SnApN", "SparseInfluence", "UORO", "KFRTRL",
+    "Immediate", "OTTT", "OTPE", "OSTL", "DECOLLE", "ThreeFactor", "SnApN", "SparseInfluence", "UORO", "KFRTRL", "OKRTRL",
+    "DNI", "FPTT",
 }  # fmt: skip
 JAX_INTERNALS = ("jax._src", "jax.core", "jax.extend", "jax.interpreters", "jaxlib")
 JAX_INTERNALS_FILE = Path(PACKAGE, "_jax_compat.py")

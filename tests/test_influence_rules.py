@@ -5,6 +5,7 @@ from torch's own Jacobians.
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 
 import etrace_bridge as eb
 from etrace_bridge.learning.compiled_step import CompiledStep
-from etrace_bridge.rules import DRTRL, KFRTRL, OSTL, UORO, Rule, SnApN
+from etrace_bridge.rules import DRTRL, KFRTRL, OKRTRL, OSTL, UORO, Rule, SnApN
+from etrace_bridge.rules.ok_rtrl import mixed_columns
 from oracle import fast_jit
 from sequences import sequence_gradient
 
@@ -363,8 +365,7 @@ def test_uoro_goes_on_where_it_was_saved(tmp_path):
 class GivenPairs(KFRTRL):
     """KF-RTRL with the signs of this file."""
 
-    def pairs(self, draws: Any, hidden: Any, args: Any, count: int) -> Any:
-        assert count == 1
+    def pairs(self, layout: Any, draws: Any, hidden: Any, args: Any) -> Any:
         return jnp.asarray(signs())[draws][:1, :2]
 
 
@@ -398,6 +399,86 @@ def test_kf_rtrl_by_definition():
         h = new
     assert [n for n, _ in model.named_parameters()] == ["w", "u", "b", "out"]
     assert_equal(found(Ring, GivenPairs()), total)
+
+
+# ---- OK-RTRL
+
+
+def every_sign(count: int) -> np.ndarray:
+    return np.array(list(itertools.product([-1.0, 1.0], repeat=count)))
+
+
+def cut_kronecker_sum(J: np.ndarray, r: int, signs: np.ndarray) -> np.ndarray:
+    """The paper's approximation of a dense matrix (inputs, rest) of rank r + 1 by one of rank r."""
+    v, sigma, a = np.linalg.svd(J, full_matrices=False)
+    v, sigma, a = v[:, : r + 1], np.where(sigma > 1e-14 * sigma[0], sigma, 0)[: r + 1], a[: r + 1]
+    m = next(m for m in range(r + 1) if (r - m) * sigma[m] <= sigma[m:].sum() * (1 + 1e-12))
+    k, s = r - m, sigma[m:].sum()
+    z = np.sqrt(np.maximum(1 - k * sigma[m:] / s, 0))
+    c = signs[m:, None] * signs[m:]
+    middle = s / k * c * (np.eye(k + 1) - np.outer(z, z))
+    return (v[:, :m] * sigma[:m]) @ a[:m] + v[:, m:] @ middle @ a[m:]
+
+
+@pytest.mark.parametrize("r", [1, 3])
+def test_mixed_columns_have_no_bias_and_the_least_variance(r):
+    """Over all signs; the variance is that of the paper's theorem."""
+    rng = np.random.default_rng(r)
+    L, Z = rng.standard_normal((9, r + 1)), rng.standard_normal((7, r + 1))
+    Z[:, 0] *= 4  # one term that stays
+    X, Y = fast_jit(jax.vmap(lambda c: mixed_columns(L.T @ L, Z.T @ Z, c)))(every_sign(r + 1))
+    found = np.einsum("lq,sqk,zp,spk->slz", L, X, Z, Y)
+    whole, sigma = L @ Z.T, np.linalg.svd(L @ Z.T, compute_uv=False)[: r + 1]
+    np.testing.assert_allclose(found.mean(0), whole, atol=1e-12)
+    assert np.linalg.svd(found, compute_uv=False)[:, r].max() < 1e-12
+    least = min(
+        sigma[m:].sum() ** 2 / (r - m) - (sigma[m:] ** 2).sum()
+        for m in range(r)
+        if (r - m) * sigma[m] <= sigma[m:].sum()
+    )
+    assert least > 0.1
+    np.testing.assert_allclose(((found - whole) ** 2).sum((1, 2)).mean(), least, rtol=1e-9)
+
+
+class GivenSigns(OKRTRL):
+    """OK-RTRL whose seed is its signs, (T, B, 2)."""
+
+    def pairs(self, layout: Any, draws: Any, hidden: Any, args: Any) -> Any:
+        return self.seed[draws][None]
+
+
+def ok_rtrl(row: int, signs: np.ndarray) -> np.ndarray:
+    """Rank 1 for one batch element: `J` (inputs, n·units) of the one sum with the inputs (x, h, 1)."""
+    model, xs, _, steps = case(Ring)
+    p, mask = {n: v.detach() for n, v in model.named_parameters()}, np.asarray(model.mask)
+    h, J, total = torch.zeros(6), np.zeros((IN + 7, 36)), 0.0
+    for t, step in enumerate(steps):
+        past = np.einsum("n,inu->ui", step.l_h[row], J.reshape(-1, 6, 6))
+        parts = past[:, :IN], past[:, IN:-1] * mask, past[:, -1], np.zeros((OUT, 6))
+        total = total + step.l_w[row] + np.concatenate([g.reshape(-1) for g in parts])
+        new = model.run(p, xs[t, row], h)[0]
+        J = np.einsum("nm,imu->inu", step.F[row], J.reshape(-1, 6, 6)).reshape(J.shape)
+        J += np.outer(np.concatenate([xs[t, row], h, [1.0]]), np.diag(1 - new**2))
+        J, h = cut_kronecker_sum(J, 1, signs[t]), new
+    return total
+
+
+def test_ok_rtrl_by_definition():
+    """A singular vector has no sign of its own, so all outcomes of the signs are compared as a set.
+    Their mean is BPTT.
+    """
+    built(Ring)
+    chosen = np.ones((8, T, 2))
+    chosen[:, 1:4, 1] = every_sign(3)  # what was cut after steps 1 and 5 is nothing, or not used
+    both = np.stack([np.repeat(chosen, 8, 0), np.tile(chosen, (8, 1, 1))], 2)
+    found = in_order(Ring, fast_jit(jax.vmap(lambda c: run(Ring, GivenSigns(c, 1))))(both))
+    first, second = ([ok_rtrl(row, c) for c in chosen] for row in range(B))
+    expected = np.array([a + b for a in first for b in second])
+    along = np.random.default_rng(0).standard_normal(expected.shape[1])
+    order = np.argsort(found @ along), np.argsort(expected @ along)
+    assert_equal(found[order[0]], expected[order[1]])
+    assert found.std(0).max() > 1e-3
+    assert_equal(found.mean(0), masked_rtrl(case(Ring)[3], np.ones(())))
 
 
 def test_check_gradients_holds_them_to_their_promises():

@@ -282,8 +282,8 @@ def test_elements_that_are_reset_start_anew():
 
 
 def test_rules_that_read_the_loss_are_refused_where_it_is_unknown():
-    for name in ("decolle", "three_factor"):
-        with pytest.raises(eb.InputError, match=f"`{name}` reads the value of the loss"):
+    for name in ("decolle", "three_factor", "dni", "fptt"):
+        with pytest.raises(eb.InputError, match=f"`{name}` needs the loss"):
             eb.OnlineModule(nn.GRU(2, 3), rule=name)(torch.zeros(1, 2))
     learner = eb.OnlineLearner(nn.GRU(2, 3), "three_factor", seq_loss=lambda ys, target: ys.sum())
     with pytest.raises(eb.InputError, match="a loss over the whole sequence has none"):
@@ -294,3 +294,37 @@ def test_rules_that_read_the_loss_are_refused_where_it_is_unknown():
 def test_the_leak_is_a_decay(make_rule):
     with pytest.raises(eb.InputError, match="`leak` is 1.5"):
         make_rule(leak=1.5)
+
+
+class Leaky(nn.Module):
+    """Units that add up a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(IN, H1, bias=False)
+
+    def forward(self, x: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        u = LEAK * u + self.fc(x)
+        return u, u
+
+
+def test_three_factor_learns_from_a_reward_that_no_output_enters():
+    """`g = -sum of r_t x̄_t`, with x̄ the filtered inputs, the same for every unit."""
+    torch.manual_seed(0)
+    xs, rewards = torch.randn(T, B, IN), torch.randn(T, B)
+
+    def negative_reward(output: Tensor, reward: Tensor) -> Tensor:
+        return -reward.mean()
+
+    def make(rule: str) -> eb.OnlineLearner:
+        net = eb.wrap(Leaky(), state=lambda n: torch.zeros(n, H1))
+        return eb.OnlineLearner(net, rule, negative_reward, reduction="sum")
+
+    filtered, expected = torch.zeros(B, IN), torch.zeros(H1, IN)
+    for x, reward in zip(xs, rewards, strict=True):
+        filtered = LEAK * filtered + x
+        expected -= reward.mean() * filtered.sum(0)
+    found = make("three_factor").gradients(xs, rewards).grads["fc.weight"]
+    assert expected.abs().max() > 0.1 and (found - expected).abs().max() < 1e-9
+    with pytest.raises(eb.InputError, match="no derivative by the model's output"):
+        make("decolle").gradients(xs, rewards)

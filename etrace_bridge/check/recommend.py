@@ -146,8 +146,8 @@ def recommend(
         model: the torch model or a brainstate module; it is left as it was.
         x: one time step of input, `(batch, …)`, or a tuple of inputs.
         budget: bytes, or text such as `"500MB"`.
-        rules: the rules to look at; by default every registered rule but `bptt`, which does not
-            learn online.
+        rules: the rules to look at; by default every registered rule but those that truncate, `bptt` and
+            `fptt`.
         steps: length of the sequences to learn from.
         state: as for `wrap`.
         sequence: as for `wrap`.
@@ -161,7 +161,7 @@ def recommend(
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 2:
         raise InputError(f"`steps` is {steps!r}; it must be a number of time steps, at least 2.")
     limit = parse_bytes(budget)
-    names = rules if rules is not None else [n for n in rule_names() if n != BPTT.name]
+    names = rules if rules is not None else [n for n in rule_names() if not make_rule(n).truncates]
     chosen = [list(make_rule(r).variants()) if r in rule_names() else [make_rule(r)] for r in names]
     if is_plain:
         with kept_states(model):

@@ -18,8 +18,9 @@ OK, NOT_OK, BAD_USE, INTERRUPTED = 0, 1, 2, 130
 
 RULE_OPTIONS = "options follow a colon, as in low_rank:rank=2:hops=1"
 RULE_NAMES = (
-    "bptt", "d_rtrl", "decolle", "eprop", "immediate", "kf_rtrl", "low_rank", "ostl", "otpe",
-    "ottt", "pp_prop", "rflo", "rtrl", "snap1", "snap_n", "three_factor", "uoro",
+    "bptt", "d_rtrl", "decolle", "dni", "eprop", "fptt", "immediate", "kf_rtrl", "low_rank",
+    "ok_rtrl", "ostl", "otpe", "ottt", "pp_prop", "rflo", "rtrl", "snap1", "snap_n",
+    "three_factor", "uoro",
 )  # fmt: skip
 LOSS_NAMES = ("mse", "l1", "huber", "cross_entropy", "nll", "bce_with_logits")
 OPTIMIZER_NAMES = ("adam", "adamw", "sgd", "momentum", "rmsprop")

@@ -74,10 +74,11 @@ class LossTable:
     Args:
         loss: what the user gave; None if there is none.
         prefer_torch: as for `as_jax_loss`.
+        needs_slope: as for `as_jax_loss`.
     """
 
-    def __init__(self, loss: Any, prefer_torch: bool) -> None:
-        self.loss, self._prefer_torch = loss, prefer_torch
+    def __init__(self, loss: Any, prefer_torch: bool, needs_slope: bool = True) -> None:
+        self.loss, self._prefer_torch, self._needs_slope = loss, prefer_torch, needs_slope
         self._losses: dict[Any, JaxLoss] = {}
         self._tried: set[Any] = set()
 
@@ -117,7 +118,8 @@ class LossTable:
                     jax.ShapeDtypeStruct((s.shape[1], s.shape[0], *s.shape[2:]), s.dtype)
                     for s in shapes
                 ]
-            loss = as_jax_loss(self.loss, program.output_tree(shapes), target, self._prefer_torch)
+            output = program.output_tree(shapes)
+            loss = as_jax_loss(self.loss, output, target, self._prefer_torch, self._needs_slope)
             self._losses.setdefault(key, loss)
             self._tried.add(given)
         return self._losses[key]
@@ -136,8 +138,10 @@ class LossTable:
         return target, self._losses[known[-1]]
 
 
-def as_jax_loss(loss: Callable, output: Any, target: Any, prefer_torch: bool) -> JaxLoss:
-    """A loss as a JAX callable `(output, target) -> scalar`, checked to have a derivative.
+def as_jax_loss(
+    loss: Callable, output: Any, target: Any, prefer_torch: bool, needs_slope: bool
+) -> JaxLoss:
+    """A loss as a JAX callable `(output, target) -> scalar`, checked.
 
     The loss is called once on torch tensors of the right shapes. If that works it is torch code and
     is traced like the model, with torch's meaning of every operation; if not, it must work on JAX
@@ -149,6 +153,7 @@ def as_jax_loss(loss: Callable, output: Any, target: Any, prefer_torch: bool) ->
         target: a target of one step, as the user gave it.
         prefer_torch: the model is torch's, so that code that works for both libraries means
             torch's.
+        needs_slope: the loss must have a derivative by the output.
     """
     if not callable(loss):
         raise InputError(
@@ -163,7 +168,7 @@ def as_jax_loss(loss: Callable, output: Any, target: Any, prefer_torch: bool) ->
     for attempt in attempts[:1] if surely_torch else attempts:
         function, error = attempt(loss, output, target)
         if function is not None:
-            return _checked(function, loss, output, target)
+            return _checked(function, loss, output, target, needs_slope)
         errors["torch tensors" if attempt is _try_torch else "JAX arrays"] = error
     reasons = " ".join(f"On {kind}: {type(e).__name__}: {e}" for kind, e in errors.items())
     raise InputError(
@@ -199,8 +204,10 @@ def _try_jax(loss: Callable, output: Any, target: Any) -> tuple[Callable | None,
     return loss, None
 
 
-def _checked(function: Callable, loss: Callable, output: Any, target: Any) -> JaxLoss:
-    """The loss, if it is a real scalar that changes with the output."""
+def _checked(
+    function: Callable, loss: Callable, output: Any, target: Any, needs_slope: bool
+) -> JaxLoss:
+    """The loss, if it is a real scalar, and one that changes with the output if that is needed."""
     target = _shapes(target)
     result = jax.eval_shape(function, output, target)
     if getattr(result, "shape", None) == (1,):  # as torch's `backward` takes it
@@ -232,7 +239,7 @@ def _checked(function: Callable, loss: Callable, output: Any, target: Any) -> Ja
         return [g for g in back(cotangent) if g.dtype != jax.dtypes.float0]
 
     closed, ranges = trace_with_ranges(slopes, result, *outputs, *targets)
-    if not depends_on(closed.jaxpr, closed.jaxpr.invars[0]):
+    if needs_slope and not depends_on(closed.jaxpr, closed.jaxpr.invars[0]):
         raise InputError(
             f"The loss `{_name(loss)}` has no derivative by the model's output: it is constant, or "
             "the output was detached or rounded on the way. Nothing could be learned from it."

@@ -186,9 +186,9 @@ class NamedCore:
     def __init__(self, core: OnlineCore) -> None:
         if core.rule.needs_loss:
             raise InputError(
-                f"The rule `{core.rule.name}` reads the value of the loss, and here only the "
-                "loss's derivative by the outputs is known. Use `OnlineLearner`, which is given "
-                "the loss, or another rule."
+                f"The rule `{core.rule.name}` needs the loss, and here only the loss's derivative "
+                "by the outputs is known. Use `OnlineLearner`, which is given the loss, or another "
+                "rule."
             )
         self.core, self.compiled, self.program = core, core.compiled, core.program
         self.float_outputs = tuple(

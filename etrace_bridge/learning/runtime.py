@@ -90,7 +90,8 @@ class Runtime:
                 "`freeze` out."
             )
         self.store = Store(net, rule, updater, placement, options.freeze)
-        self.losses, over_time = LossTable(loss, is_torch), LossTable(seq_loss, is_torch)
+        self.losses = LossTable(loss, is_torch, rule.needs_slope)
+        over_time = LossTable(seq_loss, is_torch)
         self._weighting = Weighting(self.losses, over_time, options, rule)
         self._per_sequence = options.loss_at is not None or seq_loss is not None
         self.programs = JittedPrograms(self.store, options)

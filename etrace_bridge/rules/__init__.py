@@ -15,10 +15,13 @@ from etrace_bridge.rules.base import (
 from etrace_bridge.rules.bptt import BPTT
 from etrace_bridge.rules.d_rtrl import DRTRL
 from etrace_bridge.rules.decolle import DECOLLE
+from etrace_bridge.rules.dni import DNI
 from etrace_bridge.rules.eprop import EProp
+from etrace_bridge.rules.fptt import FPTT
 from etrace_bridge.rules.immediate import Immediate
 from etrace_bridge.rules.kf_rtrl import KFRTRL
 from etrace_bridge.rules.low_rank import LowRankRTRL
+from etrace_bridge.rules.ok_rtrl import OKRTRL
 from etrace_bridge.rules.ostl import OSTL
 from etrace_bridge.rules.otpe import OTPE
 from etrace_bridge.rules.ottt import OTTT
@@ -34,8 +37,11 @@ from etrace_bridge.rules.uoro import UORO
 __all__ = [
     "BPTT",
     "DECOLLE",
+    "DNI",
     "DRTRL",
+    "FPTT",
     "KFRTRL",
+    "OKRTRL",
     "OSTL",
     "OTPE",
     "OTTT",

@@ -112,14 +112,16 @@ class Rule:
         follows_states: the memory of a batch element stays as it is where its states do.
         own_signal: the rule replaces the loss's derivative, also for weights outside the
             recurrence.
-        needs_loss: the rule reads values of the loss, not only its derivative by the outputs, so it
-            needs a learner that knows the loss.
+        needs_loss: the gradient is not linear in the loss's derivative by the outputs, or reads
+            values of the loss, so the rule needs a learner that knows the loss.
+        needs_slope: the rule learns from derivatives of the loss, so a loss without one is refused.
     """
 
     name: ClassVar[str] = ""
     truncates: ClassVar[bool] = False
     follows_states: ClassVar[bool] = False
     needs_loss: ClassVar[bool] = False
+    needs_slope: ClassVar[bool] = True
 
     @property
     def own_signal(self) -> bool:
@@ -207,6 +209,15 @@ class ReverseRule(Rule):
             h0: cotangent of the hidden states before the chunk, one array per leaf.
         """
         return {}
+
+    def future(
+        self, program: StepProgram, memory: Any, hidden: Sequence[Any]
+    ) -> Sequence[Any] | None:
+        """What losses after the chunk ask of its last hidden states, one cotangent per leaf.
+
+        None for rules that make no prediction. Not called while the memory is zero.
+        """
+        return None
 
     def discarded(self, program: StepProgram, memory: Any | None, h0: Sequence[Any]) -> Any:
         """What the rule left out of the chunk's gradient: an array of two numbers.

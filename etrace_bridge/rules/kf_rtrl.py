@@ -54,9 +54,14 @@ class KFRTRL(UORO):
         factors = [
             {
                 "A": jnp.zeros((layout.size, summed.var.aval.size), summed.var.aval.dtype),
-                "u": [jnp.zeros(_u_shape(piece), summed.var.aval.dtype) for piece in summed.pieces],
+                "u": [
+                    jnp.zeros(
+                        p.part.form.shape(self.letters(layout, summed, p)), summed.var.aval.dtype
+                    )
+                    for p in summed.pieces
+                ],
             }
-            for summed in _sums(layout)
+            for summed in find_sums(layout)
         ]
         return {"factors": factors, "draws": jnp.zeros((), jnp.uint32)}
 
@@ -64,7 +69,7 @@ class KFRTRL(UORO):
         """`(b A) ⊗ u`."""
         layout, by_part = find_layout(program), {}
         flat = flat_rows(layout, h0)
-        for summed, old in zip(_sums(layout), memory["factors"], strict=True):
+        for summed, old in zip(find_sums(layout), memory["factors"], strict=True):
             by_row = old["A"].reshape(layout.size, layout.rows, -1)
             b = jnp.einsum("en,neu->eu", flat, by_row).reshape(-1)
             for piece, u in zip(summed.pieces, old["u"], strict=True):
@@ -72,7 +77,8 @@ class KFRTRL(UORO):
                 asked = at_elements(single_block(summed, piece), b).reshape(
                     form.shape(form.trace_out)
                 )
-                spread = jnp.einsum(f"{form.trace_out},{form.feature}->{form.trace}", asked, u)
+                letters = self.letters(layout, summed, piece)
+                spread = jnp.einsum(f"{form.trace_out},{letters}->{form.trace}", asked, u)
                 by_part[piece.part.var] = to_view(single_block(summed, piece), spread)
         return weights_of_views(program, theta, by_part)
 
@@ -88,10 +94,10 @@ class KFRTRL(UORO):
 
         def step(state: Any, args: Any) -> tuple[Any, None]:
             hidden, other, factors, draws = state
-            signs = self.pairs(draws, hidden, args, len(factors))
+            signs = self.pairs(layout, draws, hidden, args)
             made, hidden, other = step_influence(program, layout, theta, hidden, other, args)
-            moved = zip(_sums(layout), factors, signs, strict=True)
-            factors = [_move(layout, summed, made, old, c) for summed, old, c in moved]
+            moved = zip(find_sums(layout), factors, signs, strict=True)
+            factors = [self.move(layout, summed, made, old, c) for summed, old, c in moved]
             return (hidden, other, factors, draws + jnp.uint32(1)), None
 
         old = memory or self.init(program)
@@ -99,10 +105,40 @@ class KFRTRL(UORO):
         (*_, factors, draws), _ = scan_time(step, start, list(data.args), data.args[0].shape[0])
         return {"factors": factors, "draws": draws}
 
-    def pairs(self, draws: Any, hidden: Sequence[Any], args: Sequence[Any], count: int) -> Any:
+    def pairs(self, layout: Layout, draws: Any, hidden: Sequence[Any], args: Sequence[Any]) -> Any:
         """`c1` and `c2` of every sum, (sums, 2)."""
         key = draw_key(self.seed, draws, [*hidden, *args])
-        return jax.random.rademacher(key, (count, 2), hidden[0].dtype)
+        return jax.random.rademacher(key, (len(find_sums(layout)), 2), hidden[0].dtype)
+
+    def move(
+        self, layout: Layout, summed: Sum, made: Influence, old: Factors, signs: Any
+    ) -> Factors:
+        """The factors of one sum after a step."""
+        A = old["A"].reshape(layout.size, layout.rows, -1)
+        moved = jnp.einsum("ejk,keu->jeu", made.F, A).reshape(old["A"].shape)
+        xs, G = self.features(layout, summed, made), made.G[summed.var]
+        rho1, rho2 = root_ratio(old["u"], [moved]), root_ratio(xs, [G])
+        c1, c2 = signs
+        u = [c1 / rho1 * u + c2 / rho2 * x for u, x in zip(old["u"], xs, strict=True)]
+        new = {"A": c1 * rho1 * moved + c2 * rho2 * G, "u": u}
+        return jax.tree.map(lambda x, like: x.astype(like.dtype), new, old)
+
+    def letters(self, layout: Layout, summed: Sum, piece: Piece) -> str:
+        """The letters of a piece's `u`: those of its features; none for a bias."""
+        return piece.part.form.feature
+
+    def features(self, layout: Layout, summed: Sum, made: Influence) -> list[Any]:
+        """`x` of each piece, like `u`; for a bias 1."""
+        found = []
+        for piece in summed.pieces:
+            form, x = piece.part.form, made.data.get(piece.contact.index)
+            letters = self.letters(layout, summed, piece)
+            ones = jnp.ones(form.shape(letters), piece.part.var.aval.dtype)
+            if x is not None:
+                x = form.phi(x).reshape(form.shape(form.feature))
+                ones = jnp.einsum(f"{letters},{form.feature}->{letters}", ones, x)
+            found.append(ones)
+        return found
 
     def reset(self, program: StepProgram, memory: dict[str, Any], keep: Any) -> dict[str, Any]:
         layout = find_layout(program)
@@ -117,30 +153,6 @@ class KFRTRL(UORO):
         return {**memory, "factors": factors}
 
 
-def _sums(layout: Layout) -> list[Sum]:
+def find_sums(layout: Layout) -> list[Sum]:
+    """The sums of all families."""
     return [summed for family in layout.families for summed in family.sums]
-
-
-def _u_shape(piece: Piece) -> tuple[int, ...]:
-    """Shape of a piece's features; a bias has one, which is 1."""
-    form = piece.part.form
-    return form.shape(form.feature)
-
-
-def _features(piece: Piece, data: dict[int, Any]) -> Any:
-    x = data.get(piece.contact.index)
-    if x is None:
-        return jnp.ones(_u_shape(piece), piece.part.var.aval.dtype)
-    return piece.part.form.phi(x).reshape(_u_shape(piece))
-
-
-def _move(layout: Layout, summed: Sum, made: Influence, old: Factors, signs: Any) -> Factors:
-    """The factors of one sum after a step."""
-    A = old["A"].reshape(layout.size, layout.rows, -1)
-    moved = jnp.einsum("ejk,keu->jeu", made.F, A).reshape(old["A"].shape)
-    xs, G = [_features(piece, made.data) for piece in summed.pieces], made.G[summed.var]
-    rho1, rho2 = root_ratio(old["u"], [moved]), root_ratio(xs, [G])
-    c1, c2 = signs
-    u = [c1 / rho1 * u + c2 / rho2 * x for u, x in zip(old["u"], xs, strict=True)]
-    new = {"A": c1 * rho1 * moved + c2 * rho2 * G, "u": u}
-    return jax.tree.map(lambda x, like: x.astype(like.dtype), new, old)

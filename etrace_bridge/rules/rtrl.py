@@ -16,7 +16,7 @@ Memory: N·P. Time per step: (N²·P + N·K·step)/K. Exact always.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -73,14 +73,7 @@ class RTRL(ReverseRule):
         self, program: StepProgram, theta, carry: Carry, data: Chunk, memory: Influence | None
     ) -> Influence:
         """`(dh_K/dh_0) J_0 + dh_K/dtheta`."""
-        reaching = reaching_weights(program)
-
-        def run(some: Sequence[Any], hidden: Sequence[Any]) -> list[Any]:
-            full = list(theta)
-            for n, w in zip(reaching, some, strict=True):
-                full[n] = w
-            return scan_steps(program, full, hidden, carry.other, data.args)[1]
-
+        reaching, run = reaching_weights(program), chunk_function(program, theta, carry, data)
         rows = jax.jacrev(run, argnums=(0, 1))([theta[n] for n in reaching], list(carry.hidden))
         by_weight, by_hidden = [r[0] for r in rows], [r[1] for r in rows]
 
@@ -117,6 +110,22 @@ def _product(a: Any, J: Any, axes: int) -> Any:
     """`a · J`, in the wider of their dtypes."""
     wide = max(a.dtype, J.dtype, key=lambda dtype: jnp.finfo(dtype).bits)
     return jnp.tensordot(a.astype(wide), J.astype(wide), axes=axes)
+
+
+def chunk_function(
+    program: StepProgram, theta: Sequence[Any], carry: Carry, data: Chunk
+) -> Callable[[Sequence[Any], Sequence[Any]], list[Any]]:
+    """The hidden states after a chunk, as a function of the weights that reach a state and of the
+    hidden states before it.
+    """
+
+    def run(some: Sequence[Any], hidden: Sequence[Any]) -> list[Any]:
+        full = list(theta)
+        for n, w in zip(reaching_weights(program), some, strict=True):
+            full[n] = w
+        return scan_steps(program, full, hidden, carry.other, data.args)[1]
+
+    return run
 
 
 def reaching_weights(program: StepProgram) -> list[int]:

@@ -34,6 +34,7 @@ class ThreeFactor(RFLO):
 
     name: ClassVar[str] = "three_factor"
     needs_loss: ClassVar[bool] = True
+    needs_slope: ClassVar[bool] = False
 
     def signals(self, steps: Steps) -> Grouped:
         m = jax.vmap(steps.loss)(steps.outputs(), steps.targets) * steps.weights

@@ -39,9 +39,8 @@ from etrace_bridge.rules.base import (
     ReverseRule,
     register_rule,
 )
-from etrace_bridge.rules.rtrl import reaching_weights
+from etrace_bridge.rules.rtrl import chunk_function, reaching_weights
 from etrace_bridge.step.program import StepProgram
-from etrace_bridge.step.reverse import scan_steps
 
 SMALL = 1e-7  # keeps the factors finite where a norm is zero
 
@@ -83,13 +82,7 @@ class UORO(ReverseRule):
         memory: dict[str, Any] | None,
     ) -> dict[str, Any]:
         reaching, old = reaching_weights(program), memory or self.init(program)
-
-        def run(some: Sequence[Any], hidden: Sequence[Any]) -> list[Any]:
-            full = list(theta)
-            for n, w in zip(reaching, some, strict=True):
-                full[n] = w
-            return scan_steps(program, full, hidden, carry.other, data.args)[1]
-
+        run = chunk_function(program, theta, carry, data)
         _, pull = jax.vjp(run, [theta[n] for n in reaching], list(carry.hidden))
         noise = self.signs(old["draws"], carry.hidden, data.args)
         by_theta = pull(noise)[0]

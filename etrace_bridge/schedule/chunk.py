@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from etrace_bridge.rules.base import Carry, Chunk, ChunkResult, Rule
@@ -37,7 +38,8 @@ def _run_reverse(window: Window) -> ChunkResult:
     if not window.has_loss:
         outputs, hidden, other = scan_steps(program, theta, carry.hidden, carry.other, data.args)
     else:
-        inside = chunk_gradient(program, theta, carry, data)
+        after = None if window.fresh else partial(rule.future, program, carry.trace)
+        inside = chunk_gradient(program, theta, carry, data, after)
         grads, losses, outputs = list(inside.grads), inside.losses, inside.outputs
         hidden, other = inside.hidden, inside.other
         past = None if window.fresh else carry.trace

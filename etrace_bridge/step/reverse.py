@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,14 +56,32 @@ def scan_steps(
 
 
 def chunk_gradient(
-    program: StepProgram, theta: Sequence[Any], carry: Any, data: Any
+    program: StepProgram,
+    theta: Sequence[Any],
+    carry: Any,
+    data: Any,
+    after: Callable[[Sequence[Any]], Sequence[Any] | None] | None = None,
 ) -> ChunkGradient:
-    """Gradient of the chunk's weighted losses by reverse mode through its K steps."""
+    """Gradient of the chunk's weighted losses by reverse mode through its K steps.
+
+    Args:
+        program: the step.
+        theta: the weights.
+        carry: states before the chunk.
+        data: the chunk; without a loss, the losses count as zero.
+        after: from the hidden states after the chunk to their cotangents; None for zero.
+    """
 
     def total(theta: Sequence[Any], hidden: Sequence[Any]):
         outputs, new_hidden, new_other = scan_steps(program, theta, hidden, carry.other, data.args)
-        losses = jax.vmap(data.loss)(outputs, data.targets)
-        return jnp.sum(losses * data.weights), (losses, outputs, new_hidden, new_other)
+        losses = jnp.zeros(data.weights.shape, data.weights.dtype)
+        if data.loss is not None:
+            losses = jax.vmap(data.loss)(outputs, data.targets)
+        result = jnp.sum(losses * data.weights)
+        asked = None if after is None else after([lax.stop_gradient(h) for h in new_hidden])
+        if asked is not None:
+            result = result + sum(jnp.vdot(a, h) for a, h in zip(asked, new_hidden, strict=True))
+        return result, (losses, outputs, new_hidden, new_other)
 
     (_, aux), (grads, h0) = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(
         list(theta), list(carry.hidden)

@@ -1,0 +1,163 @@
+"""OK-RTRL: a sum of r Kronecker products (Benzing et al. 2019), cut with the least possible noise.
+
+As KF-RTRL, but `dh_t/dtheta` of a sum of products is kept as `sum over k of A_k ⊗ u_k`, k up to r.
+A step adds one term,
+
+    sum of F_t A_k ⊗ u_k  +  dh_t/dy_t ⊗ x_t  =  sum over i of sigma_i a_i ⊗ v_i,      i up to r + 1
+
+with orthonormal `a_i` and `v_i` and falling `sigma_i`, and r terms must do. The largest ones stay.
+From the first m on with `k sigma_m <= s`, where `k = r + 1 - m` and `s = sigma_m + … + sigma_(r+1)`,
+`k + 1` terms are mixed to k:
+
+    z_i = sqrt(1 - k sigma_i / s)                 (i >= m; of length one)
+    A'_j = s/k sum of c_i Q_ij a_i,               u'_j = sum of c_i Q_ij v_i
+
+`Q` has k orthonormal columns, orthogonal to `z`, and `c_i` are random signs, so the mean of `sum of
+A'_j ⊗ u'_j` is the sum before, since `Q Q^T = 1 - z z^T` has the diagonal `k sigma_i / s`. No unbiased sum
+of r terms has a smaller variance. `sigma`, `Q` and `c` are those of each sum and batch element.
+
+Memory: r times KF-RTRL's. Time per step: r times its products, and eigenvectors of matrices of size
+r + 1. Exact in the mean, not for a single draw; rank 0 is not allowed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from etrace_bridge._errors import InputError
+from etrace_bridge.rules.base import register_rule
+from etrace_bridge.rules.best_rank import singular_columns
+from etrace_bridge.rules.kf_rtrl import KFRTRL, Factors, find_sums
+from etrace_bridge.rules.uoro import draw_key
+from etrace_bridge.step.influence import Influence
+from etrace_bridge.step.program import StepProgram
+from etrace_bridge.step.units import Layout, Piece, Sum
+
+
+@register_rule
+@dataclass(frozen=True)
+class OKRTRL(KFRTRL):
+    """The optimal Kronecker sum.
+
+    Attributes:
+        seed: of the random signs.
+        rank: r, the number of Kronecker products.
+    """
+
+    rank: int = 4
+    name: ClassVar[str] = "ok_rtrl"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
+            raise InputError(f"`rank` is {self.rank!r}; it must be a whole number, 1 or more.")
+
+    def variants(self) -> Iterator[OKRTRL]:
+        """Ranks from 16 down."""
+        for rank in (16, 8, 4, 2, 1):
+            yield replace(self, rank=rank)
+
+    def init(self, program: StepProgram) -> dict[str, Any]:
+        one = super().init(program)
+        factors = jax.tree.map(lambda x: jnp.zeros((self.rank, *x.shape), x.dtype), one["factors"])
+        return {**one, "factors": factors}
+
+    def past(self, program: StepProgram, theta, memory: dict[str, Any], h0) -> dict[int, Any]:
+        """`(b A_k) ⊗ u_k`, summed over k."""
+        terms = []
+        for k in range(self.rank):
+            factors = jax.tree.map(lambda x, k=k: x[k], memory["factors"])
+            terms.append(super().past(program, theta, {**memory, "factors": factors}, h0))
+        return {n: sum(term[n] for term in terms) for n in terms[0]}
+
+    def pairs(self, layout: Layout, draws: Any, hidden, args) -> Any:
+        """The signs `c` of every sum and row, (sums, rows, r + 1)."""
+        shape = len(find_sums(layout)), layout.rows, self.rank + 1
+        key = draw_key(self.seed, draws, [*hidden, *args])
+        return jax.random.rademacher(key, shape, hidden[0].dtype)
+
+    def letters(self, layout: Layout, summed: Sum, piece: Piece) -> str:
+        """The letter of the rows first, also for a bias: every row has terms of its own."""
+        form = piece.part.form
+        row = _row_letter(layout, summed, piece)
+        return row + "".join(c for c in form.feature if c != row)
+
+    def move(
+        self, layout: Layout, summed: Sum, made: Influence, old: Factors, signs: Any
+    ) -> Factors:
+        r, q, rows = self.rank, self.rank + 1, layout.rows
+        if any(not _row_letter(layout, summed, piece) for piece in summed.pieces):
+            rows, signs = 1, signs[:1]  # one row, or pieces that all rows share: mix them alike
+        A = old["A"].reshape(r, layout.size, layout.rows, -1)
+        moved = jnp.einsum("ejk,rkeu->rjeu", made.F, A)
+        G = made.G[summed.var].reshape(1, *A.shape[1:])
+        A = jnp.concatenate([moved, G]).reshape(q, layout.size, rows, -1)
+        pairs = zip(old["u"], self.features(layout, summed, made), strict=True)
+        u = [jnp.concatenate([old, x[None]]).reshape(q, rows, -1) for old, x in pairs]
+        left = jnp.einsum("ineu,jneu->eij", A, A)
+        right = sum(jnp.einsum("ief,jef->eij", x, x) for x in u)
+        X, Y = mixed_columns(left, right, signs)
+        new = {
+            "A": jnp.einsum("ineu,eij->jneu", A, X).reshape(old["A"].shape),
+            "u": [
+                jnp.einsum("ief,eij->jef", x, Y).reshape(like.shape)
+                for x, like in zip(u, old["u"], strict=True)
+            ],
+        }
+        return jax.tree.map(lambda x, like: x.astype(like.dtype), new, old)
+
+    def reset(self, program: StepProgram, memory: dict[str, Any], keep: Any) -> dict[str, Any]:
+        parts = [
+            super(OKRTRL, self).reset(program, {**memory, "factors": factors}, keep)["factors"]
+            for factors in (
+                jax.tree.map(lambda x, k=k: x[k], memory["factors"]) for k in range(self.rank)
+            )
+        ]
+        return {**memory, "factors": jax.tree.map(lambda *xs: jnp.stack(xs), *parts)}
+
+
+def mixed_columns(left: Any, right: Any, signs: Any) -> tuple[Any, Any]:
+    """`X` and `Y`, (…, r + 1, r), so that `(L X) (Z Y)^T` is `L Z^T` in the mean over the signs.
+
+    Args:
+        left: `L^T L`, (…, r + 1, r + 1).
+        right: `Z^T Z`, the same.
+        signs: `c`, (…, r + 1).
+    """
+    X, Y = singular_columns(left, right)  # Z Y is orthonormal, L X as long as sigma
+    square = jnp.sum(X * (left @ X), -2)
+    sigma = jnp.sqrt(jnp.maximum(square, 0))
+    r = sigma.shape[-1] - 1
+    tails = jnp.cumsum(sigma[..., ::-1], -1)[..., ::-1]  # s, by m
+    counts = np.arange(r, -1, -1)  # k, by m
+    m = jnp.argmax(counts * sigma <= tails, -1)[..., None]
+    s, k = jnp.take_along_axis(tails, m, -1), r - m
+    is_mixed = (np.arange(r + 1) >= m) & (s > 0)
+    s = jnp.where(s > 0, s, 1)
+    z = jnp.where(is_mixed, jnp.sqrt(jnp.maximum(1 - k * sigma / s, 0)), 0)
+    # A reflection takes z to the last axis; its other columns are orthogonal to z.
+    identity = jnp.eye(r + 1, dtype=z.dtype)
+    v = z + identity[r]
+    Q = identity - 2 * v[..., :, None] * v[..., None, :] / jnp.sum(v * v, -1)[..., None, None]
+    Q = (signs[..., :, None] * Q)[..., :r]
+    length = jnp.where(sigma > 0, sigma, 1)
+    scale = jnp.where(is_mixed, s / (k * length), 1)
+    return (X * scale[..., None, :]) @ Q, Y @ Q
+
+
+def _row_letter(layout: Layout, summed: Sum, piece: Piece) -> str:
+    """The output letter that counts the rows; empty if there is none, or one row."""
+    form = piece.part.form
+    units = summed.unit.reshape(form.shape(form.out))
+    rows = units // (summed.unit.size // layout.rows)
+    for axis, letter in enumerate(form.out):
+        if layout.rows > 1 and form.sizes[letter] == layout.rows:
+            counted = np.arange(layout.rows).reshape(-1, *(1,) * (units.ndim - axis - 1))
+            if np.array_equal(rows, np.broadcast_to(counted, units.shape)):
+                return letter
+    return ""
