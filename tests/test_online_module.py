@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.data import DataLoader, TensorDataset
 
 import etrace_bridge as eb
 from learner_models import T, assert_same, make_data, make_net, torch_gradients
@@ -325,6 +326,96 @@ def test_copies_and_pickles_go_on_with_states_and_traces():
         mse_loss(reference(xs[:3])[2], ys[2]).backward()
         assert_same(grads_of(other.model), grads_of(reference))
     assert all(p.grad is None for p in online.parameters())
+
+
+class ForSequences(nn.Module):
+    """A body with a loss, called as Hugging Face's models are."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        if isinstance(self.body, eb.OnlineModule):
+            self.body.reset()
+        logits = self.body(inputs.transpose(0, 1)).transpose(0, 1)
+        return {"loss": mse_loss(logits, labels), "logits": logits}
+
+
+class Trainer:
+    """A training loop in Hugging Face's style; it knows nothing of online learning."""
+
+    def __init__(self, model: nn.Module, data: DataLoader, accumulation: int = 2) -> None:
+        self.model, self.data, self.accumulation = model, data, accumulation
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        self.scheduler = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.1, total_iters=4)
+
+    def train(self, epochs: int) -> list[float]:
+        losses = []
+        for _ in range(epochs):
+            self.model.train()
+            for n, (inputs, labels) in enumerate(self.data, 1):
+                loss = self.model(inputs=inputs, labels=labels)["loss"] / self.accumulation
+                loss.backward()
+                if n % self.accumulation == 0:
+                    norm = nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+                    assert norm > 0.1, "the clipping acts"
+                    self.optimizer.step()
+                    self.scheduler.step()
+                    self.optimizer.zero_grad()
+            losses.append(self.evaluate())
+        return losses
+
+    @torch.no_grad()
+    def evaluate(self) -> float:
+        self.model.eval()
+        return sum(self.model(inputs=x, labels=y)["loss"].item() for x, y in self.data)
+
+
+def test_a_hugging_face_style_trainer_trains_it_as_it_trains_the_plain_model(exact):
+    """Accumulation, clipping, a scheduler and evaluation in between; exact gradients, so the
+    weights must go the same way.
+    """
+    xs, ys = make_data(batch=12)
+    examples = TensorDataset(xs.transpose(0, 1), ys.transpose(0, 1))
+    before = copy.deepcopy(exact.state_dict())
+    plain = make_net()
+    expected = Trainer(ForSequences(plain), DataLoader(examples, 3)).train(2)
+    found = Trainer(ForSequences(exact), DataLoader(examples, 3)).train(2)
+    after = copy.deepcopy(exact.state_dict())
+    exact.load_state_dict(before)  # the fixture is shared
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
+    assert_same(after, dict(plain.state_dict()))
+    assert (after["rnn.weight_hh_l0"] - before["rnn.weight_hh_l0"]).abs().max() > 1e-2
+
+
+def test_a_dropped_output_frees_what_its_loss_would_have_needed(d_rtrl):
+    xs, _ = make_data()
+    output = d_rtrl(xs[0])
+    call = weakref.ref(d_rtrl._stream.last)
+    d_rtrl(xs[1])
+    gc.collect()
+    assert call() is not None, "the output still waits for its loss"
+    del output
+    gc.collect()
+    assert call() is None
+
+
+def test_to_another_dtype_and_back(d_rtrl):
+    xs, _ = make_data()
+    before = copy.deepcopy(d_rtrl.state_dict())
+    first = d_rtrl(xs[0]).detach()
+    d_rtrl.reset()
+    d_rtrl.to(torch.float32)
+    output = d_rtrl(xs[0].float())
+    output.sum().backward()
+    assert output.dtype == d_rtrl.model.out.weight.grad.dtype == torch.float32
+    torch.testing.assert_close(output.detach(), first.float(), rtol=1e-5, atol=1e-6)
+    d_rtrl.zero_grad()
+    d_rtrl.reset()
+    d_rtrl.to(torch.float64)
+    d_rtrl.load_state_dict(before)
+    torch.testing.assert_close(d_rtrl(xs[0]).detach(), first, rtol=1e-9, atol=0)
 
 
 # -- streams
