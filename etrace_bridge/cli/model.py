@@ -92,8 +92,8 @@ def load_any_model(reference: str, seed: int = 0) -> nn.Module | brainstate.nn.M
     if not isinstance(found, kinds):
         if not callable(found):
             raise InputError(
-                f"`{reference}` is a {type(found).__name__}; it must be a module or a "
-                "function that makes one."
+                f"`{reference}` is a {type(found).__name__}; it must be a torch module, a "
+                "brainstate module, or a function that makes one."
             )
         try:
             found = found()
