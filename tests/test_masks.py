@@ -329,7 +329,7 @@ def test_losses_of_snntorch(name: str) -> None:
     whole = loss(model(xs), target)
     if name.startswith("mse"):  # run in torch; spiking layers give spikes and membranes
         model, of_one = Twice(model), loss
-        loss = lambda outputs, target: of_one(outputs[1], target)  # noqa: E731
+        loss = lambda outputs, target: of_one(outputs[1], target)
     result = eb.OnlineLearner(model, "bptt", seq_loss=loss).gradients(xs, target)
     assert result.loss == pytest.approx(float(whole.detach()), rel=1e-5)
     assert_same(result.grads, gradients_of(model, whole), 1e-5)
