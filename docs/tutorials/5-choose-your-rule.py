@@ -40,7 +40,9 @@ for report in comparison:
     axes.annotate(
         report.rule, (report.memory / 1e3, report.cosine), (6, -12), textcoords="offset points"
     )
-axes.set(xscale="log", xlabel="memory of the trace, kB", ylabel="cosine to BPTT's gradient")
+axes.set(
+    xscale="log", xlabel="memory of the compiled program, kB", ylabel="cosine to BPTT's gradient"
+)
 axes.margins(x=0.25, y=0.2)
 axes.grid(alpha=0.3)
 
