@@ -7,7 +7,9 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import runpy
 import shlex
+import sys
 import textwrap
 import tomllib
 from pathlib import Path
@@ -25,7 +27,8 @@ PAGES = ["README.md", *DOCS]
 RUN_ELSEWHERE = {"docs/architecture.md"}
 COMMANDS_PAGE = "docs/howto/command-line.md"
 
-pytestmark = pytest.mark.x32  # as a reader's process
+# as a reader's process; the compiled code is not the subject
+pytestmark = [pytest.mark.x32, pytest.mark.usefixtures("quick_compile")]
 
 
 def blocks(page: str) -> list[tuple[str, str, str]]:
@@ -73,6 +76,8 @@ def test_code_runs_as_printed(page: str, tmp_path, monkeypatch) -> None:
             )
         if kind != "python":
             printed = None
+    if "matplotlib.pyplot" in sys.modules:
+        sys.modules["matplotlib.pyplot"].close("all")
 
 
 def test_commands_run_as_printed(tmp_path, monkeypatch, capsys) -> None:
@@ -235,3 +240,34 @@ def test_the_rule_that_the_page_shows_is_the_real_one():
     page, file = (ROOT / name for name in ("docs/extending/rule.md", "etrace_bridge/rules/rflo.py"))
     shown = re.findall(r"```text\n(def system.*?)```", page.read_text(encoding="utf-8"), flags=re.S)
     assert len(shown) == 1 and textwrap.indent(shown[0], "    ") in file.read_text(encoding="utf-8")
+
+
+BUILD = runpy.run_path(str(ROOT / "docs" / "tutorials" / "build.py"))
+
+
+def tutorials() -> list[Path]:
+    return BUILD["sources"]()
+
+
+@pytest.mark.parametrize("source", tutorials(), ids=lambda path: path.stem)
+def test_tutorials_are_what_their_source_says(source: Path) -> None:
+    """Page and notebook have the source's cells; the page's output is compared where its code runs."""
+    cells = BUILD["read_cells"](source)
+    assert source.with_suffix(".ipynb").read_text(encoding="utf-8") == BUILD["notebook"](cells)
+    page = source.with_suffix(".md").read_text(encoding="utf-8")
+    code = [cell.content for cell in cells if cell.is_code]
+    shown = blocks(source.with_suffix(".md").relative_to(ROOT).as_posix())
+    assert [text.rstrip("\n") for kind, _, text in shown if kind == "python"] == code
+    rest = re.sub(r"^```.*?^```$", "", page, flags=re.M | re.S)
+    rest = re.sub(r"^!\[.*\)$|^\*This page.*\*$", "", rest, flags=re.M)
+    wanted = "\n".join(cell.content for cell in cells if not cell.is_code)
+    assert rest.split() == wanted.split()
+    pictures = re.findall(r"^!\[.+\]\((\S+\.png)\)$", page, flags=re.M)
+    assert pictures and all((source.parent / name).is_file() for name in pictures)
+
+
+def test_the_gallery_has_every_tutorial_and_example() -> None:
+    text = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
+    examples = {f"`examples/{path.name}`" for path in (ROOT / "examples").glob("*.py")}
+    assert set(re.findall(r"`examples/\w+\.py`", text)) == examples
+    assert set(re.findall(r"\(tutorials/([\w-]+)\.md\)", text)) == {p.stem for p in tutorials()}

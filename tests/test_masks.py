@@ -141,13 +141,17 @@ def test_one_step_with_a_mask() -> None:
     assert learner.step(xs[0], targets[0], torch.zeros(3)).loss == 0.0
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-def test_ignored_targets_weigh_as_in_torch(weighted: bool) -> None:
-    """One mean over all targets that are not ignored; a step of padding alone included."""
+@pytest.mark.parametrize(("weighted", "ignored"), [(False, -100), (True, -100), (False, 0)])
+def test_ignored_targets_weigh_as_in_torch(weighted: bool, ignored: int) -> None:
+    """One mean over all targets that are not ignored; a step of padding alone included.
+
+    Token 0 is padding in many vocabularies: the value to ignore is then one of the classes.
+    """
     model, (xs, _), targets = make_net(), make_data(), labels()
-    targets[lengths_mask() == 0] = -100
-    targets[3] = -100
-    loss = nn.CrossEntropyLoss(torch.tensor([0.3, 1.7], dtype=torch.float64) if weighted else None)
+    targets[lengths_mask() == 0] = ignored
+    targets[3] = ignored
+    weights = torch.tensor([0.3, 1.7], dtype=torch.float64) if weighted else None
+    loss = nn.CrossEntropyLoss(weights, ignore_index=ignored)
     learner = eb.OnlineLearner(model, "rtrl", loss, chunk=2)
     result = learner.gradients(xs, targets)
     whole = loss(model(xs).flatten(0, 1), targets.flatten())
@@ -292,6 +296,18 @@ def test_a_model_that_takes_the_mean_over_time() -> None:
     assert_same(result.grads, gradients_of(model, whole))
 
 
+class Twice(nn.Module):
+    """A model that gives two outputs, of which a loss may read one."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs = self.inner(x)
+        return 2 * outputs, outputs
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -311,6 +327,9 @@ def test_losses_of_snntorch(name: str) -> None:
         torch.tensor([1, 0, 1]),
     )
     whole = loss(model(xs), target)
+    if name.startswith("mse"):  # run in torch; spiking layers give spikes and membranes
+        model, of_one = Twice(model), loss
+        loss = lambda outputs, target: of_one(outputs[1], target)
     result = eb.OnlineLearner(model, "bptt", seq_loss=loss).gradients(xs, target)
     assert result.loss == pytest.approx(float(whole.detach()), rel=1e-5)
     assert_same(result.grads, gradients_of(model, whole), 1e-5)

@@ -8,6 +8,9 @@ import os
 import shlex
 import signal
 
+import brainstate
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -18,7 +21,7 @@ from torch import nn
 import etrace_bridge as eb
 from etrace_bridge.cli import commands as cli
 from etrace_bridge.cli.data import make_sequences, read_arrays
-from etrace_bridge.cli.model import load_model
+from etrace_bridge.cli.model import load_model, load_net
 from etrace_bridge.learning import checkpoint_files
 
 # as on a user's command line
@@ -489,3 +492,73 @@ def test_bench_of_a_model_of_ones_own(capsys, folder):
     assert "gradients of 6 steps of 2 x 3" in out and "pp_prop" in out and "torch BPTT" in out
     status, _, err = run(capsys, "bench", "models.py:make_model")
     assert status == 2 and "--input is missing" in err
+
+
+# -- brainstate modules
+# -----------------------------------------------------------------------------------------------
+
+MODULE = """
+import brainstate
+import jax.numpy as jnp
+
+
+class Net(brainstate.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.out = brainstate.nn.Linear(3, 4), brainstate.nn.Linear(4, 2)
+        self.recurrent = brainstate.nn.Linear(4, 4)
+
+    def init_state(self, batch_size, **_):
+        self.h = brainstate.HiddenState(jnp.zeros((batch_size, 4)))
+
+    def update(self, x):
+        self.h.value = jnp.tanh(self.inner(x) + self.recurrent(self.h.value))
+        return self.out(self.h.value)
+
+
+def squared(output, target):
+    return jnp.mean((output - target) ** 2)
+"""
+
+
+def by_hand(weights, xs):
+    """Outputs of `module.py:Net`, written out."""
+    h, outputs = jnp.zeros((xs.shape[1], 4)), []
+    inner, recurrent, out = (weights[name, "weight"] for name in ("inner", "recurrent", "out"))
+    for x in xs:
+        h = x @ inner["weight"] + inner["bias"] + h @ recurrent["weight"] + recurrent["bias"]
+        h = jnp.tanh(h)
+        outputs.append(h @ out["weight"] + out["bias"])
+    return jnp.stack(outputs)
+
+
+def test_a_brainstate_module_trains_as_by_hand(capsys, folder):
+    """One update by exact gradients, next to `jax.grad` through a plain loop over time."""
+    (folder / "module.py").write_text(MODULE)
+    held = np.load("data.npz")
+    xs, targets = (jnp.asarray(held[name], jnp.float32) for name in ("xs", "targets"))
+
+    def loss(weights):
+        return jnp.mean((by_hand(weights, xs) - targets) ** 2)
+
+    states = load_net("module.py:Net").states(brainstate.ParamState)
+    start = {path: state.value for path, state in states.items()}
+    moved = jax.tree.map(lambda w, g: w - 0.2 * g, start, jax.grad(loss)(start))
+    assert loss(moved) < 0.99 * loss(start), "nothing is learned: nothing is compared"
+    common = ("module.py:Net", "--data", "data.npz", "--loss", "module.py:squared")
+    flags = ("--rule", "rtrl", "--optimizer", "sgd", "--lr", "0.2", "--epochs", "1")
+    status, out, err = run(capsys, "train", *common, *flags, "--output", "model", "--json")
+    assert status == 0, err
+    np.testing.assert_allclose(json.loads(out)["epochs"][0]["loss"], loss(start), rtol=1e-5)
+    status, out, err = run(capsys, "evaluate", *common, "--checkpoint", "model", "--json")
+    assert status == 0, err
+    np.testing.assert_allclose(json.loads(out)["loss"], loss(moved), rtol=1e-5)
+    status, out, err = run(capsys, "predict", *common[:3], "--checkpoint", "model")
+    assert status == 0, err
+    np.testing.assert_allclose(np.load("predictions.npy"), by_hand(moved, xs), atol=1e-5)
+
+    status, _, err = run(capsys, "train", *common, "--state-dict", "w.pt", "--epochs", "1")
+    assert status == 2 and "--state-dict is for torch modules" in err
+    for command in ("explain", "recommend --rule d_rtrl", "check --rule rtrl --steps 3"):
+        status, out, err = run(capsys, *command.split(), "module.py:Net", "--input", "2,3")
+        assert status == 0 and len(out.splitlines()) > 3, out + err

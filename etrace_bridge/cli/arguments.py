@@ -33,7 +33,7 @@ class UsageError(Exception):
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of every command that takes a model and makes up data for it."""
     parser.add_argument(
-        "model", help="path/to/file.py:name of a torch module, or of a function that makes one"
+        "model", help="path/to/file.py:name of a torch or brainstate module, or of its maker"
     )
     parser.add_argument(
         "--input",

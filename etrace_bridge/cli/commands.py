@@ -106,13 +106,13 @@ def add_recommend(commands: Any) -> None:
 def add_demo(commands: Any) -> None:
     """`demo`: a torch GRU wrapped, explained, checked and trained online."""
     parser = commands.add_parser(
-        "demo", help="wrap, explain, check and train a torch GRU online, next to torch BPTT"
+        "demo", help="show memory, and train a torch GRU online on a stream, next to torch BPTT"
     )
     parser.add_argument(
         "--folder", default="demo-report", help="where the report goes (default demo-report)"
     )
     parser.add_argument(
-        "--epochs", type=int, default=10, help="passes over the training images (default 10)"
+        "--steps", type=int, default=3000, help="samples of the stream (default 3000)"
     )
     add_common_arguments(parser)
     parser.set_defaults(run=later("demo", "run_demo_command"))

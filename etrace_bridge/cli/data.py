@@ -6,12 +6,15 @@ import csv
 from dataclasses import dataclass
 from pathlib import Path
 
+import brainstate
+import jax
 import numpy as np
 import torch
 from torch import nn
 
 from etrace_bridge._errors import InputError
 from etrace_bridge.cli.arguments import existing_file
+from etrace_bridge.frontend import BridgedModule
 
 CLASS_LOSSES = ("cross_entropy", "nll")
 _INPUTS, _TARGETS = ("xs", "x", "inputs"), ("targets", "target", "ys", "y", "labels")
@@ -112,7 +115,7 @@ def make_sequences(
     batch_first: bool,
     loss_at: str,
     loss: str,
-    model: nn.Module,
+    model: nn.Module | brainstate.nn.Module,
 ) -> Sequences:
     """Arrays as sequences for a model.
 
@@ -125,7 +128,8 @@ def make_sequences(
         batch_first: where the batch axis of the arrays is.
         loss_at: `"all"` steps count, or only the `"last"`.
         loss: the loss's name; classes are whole numbers.
-        model: the model; whole numbers stay whole only for one that begins with an embedding.
+        model: the model, for the type of its numbers; whole numbers stay whole only for one that
+            begins with an embedding.
     """
     if stream:
         xs, targets = _cut(xs, window), _cut(targets, window)
@@ -167,8 +171,8 @@ def make_sequences(
                 f"The {name} have {int((~np.isfinite(array)).sum())} values that are NaN or "
                 "infinite. Clean the data first."
             )
-    floating = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    whole = xs.dtype.kind in "iu" and starts_with_embedding(model)
+    floating, embeds = number_types(model)
+    whole = xs.dtype.kind in "iu" and embeds
     mask = None
     if loss_at == "last":
         mask = torch.zeros(xs.shape[0])
@@ -182,10 +186,17 @@ def make_sequences(
     )
 
 
-def starts_with_embedding(model: nn.Module) -> bool:
-    """Whether the first layer looks up whole numbers."""
-    first = next((m for m in model.modules() if not list(m.children())), None)
-    return isinstance(first, nn.Embedding)
+def number_types(model: nn.Module | brainstate.nn.Module) -> tuple[torch.dtype, bool]:
+    """The type of a model's floating numbers, and whether its first layer looks up whole numbers."""
+    if isinstance(model, BridgedModule):
+        model = model.model
+    if isinstance(model, nn.Module):
+        floating = (p.dtype for p in model.parameters() if p.is_floating_point())
+        first = next((m for m in model.modules() if not list(m.children())), None)
+        return next(floating, torch.float32), isinstance(first, nn.Embedding)
+    # A brainstate module's numbers are of JAX's default type.
+    embeds = any(isinstance(node, brainstate.nn.Embedding) for node in model.nodes().values())
+    return torch.float64 if jax.config.jax_enable_x64 else torch.float32, embeds
 
 
 def _array_of(held: np.lib.npyio.NpzFile, names: tuple[str, ...], path: Path) -> np.ndarray:

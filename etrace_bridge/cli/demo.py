@@ -1,301 +1,280 @@
-"""The demo: a torch GRU wrapped, explained, checked and trained online, next to torch BPTT."""
+"""The demo: memory against the length of a sequence, and a torch GRU that learns from a stream online,
+next to torch BPTT.
+"""
 
 from __future__ import annotations
 
 import argparse
-import base64
-import html
-import io
+import copy
 import json
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
-import optax
 import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import nn
 
-from etrace_bridge._errors import BridgeError
 from etrace_bridge.check.gradients import check_gradients
 from etrace_bridge.cli.arguments import OK, at_least_one
-from etrace_bridge.compiler.graph import compile_etrace_graph
+from etrace_bridge.cli.demo_report import write_report
+from etrace_bridge.compiler.graph import ETraceGraph, compile_etrace_graph
 from etrace_bridge.frontend import to_jax, wrap
 from etrace_bridge.learning.learner import OnlineLearner
-from etrace_bridge.plot import plot_graph
+from etrace_bridge.rules import make_rule
 from etrace_bridge.schedule.chunk_plan import trace_bytes
 from etrace_bridge.step.program import make_program
 
-_CHUNK = 2  # of 8 rows, so that most credit passes through the trace
-_BATCH = 64
-_RATE = 1e-2
+_BATCH, _HIDDEN, _TAPS, _WINDOW, _RATE = 16, 32, 6, 16, 0.05
+_MEASURED, _SCALED = (10, 100, 1000), (10_000, 100_000)  # lengths of sequences
+_YOURS = """\
+Now your model, from a file with a function `make_model` that returns it (8: batch, 32: inputs):
+  python -m etrace_bridge explain my_model.py:make_model --input 8,32
+  python -m etrace_bridge check my_model.py:make_model --input 8,32 --rule rtrl,d_rtrl
+  python -m etrace_bridge train my_model.py:make_model --data data.npz"""
 
 
-# the loss is at the last row, so everything before it is learned through time
-_AT_THE_END = torch.tensor([0.0] * 7 + [1.0])
+class Filter(nn.Module):
+    """A GRU that hears a signal and says what comes out of a channel."""
 
-
-class RowReader(nn.Module):
-    """Reads an image row by row and names the digit."""
-
-    def __init__(self, pixels: int = 8, hidden: int = 64, classes: int = 10) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.gru = nn.GRU(pixels, hidden)
-        self.readout = nn.Linear(hidden, classes)
+        self.gru = nn.GRU(1, _HIDDEN)
+        self.readout = nn.Linear(_HIDDEN, 1)
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.readout(self.gru(rows)[0])
+    def forward(
+        self, x: torch.Tensor, state: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        y, state = self.gru(x, state)
+        return self.readout(y), state
 
 
 @dataclass
 class Run:
-    """One way of training: what it reached and what it took."""
+    """One way of learning from the stream.
+
+    Attributes:
+        name: what it is called.
+        errors: squared error of every sample, before its update.
+        seconds: time of every sample but the first, which compiles.
+        memory: bytes that it keeps of the past.
+    """
 
     name: str
-    accuracy: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-    first: float = 0.0
+    errors: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
     memory: int = 0
 
 
 def run_demo_command(args: argparse.Namespace) -> int:
     """Runs `demo`."""
-    page = run_demo(args.folder, at_least_one(args.epochs, "--epochs"))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # torch's threads and JAX's would fight for the cores
+    try:
+        page = run_demo(args.folder, at_least_one(args.steps, "--steps"))
+    finally:
+        torch.set_num_threads(threads)
     if args.json:
         print(json.dumps({"report": str(page)}))
     return OK
 
 
 def run_demo(
-    folder: str | Path = "demo-report", epochs: int = 10, console: Console | None = None
+    folder: str | Path = "demo-report", steps: int = 3000, console: Console | None = None
 ) -> Path:
     """Runs the demo and writes its report.
 
     Args:
         folder: where the report goes.
-        epochs: passes over the training images.
+        steps: samples of the stream; the channel changes half-way.
         console: where to print.
 
     Returns:
         The report's path.
     """
     console = console or Console()
-    train, test = load_digits()
     torch.manual_seed(0)
-    model = RowReader()
-    start = {name: value.clone() for name, value in model.state_dict().items()}
-
-    console.rule("1. the model, read by the compiler")
+    model = Filter()
     net = wrap(model)
     net.init_state(batch_size=_BATCH)
-    graph = compile_etrace_graph(net, to_jax(train[0][0, :_BATCH]))
+    graph = compile_etrace_graph(net, to_jax(torch.zeros(_BATCH, 1)))
+
+    console.rule("1. memory against the length of the sequence")
+    memory = memory_by_length(model, graph)
+    console.print(_memory_table(memory))
+
+    console.rule("2. the model, read by the compiler")
     console.print(graph.report(), highlight=False, soft_wrap=True)
 
-    console.rule("2. its online gradients, next to torch BPTT")
-    rows, labels = train[0][:, :4], train[1][:4].expand(8, 4)
-    loss = nn.functional.cross_entropy
+    console.rule("3. its online gradients, next to torch BPTT")
+    xs, targets = (torch.stack(part) for part in zip(*channel(24, 24, batch=4), strict=True))
     comparison = check_gradients(
-        model, rows, labels, loss=loss, rule=["rtrl", "d_rtrl"], chunk=_CHUNK, mask=_AT_THE_END
+        model, xs, targets, nn.functional.mse_loss, ["rtrl", "d_rtrl"], chunk=4
     )
     console.print(str(comparison), highlight=False, soft_wrap=True)
 
-    console.rule("3. training on 8 x 8 digits, one row a step")
-    online = train_online(model, train, test, epochs, console)
-    model.load_state_dict(start)
-    bptt = train_bptt(model, train, test, epochs, console)
-    console.print(_summary(online, bptt))
+    console.rule("4. learning from a stream that changes half-way, one sample at a time")
+    runs, power = learn_from_stream(model, graph, steps, console)
+    console.print(_stream_table(runs, power, steps))
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    page = _write_report(target, graph, comparison, online, bptt)
-    console.print(f"\nThe report: [bold]{page}[/bold]")
+    table = ([_COLUMNS, *(_cells(run, power, steps) for run in runs)], _CAPTION)
+    curves = {run.name: explained(run, power, max(steps // 30, 1)) for run in runs}
+    page = write_report(target, graph, comparison, memory, curves, table, _YOURS)
+    console.print(f"\nThe report: [bold]{page}[/bold]\n")
+    console.print(_YOURS, highlight=False, soft_wrap=True)
     return page
 
 
-def load_digits() -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """scikit-learn's 1,797 digits as sequences of rows: (8, N, 8) and labels, for training and
-    test.
+# -- memory
+# ------------------------------------------------------------------------------------------------
+
+
+def memory_by_length(model: nn.Module, graph: ETraceGraph) -> dict[int, tuple[int, int]]:
+    """Bytes of the trace and of what torch saves for its backward pass, by length; the longest ones
+    are scaled up from the last that was measured.
     """
-    try:
-        from sklearn import datasets
-    except ImportError as error:
-        raise BridgeError(
-            "The demo's images come with scikit-learn. Install it with `pip install scikit-learn`."
-        ) from error
-    data = datasets.load_digits()
-    order = np.random.default_rng(0).permutation(len(data.target))
-    rows = torch.tensor(data.images[order] / 16, dtype=torch.float32).transpose(0, 1).contiguous()
-    labels = torch.tensor(data.target[order])
-    return (rows[:, :1408], labels[:1408]), (rows[:, 1408:], labels[1408:])
+    trace = trace_of(graph)
+    saved = {n: saved_bytes(model, torch.zeros(n, _BATCH, 1)) for n in _MEASURED}
+    last = _MEASURED[-1]
+    saved |= {n: saved[last] * n // last for n in _SCALED}
+    return {n: (trace, size) for n, size in saved.items()}
 
 
-def train_online(model: nn.Module, train: Any, test: Any, epochs: int, console: Console) -> Run:
-    """D-RTRL in chunks of two rows: the trace carries credit over the rest."""
-    run = Run("online, d_rtrl")
-    learner = OnlineLearner(
-        model,
-        rule="d_rtrl",
-        loss=nn.functional.cross_entropy,
-        optimizer=optax.adam(_RATE),
-        chunk=_CHUNK,
-    )
-
-    def batch(rows: torch.Tensor, labels: torch.Tensor) -> None:
-        learner.update(rows, labels.expand(8, len(labels)), _AT_THE_END)
-
-    def accuracy() -> float:
-        learner.sync_to_torch()
-        return _accuracy(model, test)
-
-    _train(run, batch, accuracy, train, epochs, console)
-    program = make_program(learner.graph)
-    run.memory = trace_bytes(jax.eval_shape(lambda: learner.rule.init(program)))
-    return run
+def trace_of(graph: ETraceGraph) -> int:
+    """Bytes of D-RTRL's trace."""
+    program = make_program(graph)
+    return trace_bytes(jax.eval_shape(lambda: make_rule("d_rtrl").init(program)))
 
 
-def train_bptt(model: nn.Module, train: Any, test: Any, epochs: int, console: Console) -> Run:
-    """The same in torch."""
-    run = Run("torch BPTT")
-    optimizer = torch.optim.Adam(model.parameters(), lr=_RATE)
-
-    def batch(rows: torch.Tensor, labels: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(rows)[-1], labels).backward()
-        optimizer.step()
-
-    _train(run, batch, lambda: _accuracy(model, test), train, epochs, console)
-    run.memory = saved_bytes(model, train[0][:, :_BATCH])
-    return run
-
-
-def saved_bytes(model: nn.Module, rows: torch.Tensor) -> int:
+def saved_bytes(model: nn.Module, xs: torch.Tensor) -> int:
     """What torch keeps for the backward pass of one sequence."""
     sizes: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        sizes[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model(rows).sum()
-    own = {p.data_ptr() for p in model.parameters()}
+        outputs = model(xs)
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    del outputs  # alive until here, so that no address was used twice
     return sum(size for pointer, size in sizes.items() if pointer not in own)
 
 
-def _train(
-    run: Run,
-    batch: Callable,
-    accuracy: Callable[[], float],
-    train: Any,
-    epochs: int,
-    console: Console,
-) -> None:
-    order = torch.Generator().manual_seed(0)  # the same for every way of training
-    for _ in track(range(epochs), description=f"{run.name:16s}", console=console):
-        for rows, labels in _batches(train, order):
+def _memory_table(memory: dict[int, tuple[int, int]]) -> Table:
+    table = Table(caption=f"GRU, {_HIDDEN} hidden units, batch {_BATCH}. *: scaled up")
+    for n, column in enumerate(("steps", "online: the trace", "torch BPTT: saved for backward")):
+        table.add_column(column, justify="right" if n else "left", no_wrap=True)
+    for n, (trace, saved) in memory.items():
+        mark = "*" if n in _SCALED else ""
+        table.add_row(f"{n:,}", f"{trace / 1e6:.2f} MB", f"{saved / 1e6:,.2f} MB{mark}")
+    return table
+
+
+# -- the stream
+# --------------------------------------------------------------------------------------------
+
+
+def channel(
+    steps: int, change_at: int, batch: int = 1
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Samples that go into a channel with an echo and come out of it; the echo changes its sign."""
+    made = torch.Generator().manual_seed(1)
+    past, response = torch.zeros(batch, _TAPS), 0.7 ** torch.arange(_TAPS)
+    for n in range(steps):
+        past = torch.cat([torch.randn(batch, 1, generator=made), past[:, :-1]], 1)
+        sign = torch.full((_TAPS,), 1.0 if n < change_at else -1.0)
+        sign[0] = 1.0
+        yield past[:, :1], torch.tanh(0.5 * (past @ (sign * response)))[:, None]
+
+
+class WindowedBPTT:
+    """An update for each sample in torch, by BPTT through a window of the last samples."""
+
+    def __init__(self, model: Filter) -> None:
+        self._model = model
+        self._optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
+        self._past: deque = deque(maxlen=_WINDOW)  # inputs, and the state before each
+        self._state = torch.zeros(1, 1, _HIDDEN)
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> float:
+        """Learns from one sample."""
+        self._past.append((x, self._state))
+        outputs, _ = self._model(torch.stack([each for each, _ in self._past]), self._past[0][1])
+        loss = nn.functional.mse_loss(outputs[-1], y)
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._optimizer.step()
+        with torch.no_grad():
+            self._state = self._model(x[None], self._state)[1]
+        return loss.item()
+
+
+def learn_from_stream(
+    model: Filter, graph: ETraceGraph, steps: int, console: Console
+) -> tuple[list[Run], list[float]]:
+    """Both ways of learning, sample by sample in turn, so that other work on the machine meets both;
+    and the power of what is to be learned.
+    """
+    windowed = WindowedBPTT(copy.deepcopy(model))
+    optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
+    learner = OnlineLearner(model, "d_rtrl", nn.functional.mse_loss, optimizer)
+    runs = [Run("online, d_rtrl"), Run(f"torch BPTT, window {_WINDOW}")]
+    window = torch.zeros(_WINDOW, 1, 1)
+    runs[0].memory, runs[1].memory = trace_of(graph) // _BATCH, saved_bytes(model, window)
+    calls, power = (lambda x, y: float(learner.step(x, y).loss), windowed.step), []
+    samples = track(channel(steps, steps // 2), "stream", steps, console=console)
+    for n, (x, y) in enumerate(samples):
+        power.append(float(y**2))
+        for run, call in zip(runs, calls, strict=True):
             begin = time.perf_counter()
-            batch(rows, labels)
-            taken = time.perf_counter() - begin
-            if run.first:
-                run.seconds += taken
-            else:
-                run.first = taken  # compilation
-        run.accuracy.append(accuracy())
+            run.errors.append(call(x, y))
+            if n:
+                run.seconds.append(time.perf_counter() - begin)
+    return runs, power
 
 
-def _batches(data: Any, order: torch.Generator) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    rows, labels = data
-    return [
-        (rows[:, index], labels[index])
-        for index in torch.randperm(len(labels), generator=order).split(_BATCH)
-    ]
+def explained(run: Run, power: list[float], window: int) -> np.ndarray:
+    """The part of the output's power that is predicted, over the last `window` samples; NaN for the
+    first samples.
+    """
+    ones = np.ones(min(window, len(power)))
+    found = 1 - np.convolve(run.errors, ones, "valid") / np.convolve(power, ones, "valid")
+    return np.concatenate([np.full(len(ones) - 1, np.nan), found])
 
 
-@torch.no_grad()
-def _accuracy(model: nn.Module, test: Any) -> float:
-    return (model(test[0])[-1].argmax(-1) == test[1]).float().mean().item()
+_COLUMNS = ("", "explained before the change", "at the end", "a sample, with update", "kept")
 
 
-_COLUMNS = ("", "accuracy", "first", "others", "kept", "at 1,000 steps")
-
-
-def _cells(run: Run) -> tuple[str, ...]:
-    longer = run.memory if run.name.startswith("online") else run.memory / 8 * 1000
+def _cells(run: Run, power: list[float], steps: int) -> tuple[str, ...]:
+    half, window = steps // 2, max(steps // 15, 1)
+    before = explained(Run("", run.errors[:half]), power[:half], window)[-1] if half else np.nan
+    after = explained(run, power, window)[-1]
+    each = np.median(run.seconds) if run.seconds else np.nan
     return (
-        run.name, f"{run.accuracy[-1]:.1%}", f"{run.first:.1f} s", f"{run.seconds:.1f} s", f"{run.memory / 1e6:.1f} MB",
-        f"{longer / 1e6:.1f} MB",
+        run.name, f"{before:.3f}", f"{after:.3f}", f"{1e3 * each:.2f} ms", f"{run.memory / 1e3:,.0f} kB",
     )  # fmt: skip
 
 
-def _summary(*runs: Run) -> Table:
-    table = Table(title="8 x 8 digits, one row a step, loss at the last row", caption=_CAPTION)
+def _stream_table(runs: list[Run], power: list[float], steps: int) -> Table:
+    table = Table(caption=_CAPTION)
     for n, column in enumerate(_COLUMNS):
-        table.add_column(column, justify="right" if n else "left", no_wrap=True)
+        table.add_column(column, justify="right" if n else "left")
     for run in runs:
-        table.add_row(*_cells(run))
+        table.add_row(*_cells(run, power, steps))
     return table
 
 
 _CAPTION = (
-    "first: time of the first batch, with compilation; others: of all other batches. kept: the "
-    "trace, or what torch saves for its backward pass; at 1,000 steps: the same, scaled up for "
-    "torch."
+    "explained: part of the output's power that is predicted before each update. Times are medians, "
+    "taken in turn. kept: the trace, or what torch saves for its window. Online, credit reaches back "
+    "without a window."
 )
-
-
-def _write_report(folder: Path, graph: Any, comparison: Any, online: Run, bptt: Run) -> Path:
-    plot_graph(graph, folder / "graph.svg")
-    picture = (folder / "graph.svg").read_text()
-    body = [
-        "<h1>A torch GRU, trained online</h1>",
-        "<p>A torch GRU with a linear readout reads 8 x 8 digits row by row. It was trained twice "
-        f"from the same weights on the same batches: online, by D-RTRL in chunks of {_CHUNK} rows, "
-        "so that credit for earlier rows comes through the eligibility trace; and by torch's "
-        "backpropagation through time.</p>",
-        f"<h2>Test accuracy</h2>{_curves(online, bptt)}",
-        f"<table>{_html_row(_COLUMNS, 'th')}{''.join(_html_row(_cells(run), 'td') for run in (online, bptt))}</table><p><small>{_CAPTION}</small></p>",
-        f"<h2>Gradients next to torch BPTT</h2><pre>{html.escape(str(comparison))}</pre>",
-        "<h2>What the compiler "
-        f"read</h2>{picture[picture.index('<svg') :]}<pre>{html.escape(graph.report())}</pre>",
-    ]
-    style = (
-        "body{font:15px/1.5 system-ui,sans-serif;max-width:70em;margin:2em auto;padding:0 "
-        "1em;color:#1a1a1a;background:#fff}pre{background:#f6f6f6;padding:1em;overflow-x:auto;font-size:12px}td,th{padding:.2em "
-        "1.2em .2em 0;text-align:left;border-bottom:1px solid "
-        "#ddd}svg,img{max-width:100%;height:auto}"
-    )
-    page = folder / "report.html"
-    page.write_text(
-        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>etrace_bridge demo</title>'
-        f"<style>{style}</style></head><body>{''.join(body)}</body></html>",
-        encoding="utf-8",
-    )
-    return page
-
-
-def _html_row(cells: tuple[str, ...], tag: str) -> str:
-    return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
-
-
-def _curves(*runs: Run) -> str:
-    import matplotlib
-
-    matplotlib.use("Agg", force=False)
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 3.2))
-    for run in runs:
-        axes.plot(range(1, len(run.accuracy) + 1), run.accuracy, label=run.name)
-    axes.set_xlabel("epoch")
-    axes.set_ylabel("test accuracy")
-    axes.legend()
-    axes.grid(alpha=0.3)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=130, bbox_inches="tight")
-    plt.close(figure)
-    return f'<img alt="accuracy by epoch" src="data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}">'

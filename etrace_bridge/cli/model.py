@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from etrace_bridge._errors import InputError
-from etrace_bridge.cli.arguments import existing_file
-from etrace_bridge.frontend import run_torch
+from etrace_bridge.cli.arguments import UsageError, existing_file
+from etrace_bridge.frontend import run_torch, wrap
 from etrace_bridge.frontend.state import flatten_state
 from etrace_bridge.learning.compiled_step import CompiledStep
 from etrace_bridge.learning.inputs import as_array
@@ -35,7 +35,7 @@ def load_object(reference: str) -> Any:
     if not colon or not file or not name:
         raise InputError(
             f"`{reference}` is not of the form `path/to/file.py:name`, where `name` is a torch "
-            "module, or a class or function that makes one."
+            "or brainstate module, or a class or function that makes one."
         )
     path = existing_file(file)
     # Never the name of a module that is there already
@@ -75,8 +75,8 @@ def load_model(reference: str, seed: int = 0) -> nn.Module:
     found = load_any_model(reference, seed)
     if not isinstance(found, nn.Module):
         raise InputError(
-            f"`{reference}` is a brainstate module. `check`, `explain` and `recommend` take it; "
-            "train it in Python, with `OnlineLearner`."
+            f"`{reference}` is a brainstate module; this command compares with torch and needs a "
+            "torch module."
         )
     return found
 
@@ -92,8 +92,8 @@ def load_any_model(reference: str, seed: int = 0) -> nn.Module | brainstate.nn.M
     if not isinstance(found, kinds):
         if not callable(found):
             raise InputError(
-                f"`{reference}` is a {type(found).__name__}; it must be a torch module or a "
-                "function that makes one."
+                f"`{reference}` is a {type(found).__name__}; it must be a torch module, a "
+                "brainstate module, or a function that makes one."
             )
         try:
             found = found()
@@ -105,6 +105,25 @@ def load_any_model(reference: str, seed: int = 0) -> nn.Module | brainstate.nn.M
     if not isinstance(found, kinds):
         raise InputError(
             f"`{reference}()` returned a {type(found).__name__}, not a torch or brainstate module."
+        )
+    return found
+
+
+def load_net(reference: str, state: str | None = None, seed: int = 0) -> brainstate.nn.Module:
+    """The module that `path/to/file.py:name` names, wrapped if it is torch's.
+
+    Args:
+        reference: of a torch or brainstate module, or of what makes one.
+        state: the `state=` of `wrap`, as `path/to/file.py:name`; for torch modules.
+        seed: of weights and random ops.
+    """
+    found = load_any_model(reference, seed)
+    if isinstance(found, nn.Module):
+        return wrap(found, load_state(state), seed=seed)
+    if state is not None:
+        raise UsageError(
+            f"--state is for torch modules; `{reference}` is a brainstate module, which makes its "
+            "states in `init_state`."
         )
     return found
 

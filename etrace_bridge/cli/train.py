@@ -29,10 +29,10 @@ from etrace_bridge.cli.arguments import (
     at_least_one,
     existing_file,
 )
-from etrace_bridge.cli.model import load_loss, load_model, load_state
+from etrace_bridge.cli.model import load_loss, load_net
 from etrace_bridge.cli.processes import Part, is_worker, join_processes, run_processes
 from etrace_bridge.cli.trained import evaluate_sequences, load_metrics, load_sequences
-from etrace_bridge.frontend import wrap
+from etrace_bridge.frontend import BridgedModule
 from etrace_bridge.learning.autosave import Checkpoints
 from etrace_bridge.learning.checkpoint_files import check_writable, weights_file
 from etrace_bridge.learning.fidelity import FidelityMeter
@@ -94,18 +94,22 @@ def run_train(args: argparse.Namespace) -> int:
     if settings.processes > 1 and not is_worker():
         return run_processes(settings.processes, args.given)
     part = join_processes() if is_worker() else Part()
-    model = load_model(settings.model, settings.seed)
-    net = wrap(model, load_state(settings.state), seed=settings.seed)
+    net = load_net(settings.model, settings.state, settings.seed)
+    if settings.state_dict and not isinstance(net, BridgedModule):
+        raise UsageError(
+            "--state-dict is for torch modules; the weights of a brainstate module are in the "
+            "checkpoint, a safetensors file."
+        )
     metrics = load_metrics(settings.metric, settings.loss)
     learner = _make_learner(net, settings, part)
-    sequences = load_sequences(model, net.batch_first, settings)
+    sequences, batch_first = load_sequences(net, settings), learner.runtime.batch_first
     learned, kept = (part.whole(index) for index in _divide(len(sequences), settings))
     part.check_batch(settings.batch)
 
     def batches() -> Iterator[tuple]:
         order = _order_of_epoch(learner, learned, settings.seed)
         for index in order.split(settings.batch):
-            yield sequences.pick(part.own(index), net.batch_first)
+            yield sequences.pick(part.own(index), batch_first)
 
     def validate(held: OnlineLearner) -> dict[str, float]:
         found = evaluate_sequences(held, sequences, kept, settings.batch, metrics, part)
@@ -127,7 +131,7 @@ def run_train(args: argparse.Namespace) -> int:
         return _say_how_to_resume(stop, args, settings)
     if settings.state_dict and part.index == 0:
         learner.sync_to_torch()
-        torch.save(model.state_dict(), settings.state_dict)
+        torch.save(net.model.state_dict(), settings.state_dict)
     result = {
         "rule": learner.rule.name, "sequences": len(learned), "validation_sequences": len(kept), "steps": learner.steps,
         "updates": learner.updates, "stopped": history.stopped, "epochs": history.epochs, "checkpoint": str(checkpoint),

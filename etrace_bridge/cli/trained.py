@@ -7,15 +7,17 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import brainstate
+import jax
 import numpy as np
 import torch
 
 from etrace_bridge._errors import InputError
 from etrace_bridge.cli.arguments import OK, UsageError, at_least_one
 from etrace_bridge.cli.data import CLASS_LOSSES, Sequences, make_sequences, read_arrays, read_inputs
-from etrace_bridge.cli.model import load_loss, load_model, load_object, load_state
+from etrace_bridge.cli.model import load_loss, load_net, load_object
 from etrace_bridge.cli.processes import Part
-from etrace_bridge.frontend import BridgedModule, wrap
+from etrace_bridge.frontend import to_torch
 from etrace_bridge.learning.learner import OnlineLearner
 from etrace_bridge.learning.metrics import Metric, evaluate_with, named_metrics
 
@@ -28,8 +30,8 @@ DEFAULTS: dict[str, Any] = {
 def run_evaluate(args: argparse.Namespace) -> int:
     """Runs `evaluate`."""
     settings = _with_defaults(args)
-    net = _wrapped(settings)
-    sequences = load_sequences(net.model, net.batch_first, settings)
+    net = load_net(settings.model, settings.state)
+    sequences = load_sequences(net, settings)
     learner = OnlineLearner.load(settings.checkpoint, net, loss=load_loss(settings.loss))
     metrics = load_metrics(settings.metric, settings.loss)
     found = evaluate_sequences(
@@ -45,9 +47,11 @@ def run_evaluate(args: argparse.Namespace) -> int:
 def run_predict(args: argparse.Namespace) -> int:
     """Runs `predict`."""
     settings = _with_defaults(args)
-    net = _wrapped(settings)
+    net = load_net(settings.model, settings.state)
+    learner = OnlineLearner.load(settings.checkpoint, net)
+    batch_first = learner.runtime.batch_first
     xs, stream = read_inputs(settings.data, _columns(settings))
-    by_batch = net.batch_first if settings.layout == "model" else settings.layout == "batch"
+    by_batch = batch_first if settings.layout == "model" else settings.layout == "batch"
     nothing = np.zeros(xs.shape[:1] if stream else xs.shape[:2])
     sequences = make_sequences(
         xs,
@@ -57,18 +61,19 @@ def run_predict(args: argparse.Namespace) -> int:
         batch_first=by_batch,
         loss_at="all",
         loss="mse",
-        model=net.model,
+        model=net,
     )
-    learner = OnlineLearner.load(settings.checkpoint, net)
     parts = []
     for index in torch.arange(len(sequences)).split(settings.batch):
-        outputs = learner.predict(sequences.pick(index, net.batch_first)[0])
+        outputs = learner.predict(sequences.pick(index, batch_first)[0])
+        if isinstance(outputs, jax.Array):  # of a brainstate module
+            outputs = to_torch(outputs)
         if not isinstance(outputs, torch.Tensor):
             raise InputError(
                 f"The model gives a {type(outputs).__name__}; `predict` writes one tensor. Use "
                 "`OnlineLearner.predict` in Python."
             )
-        parts.append(outputs.transpose(0, 1) if net.batch_first else outputs)
+        parts.append(outputs.transpose(0, 1) if batch_first else outputs)
     found = torch.cat(parts, 1)
     found = found.transpose(0, 1) if by_batch and not stream else found
     np.save(settings.output, found.numpy())
@@ -89,18 +94,18 @@ def _with_defaults(args: argparse.Namespace) -> argparse.Namespace:
     return settings
 
 
-def _wrapped(settings: argparse.Namespace) -> BridgedModule:
-    return wrap(load_model(settings.model), load_state(settings.state))
-
-
 def _columns(settings: Any) -> list[str]:
     return [name.strip() for name in settings.target_columns.split(",") if name.strip()]
 
 
-def load_sequences(model: torch.nn.Module, batch_first: bool, settings: Any) -> Sequences:
+def load_sequences(net: brainstate.nn.Module, settings: Any) -> Sequences:
     """The data that the settings name, for a model."""
     xs, targets, stream = read_arrays(settings.data, settings.targets, _columns(settings))
-    by_batch = batch_first if settings.layout == "model" else settings.layout == "batch"
+    by_batch = (
+        getattr(net, "batch_first", False)
+        if settings.layout == "model"
+        else settings.layout == "batch"
+    )
     return make_sequences(
         xs,
         targets,
@@ -109,7 +114,7 @@ def load_sequences(model: torch.nn.Module, batch_first: bool, settings: Any) -> 
         batch_first=by_batch,
         loss_at=settings.loss_at,
         loss=settings.loss,
-        model=model,
+        model=net,
     )
 
 

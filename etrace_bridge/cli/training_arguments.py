@@ -20,13 +20,13 @@ def add_train(commands: Any) -> None:
     parser = commands.add_parser(
         "train",
         help="train the model of a file online on the data of a file, and write a checkpoint",
-        description="Trains a torch model online. Every setting is a flag, or a key of a TOML file named with --config; flags win.",
+        description="Trains a torch or brainstate model online. Every setting is a flag, or a key of a TOML file named with --config; flags win.",
     )
     parser.add_argument(
         "model",
         nargs="?",
         default=argparse.SUPPRESS,
-        help="path/to/file.py:name of a torch module or its maker",
+        help="path/to/file.py:name of a torch or brainstate module or its maker",
     )
     own = parser.add_argument_group("data")
     _add_data(own)
@@ -180,7 +180,7 @@ def add_predict(commands: Any) -> None:
 
 
 def _add_trained(parser: argparse.ArgumentParser) -> Any:
-    parser.add_argument("model", help="path/to/file.py:name of the torch module or its maker")
+    parser.add_argument("model", help="path/to/file.py:name of the module or its maker")
     parser.add_argument(
         "--checkpoint",
         required=True,

@@ -160,13 +160,18 @@ class ElementLoss:
     def _draw_targets(self, draw: np.random.Generator, count: int, target: Any) -> Any:
         leaves, tree = jax.tree.flatten(target)
         limits = {r.position: (r.range.low, r.range.high) for r in self.ranges}
+        ignored = {} if self._ignored is None else {self._ignored[0]: self._ignored[1]}
         made = []
         for n, s in enumerate(leaves):
             shape = (count, *s.shape[1:])
             if jnp.issubdtype(s.dtype, jnp.inexact):
                 made.append(jnp.asarray(draw.uniform(0.1, 0.9, shape), s.dtype))
             else:
-                made.append(jnp.asarray(draw.integers(*limits.get(n, (0, 2)), shape), s.dtype))
+                low, high = limits.get(n, (0, 2))
+                drawn = draw.integers(low, high, shape)
+                # The value that is ignored may be one of the classes; none of it is drawn.
+                other = low if ignored.get(n) != low else high - 1
+                made.append(jnp.asarray(np.where(drawn == ignored.get(n), other, drawn), s.dtype))
         return jax.tree.unflatten(tree, made)
 
     def _refuse(self, reason: str) -> Any:

@@ -28,8 +28,8 @@ REDUCTIONS: dict[str, Callable[[Any], Any]] = {
 
 @dataclass(frozen=True, eq=False)
 class LossInTorch:
-    """A loss of one output tensor that asks for values while it runs, and so cannot be compiled:
-    torch computes it and its derivative.
+    """A loss that asks for values while it runs, and so cannot be compiled: torch computes it and its
+    derivative.
 
     Attributes:
         function: the loss, on torch tensors.
@@ -40,24 +40,31 @@ class LossInTorch:
 
     def __call__(self, output: Any, target: Any) -> Any:
         """The loss, from within a compiled program."""
-        shapes = (
-            jax.ShapeDtypeStruct((), output.dtype),
-            jax.ShapeDtypeStruct(output.shape, output.dtype),
+        floating = _inexact(output)
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in floating]
+        held = jax.tree.map(jax.lax.stop_gradient, output)
+        value, gradients = jax.pure_callback(
+            self._run, (jax.ShapeDtypeStruct((), floating[0].dtype), shapes), held, target
         )
-        value, gradient = jax.pure_callback(
-            self._run, shapes, jax.lax.stop_gradient(output), target
-        )
-        offset = output - jax.lax.stop_gradient(output)  # zero, with the output's derivative
-        return value + jnp.sum(gradient * offset)
+        for gradient, x, fixed in zip(gradients, floating, _inexact(held), strict=True):
+            # The difference is zero, with the derivative of `x`.
+            value = value + jnp.sum(gradient * (x - fixed))
+        return value
 
-    def _run(self, output: Any, target: Any) -> tuple[np.ndarray, np.ndarray]:
-        given = torch.tensor(np.array(output)).requires_grad_()
-        labels = jax.tree.map(lambda t: _as_torch(np.array(t)), target)
+    def _run(self, output: Any, target: Any) -> tuple[np.ndarray, list[np.ndarray]]:
+        given, labels = jax.tree.map(lambda t: _as_torch(np.array(t)), (output, target))
+        floating = [t for t in jax.tree.leaves(given) if t.is_floating_point() or t.is_complex()]
         with torch.enable_grad():
+            for t in floating:
+                t.requires_grad_()
             value = self.function(given, labels).reshape(())
-            gradient = torch.autograd.grad(value, given)[0]
-        dtype = np.asarray(output).dtype
-        return value.detach().numpy().astype(dtype), gradient.numpy().astype(dtype)
+            # A loss may read some outputs only.
+            gradients = torch.autograd.grad(value, floating, materialize_grads=True)
+        dtype = floating[0].detach().numpy().dtype
+        return value.detach().numpy().astype(dtype), [
+            g.numpy().astype(t.detach().numpy().dtype)
+            for g, t in zip(gradients, floating, strict=True)
+        ]
 
 
 def _as_torch(array: np.ndarray) -> torch.Tensor:
