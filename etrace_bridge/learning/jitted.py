@@ -71,18 +71,16 @@ class JittedPrograms:
         )
 
     def _gradients(self, loss: Any, plan: ChunkPlan, carry: bool) -> Callable:
-        run, place, batch = (
-            make_gradients(self.spec(loss), plan, carry),
-            self._store.placement,
-            self._store.compiled.batch,
-        )
+        run, place = make_gradients(self.spec(loss), plan, carry), self._store.placement
+        batch, axes = self._store.compiled.batch, self._store.core.unit_axes
 
         def settled(*args: Any) -> tuple:
             grads, losses, outputs, weights, discarded, (hidden, other, trace), bad = run(*args)
             grads, losses, weights, discarded, bad = place.settle(
                 (grads, losses, weights, discarded, bad), None, batch
             )
-            hidden, trace = place.settle_state((hidden, trace), batch)
+            hidden = place.settle_state(hidden, batch)
+            trace = place.settle_state(trace, batch, axes)
             after = hidden, place.settle(other, 0, batch), trace
             return grads, losses, place.settle(outputs, 1, batch), weights, discarded, after, bad
 
@@ -152,7 +150,8 @@ class JittedPrograms:
 
         def run(hidden: Any, other: Any, trace: Any, start: Any, gone: Any) -> tuple:
             new = core.reset_elements(Carry(hidden, other, trace), start, gone)
-            hidden, trace = place.settle_state((new.hidden, new.trace), batch)
+            hidden = place.settle_state(new.hidden, batch)
+            trace = place.settle_state(new.trace, batch, core.unit_axes)
             return hidden, place.settle(new.other, 0, batch), trace
 
         return self._jit(("reset", self._store.tree), lambda: run)
@@ -166,13 +165,14 @@ class JittedPrograms:
         `axis` of its outputs.
         """
         place, batch = self._store.placement, self._store.compiled.batch
-        program = self._store.compiled.program
+        program, axes = self._store.compiled.program, self._store.core.unit_axes
 
         def run(*args: Any) -> tuple:
             state, losses, outputs, rest = function(*args)
             alarm, losses, rest = place.settle((state.alarm, losses, rest), None, batch)
             theta, opt = place.settle_weights((state.theta, state.opt), program)
-            hidden, trace = place.settle_state((state.hidden, state.trace), batch)
+            hidden = place.settle_state(state.hidden, batch)
+            trace = place.settle_state(state.trace, batch, axes)
             carry = Carry(hidden, place.settle(state.other, 0, batch), trace)
             state = state.with_carry(carry).replace(theta=theta, opt=opt, alarm=alarm)
             return state, losses, place.settle(outputs, axis, batch), rest

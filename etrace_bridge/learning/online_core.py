@@ -40,6 +40,7 @@ class OnlineCore:
 
     def __init__(self, compiled: CompiledStep, rule: Rule) -> None:
         self.compiled, self.rule, self.program = compiled, rule, compiled.program
+        self.unit_axes = rule.unit_axes(self.program)
         self._plans: dict[tuple, ChunkPlan] = {}
 
     def plan(self, length: int, chunk: int | str, budget: int | None = None) -> ChunkPlan:

@@ -330,10 +330,11 @@ class Store:
             programs = core.compiled.programs
             if "trace" not in programs:
                 place, batch = self.placement, core.compiled.batch
-                zeros = lambda: place.settle_state(core.zero_trace(), batch)
+                zeros = lambda: place.settle_state(core.zero_trace(), batch, core.unit_axes)
                 programs["trace"] = jit(zeros, platform=place.platform)
+            trace = programs["trace"]()
             self.state = state.replace(
-                trace=self.placement.put_state(programs["trace"](), core.compiled.batch)
+                trace=self.placement.put_state(trace, core.compiled.batch, core.unit_axes)
             )
 
     def reset(self) -> None:
