@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from etrace_bridge._errors import StateError
 from etrace_bridge.learning.optimizers import Updater
 from etrace_bridge.learning.options import Options
-from etrace_bridge.learning.programs import ProgramSpec, make_gradients, make_step, make_update
+from etrace_bridge.learning.programs import (
+    ProgramSpec,
+    make_finish,
+    make_gradients,
+    make_part,
+    make_step,
+    make_update,
+)
 from etrace_bridge.learning.sequence_loss import SequenceLoss
 from etrace_bridge.learning.slopes import (
     MeterState,
@@ -85,6 +93,24 @@ class JittedPrograms:
             return grads, losses, place.settle(outputs, 1, batch), weights, discarded, after, bad
 
         return settled
+
+    def part(self, loss: Any) -> Callable:
+        """As `make_part` describes it; donates `kept`."""
+        make = lambda: make_part(self.spec(loss))
+        return self._jit(("part", loss), make, donate_argnums=(3,))
+
+    def first_part(self) -> Callable:
+        """`theta -> kept` before the first chunk, see `make_part`."""
+
+        def zeros(theta: Sequence[Any]) -> tuple:
+            grads = [jnp.zeros_like(w) for w in theta]
+            return self._store.core.zero_trace(), grads, jnp.zeros((), theta[0].dtype)
+
+        return self._jit("first part", lambda: zeros)
+
+    def finish(self, loss: Any) -> Callable:
+        """`(leaves, gradients, sum of the losses) -> (leaves,)`; donates `leaves`."""
+        return self._on_leaves(("finish", loss), lambda: make_finish(self.spec(loss)), donate=True)
 
     def own_slope(self, loss: Any, plan: ChunkPlan) -> Callable:
         """As `make_own_slope` describes it."""

@@ -74,6 +74,9 @@ class OnlineLearner:
             None: every step has a target of its own.
         freeze: where a mask of single sequences is zero, their states and traces stay as they are,
             as if the step had not been; for rules whose trace moves with the states alone.
+        any_length: run sequences of every length through one program, that of a chunk, instead of
+            compiling one for each length; for sequences that begin anew (`carry=False`), in
+            `gradients`, `update` and `fit`.
         seq_loss: a loss of all outputs in place of `loss`: `(outputs, target) -> scalar`, outputs
             `(T, batch, …)` as the model lays out sequences; for `gradients`, `update`, `evaluate`
             and `fit`.
@@ -110,6 +113,7 @@ class OnlineLearner:
         seed: int = 0,
         loss_at: str | None = None,
         freeze: bool = False,
+        any_length: bool = False,
         seq_loss: Callable[..., Any] | None = None,
         cache_dir: str | PathLike | None = None,
     ) -> None:
@@ -138,6 +142,7 @@ class OnlineLearner:
             track_norm,
             loss_at,
             freeze,
+            any_length,
         )
         self.rule = make_rule(rule)
         self.history: History | None = None
