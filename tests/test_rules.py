@@ -21,6 +21,7 @@ from etrace_bridge.compiler.graph import ETraceGraph, compile_etrace_graph
 from etrace_bridge.rules import (
     BPTT,
     DRTRL,
+    OSTL,
     RFLO,
     RTRL,
     Carry,
@@ -30,6 +31,7 @@ from etrace_bridge.rules import (
     PPProp,
     Rule,
     SnAp1,
+    SnApN,
     make_rule,
     rule_names,
 )
@@ -570,7 +572,7 @@ def test_reset_of_single_batch_elements(rule):
 
 
 @pytest.mark.parametrize(
-    "make", [DRTRL, RFLO, PPProp, RTRL, LowRankRTRL], ids=lambda rule: rule.name
+    "make", [DRTRL, RFLO, PPProp, RTRL, LowRankRTRL, SnApN, OSTL], ids=lambda rule: rule.name
 )
 def test_traces_in_half_precision(make):
     rule = make(trace_dtype="bfloat16")
