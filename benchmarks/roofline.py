@@ -39,19 +39,34 @@ DEVICES = {
     "TPU v5e": (197e12, 0.82e12),
 }
 RULES = ("d_rtrl", "pp_prop", "bptt")
-# Elements of a rule's memory for a GRU layer: B batch, I inputs, H units, P weights of all layers.
+DENSE = ("B·3H·(I + H + 2)", lambda b, i, h, n, p: b * 3 * h * (i + h + 2))
+# Elements of a rule's memory for a GRU layer (the mean over layers): B batch, I inputs, H units,
+# n hidden values and P weights of all layers.
 FORMULAS = {
-    "d_rtrl": ("B·3H·(I + H + 2)", lambda b, i, h, p: b * 3 * h * (i + h + 2)),
-    "pp_prop": ("B·(I + 5H + 1)", lambda b, i, h, p: b * (i + 5 * h + 1)),
-    "rtrl": ("B·H·P", lambda b, i, h, p: b * h * p),
-    "bptt": ("0 (activations: K·B·4H)", lambda b, i, h, p: 0),
+    "d_rtrl": DENSE,
+    "snap1": DENSE,
+    "eprop": DENSE,
+    "rflo": DENSE,
+    "pp_prop": ("B·(I + 5H + 1)", lambda b, i, h, n, p: b * (i + 5 * h + 1)),
+    "ottt": ("B·(I + 7H)", lambda b, i, h, n, p: b * (i + 7 * h)),
+    "low_rank": (
+        "2·B·3H·(I + H + 2) + B·H·(n + 3)",
+        lambda b, i, h, n, p: 2 * b * 3 * h * (i + h + 2) + b * h * (n + 3),
+    ),
+    "ostl": ("B·H·3H·(I + H + 2)", lambda b, i, h, n, p: b * h * 3 * h * (i + h + 2)),
+    "snap_n": (
+        "B·(n + H)/2·3H·(I + H + 2)",
+        lambda b, i, h, n, p: b * (n + h) // 2 * 3 * h * (i + h + 2),
+    ),
+    "rtrl": ("B·H·P", lambda b, i, h, n, p: b * h * p),
+    "bptt": ("0 (activations: K·B·4H)", lambda b, i, h, n, p: 0),
 }
 
 
-def compiled_gru(units: int, inputs: int, batch: int) -> CompiledStep:
+def compiled_gru(units: int, inputs: int, batch: int, layers: int = 1) -> CompiledStep:
     """A GRU's step, laid out as for an accelerator."""
     return CompiledStep(
-        eb.wrap(torch.nn.GRU(inputs, units)), [np.zeros((batch, inputs), np.float32)], "gpu"
+        eb.wrap(torch.nn.GRU(inputs, units, layers)), [np.zeros((batch, inputs), np.float32)], "gpu"
     )
 
 
@@ -122,13 +137,13 @@ def paper(layers: int, units: int, batch: int, devices: int) -> None:
     """Prints memory and communication of a large model, after a check of the formulas at small
     sizes.
     """
-    for rule, (_, elements) in FORMULAS.items():
-        for size in ((4, 3, 2), (6, 5, 3)):
-            program = compiled_gru(*size).program
+    for h, i, b, count in ((4, 3, 2, 1), (6, 5, 3, 1), (4, 4, 2, 2)):
+        program = compiled_gru(h, i, b, count).program
+        weights = count * 3 * h * (h + i + 2)
+        for rule, (_, elements) in FORMULAS.items():
             made = trace_bytes(jax.eval_shape(lambda r=rule, p=program: make_rule(r).init(p)))
-            weights = 3 * size[0] * (size[0] + size[1] + 2)
-            expected = 4 * elements(size[2], size[1], size[0], weights)
-            assert made == expected, (rule, size, made, expected)
+            expected = 4 * count * elements(b, i, h, count * h, weights)
+            assert made == expected, (rule, h, i, b, count, made, expected)
     P = layers * 3 * units * 2 * units
     print(
         "| rule | elements of a layer | all, bytes | of a device, bytes | all-reduce of a device "
@@ -136,7 +151,7 @@ def paper(layers: int, units: int, batch: int, devices: int) -> None:
     )
     print("|---|---|---:|---:|---:|")
     for rule, (formula, elements) in FORMULAS.items():
-        whole = 4.0 * layers * elements(batch, units, units, P)
+        whole = 4.0 * layers * elements(batch, units, units, layers * units, P)
         print(f"| `{rule}` | {formula} | {whole:.2g} | {whole / devices:.2g} | {2 * 4 * P:.2g} |")
 
 

@@ -16,6 +16,7 @@ import torch
 from torch.nn.functional import mse_loss
 
 import etrace_bridge as eb
+from etrace_bridge.schedule.chunk_plan import divide
 from learner_models import make_data, make_net
 
 BATCH, UNITS = 8, 16
@@ -92,28 +93,46 @@ def divided(rule: str) -> dict:
         "shards": [
             x.addressable_shards[0].data.size / x.size
             for x in jax.tree.leaves(states[1].trace)
-            if x.ndim > 2
+            if x.ndim > 1
         ],
         "weights": [
             x.addressable_shards[0].data.size / x.size
             for x in states[1].theta
             if x.size >= UNITS * UNITS
         ],
-        "collectives": collectives(learner, xs[0], ys[0]),
+        "collectives": collectives(learner, "step", xs[0], ys[0])
+        + (chunk_collectives(learner, xs, ys) if rule == "rtrl" else []),
         "largest trace": max(
             (x.addressable_shards[0].data.size for x in jax.tree.leaves(states[1].trace)), default=0
         ),
     }
 
 
-def collectives(
-    learner: eb.OnlineLearner, x: torch.Tensor, y: torch.Tensor
+def chunk_collectives(
+    learner: eb.OnlineLearner, xs: torch.Tensor, ys: torch.Tensor
 ) -> list[tuple[str, int]]:
-    """The collectives of a learner's step, each with the elements that it gives a device."""
+    """Those of two chunks of two steps that continue the stream."""
+    learner.runtime.programs.update(learner_loss(learner), divide(4, 2), True, False)
+    return collectives(learner, "update", xs[:4], ys[:4])
+
+
+def learner_loss(learner: eb.OnlineLearner):
+    """The loss that the learner's step was compiled with."""
+    return next(key[0][1] for key in learner.runtime.store.compiled.programs if key[0][0] == "step")
+
+
+def collectives(
+    learner: eb.OnlineLearner, name: str, x: torch.Tensor, y: torch.Tensor
+) -> list[tuple[str, int]]:
+    """The collectives of one of a learner's programs, each with the elements that it gives a
+    device.
+    """
     store = learner.runtime.store
-    call = next(p for key, p in store.compiled.programs.items() if key[0][0] == "step")
-    arrays = store.placement.put_batch(([np.asarray(x)], np.asarray(y)), 0, BATCH)
-    text = call.lower(store.arrays(), *arrays).compile().as_text()
+    call = next(p for key, p in store.compiled.programs.items() if key[0][0] == name)
+    axis = 0 if name == "step" else 1
+    arrays = store.placement.put_batch(([np.asarray(x)], np.asarray(y)), axis, BATCH)
+    more = () if name == "step" else (None,)
+    text = call.lower(store.arrays(), *more, *arrays, *more).compile().as_text()
     found = []
     for shapes, name in re.findall(
         r"= (.*?) (all-\w+|collective-permute|reduce-scatter)(?:-start)?\(", text
@@ -170,8 +189,8 @@ def main() -> None:
             {d.id for leaf in second.runtime.store.arrays() for d in leaf.devices()}
         ),
         "error": message,
-        "batch only": collectives(learner, xs[0], ys[0]),
-        "divided": {rule: divided(rule) for rule in ("d_rtrl", "rtrl")},
+        "batch only": collectives(learner, "step", xs[0], ys[0]),
+        "divided": {rule: divided(rule) for rule in ("d_rtrl", "rtrl", "pp_prop")},
     }
     print(json.dumps(report))
 

@@ -80,8 +80,7 @@ def assert_live(grads: Sequence[Any]) -> None:
         assert np.abs(np.asarray(g)).max() > 1e-6, f"the gradient of parameter {n} is zero"
 
 
-# -- any plain model
-# -------------------------------------------------------------------------------------------------
+# -- any plain model ------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -273,8 +272,7 @@ def unrolled_bptt(model_step: Callable, weights: Any, state: Any, xs: Any, targe
     return fast_jit(jax.grad(total))(weights)
 
 
-# -- one layer by hand
-# -----------------------------------------------------------------------------------------------
+# -- one layer by hand ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -157,8 +157,7 @@ def test_a_finished_run_can_be_extended_and_is_not_trained_again(whole, tmp_path
     assert_same_run(again, whole)
 
 
-# -- when it saves
-# ------------------------------------------------------------------------------------------------
+# -- when it saves --------------------------------------------------------------------------------
 
 BATCHES = [make_data(seed=n) for n in range(4)]
 

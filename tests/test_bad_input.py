@@ -145,8 +145,7 @@ def test_other_bad_arguments(learner, name):
     assert len(after) == len(before) and all(map(np.array_equal, after, before))
 
 
-# -- nothing to learn from, or with
-# --------------------------------------------------------------------------------
+# -- nothing to learn from, or with ---------------------------------------------------------------
 
 
 def test_update_and_fit_need_an_optimizer_and_step_says_so_once():

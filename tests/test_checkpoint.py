@@ -181,8 +181,7 @@ def test_the_guard_goes_on_counting(trained, tmp_path):
     assert not (tmp_path / "other.safetensors").exists() and loaded.steps == trained.steps + 1
 
 
-# -- what does not fit
-# ------------------------------------------------------------------------------------------
+# -- what does not fit ----------------------------------------------------------------------------
 
 
 def test_another_model_is_told_what_differs(saved):
@@ -237,8 +236,7 @@ def test_another_rule_or_optimizer_is_told_what_differs(saved, tmp_path):
         eb.OnlineLearner.load(tmp_path / "text", model)
 
 
-# -- whole or not at all
-# ----------------------------------------------------------------------------------------
+# -- whole or not at all --------------------------------------------------------------------------
 
 
 def write(folder: Path, number: int) -> None:
@@ -420,8 +418,7 @@ def test_a_brainstate_module_that_has_seen_no_input_keeps_its_weights(tmp_path):
     assert again.step(x, y).loss == loaded.step(x, y).loss == learner.step(x, y).loss
 
 
-# -- a new process
-# ----------------------------------------------------------------------------------------------
+# -- a new process --------------------------------------------------------------------------------
 
 
 def run_script(*arguments: str) -> list[float]:

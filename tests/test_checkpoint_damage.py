@@ -112,8 +112,7 @@ def case(request) -> Case:
     return request.getfixturevalue(request.param)
 
 
-# -- damage
-# -------------------------------------------------------------------------------------------------------
+# -- damage ---------------------------------------------------------------------------------------
 
 
 def damaged(content: bytes, dice: random.Random) -> tuple[bytes, str]:
@@ -192,8 +191,7 @@ def test_a_checkpoint_without_checksums_is_refused_with_a_way_out(stream, tmp_pa
         stream.load(name)
 
 
-# -- forgery: files whose checksums are right
-# -----------------------------------------------------------------------
+# -- forgery: files whose checksums are right -----------------------------------------------------
 
 
 def forge(tensors: dict[str, torch.Tensor], about: dict) -> bytes:

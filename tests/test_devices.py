@@ -120,8 +120,7 @@ def test_any_device_of_several(on_four_devices):
     assert on_four_devices["second device"] == [1]
 
 
-# -- collectives, and divided units
-# -------------------------------------------------------------------------------
+# -- collectives, and divided units ---------------------------------------------------------------
 
 
 def test_a_divided_batch_gathers_no_trace(on_four_devices):
@@ -133,7 +132,7 @@ def test_a_divided_batch_gathers_no_trace(on_four_devices):
     assert max((size for name, size in found if name != "all-reduce"), default=0) <= 8 * 3, found
 
 
-@pytest.mark.parametrize("rule", ["d_rtrl", "rtrl"])
+@pytest.mark.parametrize("rule", ["d_rtrl", "rtrl", "pp_prop"])
 def test_units_are_divided_beside_the_batch(on_four_devices, rule):
     """As on one device; each device has a quarter of a trace and half of the weights."""
     found = on_four_devices["divided"][rule]
@@ -142,12 +141,15 @@ def test_units_are_divided_beside_the_batch(on_four_devices, rule):
     assert found["shards"] and set(found["shards"]) == {0.25}
 
 
-def test_no_collective_moves_a_trace(on_four_devices):
-    found = on_four_devices["divided"]["d_rtrl"]
-    assert (
-        found["collectives"]
-        and max(size for _, size in found["collectives"]) < found["largest trace"]
-    ), found["collectives"]
+@pytest.mark.parametrize("rule", ["d_rtrl", "rtrl"])
+def test_no_collective_moves_a_trace(on_four_devices, rule):
+    """In a step, and in chunks of `rtrl`, which gathered its whole influence matrix, 98,304
+    elements: gradients are added up, and no more is moved than weights and Jacobians have. The
+    filters of `pp_prop` are no larger than hidden states, which move.
+    """
+    found = on_four_devices["divided"][rule]
+    sizes = [size for _, size in found["collectives"]]
+    assert sizes and max(sizes) < found["largest trace"], found["collectives"]
 
 
 def test_what_is_no_partition():

@@ -403,8 +403,7 @@ def test_a_notebook_has_a_line_that_is_drawn_anew(learner, monkeypatch, capsys):
     ]
 
 
-# -- metrics
-# --------------------------------------------------------------------------------------------------------
+# -- metrics --------------------------------------------------------------------------------------
 
 
 def test_metrics_of_training_and_validation(learner):

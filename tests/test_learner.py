@@ -262,8 +262,7 @@ def test_brainstate_modules_learn_too():
         learner.sync_to_torch()
 
 
-# -- brainstate modules and their batch axis
-# -----------------------------------------------------------------------
+# -- brainstate modules and their batch axis ------------------------------------------------------
 
 
 def _unrolled_loss(net, start, xs, targets) -> float:

@@ -28,8 +28,7 @@ def copies(learner: eb.OnlineLearner) -> list[np.ndarray]:
     return [np.array(x) for x in runtime.store.arrays()]
 
 
-# -- losses
-# -----------------------------------------------------------------------------------------------------
+# -- losses ---------------------------------------------------------------------------------------
 
 
 def user_written(y, t):
@@ -89,8 +88,7 @@ def test_losses_that_cannot_work():
         eb.OnlineLearner(net).gradients(XS, YS)
 
 
-# -- copies
-# -----------------------------------------------------------------------------------------------------
+# -- copies ---------------------------------------------------------------------------------------
 
 
 class Bare(nn.Module):
@@ -201,8 +199,7 @@ def test_sync_writes_in_place_and_shares_nothing(bare):
     assert torch.equal(learner.net.state_dict()["rnn.weight_hh_l0"], model.rnn.weight_hh_l0)
 
 
-# -- torch's side of an update
-# ----------------------------------------------------------------------------------
+# -- torch's side of an update --------------------------------------------------------------------
 
 
 def test_fill_grad_is_torchs_grad():
@@ -276,8 +273,7 @@ def test_other_torch_optimizers_step_in_torch():
     assert_same(model.state_dict(), plain.state_dict(), 1e-10)
 
 
-# -- bad input
-# --------------------------------------------------------------------------------------------------
+# -- bad input ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -372,8 +368,7 @@ def test_what_the_constructor_refuses():
         eb.OnlineLearner(3)
 
 
-# -- trees, random ops, half precision
-# --------------------------------------------------------------------------
+# -- trees, random ops, half precision ------------------------------------------------------------
 
 
 class Two(nn.Module):

@@ -49,8 +49,7 @@ def tagger() -> eb.OnlineLearner:
     )
 
 
-# -- the quick way and the checked way
-# ----------------------------------------------------------------------------
+# -- the quick way and the checked way ------------------------------------------------------------
 
 
 @pytest.mark.x32
@@ -195,8 +194,7 @@ def test_ids_and_labels_of_every_source_give_one_loss(tagger, source):
     assert found == pytest.approx(expected, rel=1e-5)
 
 
-# -- indices out of range
-# -------------------------------------------------------------------------------------------
+# -- indices out of range -------------------------------------------------------------------------
 
 X = torch.arange(12.0).reshape(3, 4)
 WEIGHT = torch.arange(10.0).reshape(5, 2)

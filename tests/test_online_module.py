@@ -67,8 +67,7 @@ def _afresh(request):
             online.train()
 
 
-# -- gradients
-# ---------------------------------------------------------------------------------------------------
+# -- gradients ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -181,8 +180,7 @@ def test_weights_changed_between_steps_and_a_loss_that_comes_after_the_change():
     )
 
 
-# -- torch's manners
-# ---------------------------------------------------------------------------------------------
+# -- torch's manners ------------------------------------------------------------------------------
 
 CHANGES = {
     "in place": lambda p: p.add_(0.5),
@@ -418,8 +416,7 @@ def test_to_another_dtype_and_back(d_rtrl):
     torch.testing.assert_close(d_rtrl(xs[0]).detach(), first, rtol=1e-9, atol=0)
 
 
-# -- streams
-# -----------------------------------------------------------------------------------------------------
+# -- streams --------------------------------------------------------------------------------------
 
 
 def test_reset_of_finished_episodes(exact):
@@ -540,8 +537,7 @@ def test_in_float32_it_is_bptt_to_single_precision():
     )
 
 
-# -- steps and sequences, errors
-# ---------------------------------------------------------------------------------
+# -- steps and sequences, errors ------------------------------------------------------------------
 
 
 def test_wrong_inputs_are_refused(d_rtrl):

@@ -173,8 +173,7 @@ def test_errors_reach_every_process(two: Group) -> None:
         assert ok == "True", "check_gradients"
 
 
-# -- checkpoints and death
-# ----------------------------------------------------------------------------------------
+# -- checkpoints and death ------------------------------------------------------------------------
 
 
 def test_the_others_stop_when_a_process_dies(four: Group) -> None:
@@ -247,8 +246,7 @@ def test_train_in_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture) -
         assert loaded.updates == alone["updates"] == 4
 
 
-# -- one process
-# --------------------------------------------------------------------------------------------------
+# -- one process ----------------------------------------------------------------------------------
 
 
 def test_the_usual_mesh_of_one_process() -> None:

@@ -21,6 +21,7 @@ from etrace_bridge.compiler.graph import ETraceGraph, compile_etrace_graph
 from etrace_bridge.rules import (
     BPTT,
     DRTRL,
+    OSTL,
     RFLO,
     RTRL,
     Carry,
@@ -30,6 +31,7 @@ from etrace_bridge.rules import (
     PPProp,
     Rule,
     SnAp1,
+    SnApN,
     make_rule,
     rule_names,
 )
@@ -92,8 +94,7 @@ DEFINED = (
 OWN_CREDIT = ("torch_lstm", "reads_old_state", "feeds_two_ways", "carried_elsewhere")
 
 
-# -- models of this file
-# -------------------------------------------------------------------------------------------
+# -- models of this file --------------------------------------------------------------------------
 
 
 def min_gru(p, s, x):
@@ -149,8 +150,7 @@ def graph_of(name: str) -> ETraceGraph:
     return compile_etrace_graph(model, jnp.ones((B, I)))
 
 
-# -- running
-# ---------------------------------------------------------------------------------------------------------
+# -- running --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -266,8 +266,7 @@ def relative(a: Any, b: Any) -> float:
     return float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-12))
 
 
-# -- definitions
-# -----------------------------------------------------------------------------------------------------
+# -- definitions ----------------------------------------------------------------------------------
 
 
 # Every model with the step's credit, one in three also with the core's.
@@ -363,8 +362,7 @@ def test_bptt_is_the_gradient_of_the_unrolled_loop():
     assert_close(dense("torch_gru").bptt()[0], [expected[n] for n in names])
 
 
-# -- what must not matter
-# ---------------------------------------------------------------------------------------------
+# -- what must not matter -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -570,7 +568,7 @@ def test_reset_of_single_batch_elements(rule):
 
 
 @pytest.mark.parametrize(
-    "make", [DRTRL, RFLO, PPProp, RTRL, LowRankRTRL], ids=lambda rule: rule.name
+    "make", [DRTRL, RFLO, PPProp, RTRL, LowRankRTRL, SnApN, OSTL], ids=lambda rule: rule.name
 )
 def test_traces_in_half_precision(make):
     rule = make(trace_dtype="bfloat16")
@@ -583,8 +581,7 @@ def test_traces_in_half_precision(make):
     assert 0 < max(errors) < 2e-2
 
 
-# -- exactness and the certificate
-# -----------------------------------------------------------------------------------
+# -- exactness and the certificate ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [*DIAGONAL, "decay_vector", "decay_scalar"])
@@ -614,8 +611,7 @@ def test_inexact_certificates_measure_inexact():
     assert measured == set() and compared > 20
 
 
-# -- exits, by which e-prop reads a group
-# ------------------------------------------------------------------------------
+# -- exits, by which e-prop reads a group ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -657,8 +653,7 @@ def test_exits_carry_all_credit_of_the_core(name):
     assert_close(found, expected, 1e-12)
 
 
-# -- options
-# ---------------------------------------------------------------------------------------------------------
+# -- options --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

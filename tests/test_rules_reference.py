@@ -58,8 +58,7 @@ def _readout(weights, exits):
     return weights["w_out"] @ exits[0]
 
 
-# -- RNN
-# -------------------------------------------------------------------------------------------------------------
+# -- RNN ------------------------------------------------------------------------------------------
 
 
 def _rnn_step(p, s, x):
@@ -86,8 +85,7 @@ MODELS["rnn"] = Written(
 )
 
 
-# -- GRU and LSTM in torch's layout
-# ----------------------------------------------------------------------------------
+# -- GRU and LSTM in torch's layout ---------------------------------------------------------------
 
 
 def _gru_core(y, x, h):
@@ -134,8 +132,7 @@ MODELS["lstm"] = Written(
 )
 
 
-# -- Adaptive spiking neurons; the readout reads spikes, which are no state
-# ------------------------------------------
+# -- Adaptive spiking neurons; the readout reads spikes, which are no state -----------------------
 
 
 def _alif_core(y, x, h):
@@ -163,8 +160,7 @@ MODELS["alif"] = Written(
 )
 
 
-# -- A recurrent convolution; by hand its kernels are banded matrices
-# ------------------------------------------------
+# -- A recurrent convolution; by hand its kernels are banded matrices -----------------------------
 
 LENGTH = 4
 
@@ -203,8 +199,7 @@ MODELS["conv"] = Written(
 )
 
 
-# -- running
-# ---------------------------------------------------------------------------------------------------------
+# -- running --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -351,8 +346,7 @@ def test_eprop_without_a_filter_is_d_rtrl(name):
     check(name, DRTRL(credit="core"), 3, built(name).rules.eprop(0.0))
 
 
-# -- in torch: a history whose recurrent product is detached
-# ----------------------------------------------------------
+# -- in torch: a history whose recurrent product is detached --------------------------------------
 
 
 def _torch_rnn(p, states, x, seen):
@@ -403,8 +397,7 @@ def test_d_rtrl_in_torch(name, credit):
     assert max(np.abs(exact[n] - expected[n]).max() for n in exact) > 1e-3, "nothing was detached"
 
 
-# -- braintrace: the same cells, one layer a gate
-# ----------------------------------------------------------------------
+# -- braintrace: the same cells, one layer a gate -------------------------------------------------
 
 
 def _layer(p: dict, x: Any) -> Any:

@@ -189,8 +189,7 @@ def test_batches_are_laid_out_as_the_model_takes_them(folder):
     assert batch[0].shape == (2, 6, 3) and torch.equal(batch[0][0], by_time.xs[:, 4])
 
 
-# -- long runs
-# ------------------------------------------------------------------------------------------------------
+# -- long runs ------------------------------------------------------------------------------------
 
 LONG = (
     "models.py:make_model",
@@ -494,8 +493,7 @@ def test_bench_of_a_model_of_ones_own(capsys, folder):
     assert status == 2 and "--input is missing" in err
 
 
-# -- brainstate modules
-# -----------------------------------------------------------------------------------------------
+# -- brainstate modules ---------------------------------------------------------------------------
 
 MODULE = """
 import brainstate

@@ -26,8 +26,7 @@ def make_learner(model: nn.Module, method: Method, rate: float, loss=F.cross_ent
     )
 
 
-# -- F: copying with linear recurrent units
-# ----------------------------------------------------------------------
+# -- F: copying with linear recurrent units -------------------------------------------------------
 
 
 class LRULayer(nn.Module):
@@ -129,8 +128,7 @@ COPY_WITH_LRU = Task(
 )
 
 
-# -- H: copying with a curriculum
-# --------------------------------------------------------------------------------
+# -- H: copying with a curriculum -----------------------------------------------------------------
 
 
 def one_level(level: int, batch: int, generator: torch.Generator):
@@ -187,8 +185,7 @@ CURRICULUM = Task(
 )
 
 
-# -- I: sequential digits
-# ----------------------------------------------------------------------------------------
+# -- I: sequential digits -------------------------------------------------------------------------
 
 
 def digit_batches(seed: int) -> tuple[Iterator, tuple[Tensor, Tensor]]:

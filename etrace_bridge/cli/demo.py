@@ -51,8 +51,8 @@ class Filter(nn.Module):
     def forward(
         self, x: torch.Tensor, state: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        y, state = self.gru(x, state)
-        return self.readout(y), state
+        y, new_state = self.gru(x, state)
+        return self.readout(y), new_state
 
 
 @dataclass
@@ -132,8 +132,7 @@ def run_demo(
     return page
 
 
-# -- memory
-# ------------------------------------------------------------------------------------------------
+# -- memory ---------------------------------------------------------------------------------------
 
 
 def memory_by_length(model: nn.Module, graph: ETraceGraph) -> dict[int, tuple[int, int]]:
@@ -179,8 +178,7 @@ def _memory_table(memory: dict[int, tuple[int, int]]) -> Table:
     return table
 
 
-# -- the stream
-# --------------------------------------------------------------------------------------------
+# -- the stream -----------------------------------------------------------------------------------
 
 
 def channel(

@@ -36,6 +36,7 @@ from etrace_bridge.frontend import BridgedModule
 from etrace_bridge.learning.autosave import Checkpoints
 from etrace_bridge.learning.checkpoint_files import check_writable, weights_file
 from etrace_bridge.learning.fidelity import FidelityMeter
+from etrace_bridge.learning.fit import History
 from etrace_bridge.learning.learner import OnlineLearner
 from etrace_bridge.rules import make_rule
 
@@ -126,7 +127,7 @@ def run_train(args: argparse.Namespace) -> int:
     except CheckpointError as error:
         if part.mesh is not None:  # saving elsewhere would take all processes
             raise
-        history, checkpoint = learner.history, _save_elsewhere(learner, error)
+        history, checkpoint = learner.history or History(), _save_elsewhere(learner, error)
     except (KeyboardInterrupt, SystemExit) as stop:
         return _say_how_to_resume(stop, args, settings)
     if settings.state_dict and part.index == 0:
@@ -160,7 +161,7 @@ def _is_interrupted(learner: OnlineLearner) -> bool:
     place = learner.place_in_fit
     return place is not None and (
         place.stage in ("batches", "callbacks")
-        or (place.stage == "end" and bool(learner.history.stopped))
+        or (place.stage == "end" and learner.history is not None and bool(learner.history.stopped))
     )
 
 
@@ -201,8 +202,7 @@ def _say_how_to_resume(stop: BaseException, args: argparse.Namespace, settings: 
     return int(stop.code or 0) if isinstance(stop, SystemExit) else INTERRUPTED
 
 
-# -- settings
-# -----------------------------------------------------------------------------------------------------
+# -- settings -------------------------------------------------------------------------------------
 
 
 def read_settings(args: argparse.Namespace) -> Settings:
@@ -221,7 +221,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
     for name in ("epochs", "batch", "window", "patience", "save_updates", "processes"):
         if getattr(settings, name) is not None:
             at_least_one(getattr(settings, name), f"--{name.replace('_', '-')}")
-    if not settings.save_minutes > 0:
+    if settings.save_minutes is not None and not settings.save_minutes > 0:
         raise UsageError(f"--save-minutes is {settings.save_minutes}; it must be positive.")
     if settings.optimizer not in OPTIMIZERS:
         raise UsageError(
@@ -281,8 +281,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     return found
 
 
-# -- the run
-# ------------------------------------------------------------------------------------------------------
+# -- the run --------------------------------------------------------------------------------------
 
 
 def _make_learner(net: Any, settings: Settings, part: Part) -> OnlineLearner:

@@ -58,8 +58,7 @@ WEIGHT = "weight "
 NEVER_NAN = ("parameter ", "hidden state ", "trace ")  # what the guard keeps finite
 
 
-# -- what is saved
-# ----------------------------------------------------------------------------------------------
+# -- what is saved --------------------------------------------------------------------------------
 
 
 def save_learner(learner: OnlineLearner, path: str | os.PathLike) -> Path:
@@ -177,8 +176,7 @@ def _rule_options(rule: Rule) -> dict[str, Any] | None:
         return None
 
 
-# -- loading
-# ----------------------------------------------------------------------------------------------------
+# -- loading --------------------------------------------------------------------------------------
 
 
 def read_learner(path: str | os.PathLike) -> tuple[Tensors, Tensors, dict[str, Any]]:
@@ -391,7 +389,8 @@ def _restore_state(store: Store, saved: Mapping[str, Any], has_optimizer: bool) 
         at += shape.num_leaves
     place = store.placement
     theta, opt = (place.put_weights(x, compiled.program) for x in (parts[0], trees[1]))
-    hidden, trace = (place.put_state(x, compiled.batch) for x in (parts[1], trees[0]))
+    hidden = place.put_state(parts[1], compiled.batch)
+    trace = place.put_state(trees[0], compiled.batch, store.core.unit_axes)
     store.state = state.replace(
         theta=theta,
         opt=opt,

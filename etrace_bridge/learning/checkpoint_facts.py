@@ -33,8 +33,7 @@ def check_facts(facts: Mapping[str, Any]) -> None:
         raise CheckpointError("The checkpoint's facts are wrong: " + "; ".join(problems) + ".")
 
 
-# -- what a fact may be
-# -------------------------------------------------------------------------------------------
+# -- what a fact may be ---------------------------------------------------------------------------
 
 
 def _is_count(value: Any) -> bool:

@@ -54,8 +54,7 @@ def weights_file(path: str | os.PathLike) -> Path:
     return path if path.suffix == SUFFIX else path.with_name(path.name + SUFFIX)
 
 
-# -- packing
-# ------------------------------------------------------------------------------------------------------
+# -- packing --------------------------------------------------------------------------------------
 
 
 def pack(tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> bytes:
@@ -195,8 +194,7 @@ def _check_arrays(tensors: Tensors, listed: Any, path: Path) -> None:
         )
 
 
-# -- writing
-# ------------------------------------------------------------------------------------------------------
+# -- writing --------------------------------------------------------------------------------------
 
 
 def write_checkpoint(
@@ -330,8 +328,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-# -- reading
-# ------------------------------------------------------------------------------------------------------
+# -- reading --------------------------------------------------------------------------------------
 
 
 def read_checkpoint(path: str | os.PathLike) -> tuple[Tensors, Tensors, dict[str, Any]]:

@@ -103,8 +103,7 @@ class CompiledStep:
         )
         self.programs: dict[Any, Callable] = {}
 
-    # -- names and lists
-    # ---------------------------------------------------------------------------------------
+    # -- names and lists --------------------------------------------------------------------------
 
     def by_weight_name(self, arrays: Sequence[Any]) -> dict[str, Any]:
         """Arrays that are one per weight, by the weights' names."""
@@ -137,8 +136,7 @@ class CompiledStep:
         """
         return [s if r else m for s, m, r in zip(of_sequence, of_model, self.resets, strict=True)]
 
-    # -- what it is
-    # --------------------------------------------------------------------------------------------
+    # -- what it is -------------------------------------------------------------------------------
 
     @cached_property
     def is_trainable(self) -> bool:
@@ -175,8 +173,7 @@ class CompiledStep:
         self.fit_states()
         return made
 
-    # -- the model's States
-    # ------------------------------------------------------------------------------------
+    # -- the model's States -----------------------------------------------------------------------
 
     def fit_states(self) -> None:
         """Makes the model's states fit this step's inputs, if they do not."""

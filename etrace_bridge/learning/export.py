@@ -141,8 +141,7 @@ def export_learner(
     return _write_folder(Path(path), files, manifest)
 
 
-# -- programs
-# -----------------------------------------------------------------------------------------------------
+# -- programs -------------------------------------------------------------------------------------
 
 
 def _one_batch(runtime: Runtime, target: Any, loss: JaxLoss) -> _Parts:
@@ -289,8 +288,7 @@ def _last_target(runtime: Runtime) -> tuple[Any, JaxLoss]:
     return last
 
 
-# -- files
-# --------------------------------------------------------------------------------------------------------
+# -- files ----------------------------------------------------------------------------------------
 
 
 def _shape(shape: Any, dtype: Any) -> jax.ShapeDtypeStruct:

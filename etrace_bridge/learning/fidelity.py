@@ -102,8 +102,7 @@ class FidelityMeter:
         self._batches = 0
         self._stream = _Stream(self)
 
-    # -- measuring
-    # ---------------------------------------------------------------------------------------------
+    # -- measuring --------------------------------------------------------------------------------
 
     def step(
         self, learner: OnlineLearner, x: Any, target: Any = None, mask: Any = None
@@ -154,8 +153,7 @@ class FidelityMeter:
     def __call__(self, learner: OnlineLearner, record: Mapping[str, Any]) -> None:
         """After an epoch there is nothing left to do: `before_batch` has measured."""
 
-    # -- what was measured
-    # -------------------------------------------------------------------------------------
+    # -- what was measured ------------------------------------------------------------------------
 
     @property
     def ratio(self) -> float:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from etrace_bridge._errors import StateError
 from etrace_bridge.learning.optimizers import Updater
 from etrace_bridge.learning.options import Options
-from etrace_bridge.learning.programs import ProgramSpec, make_gradients, make_step, make_update
+from etrace_bridge.learning.programs import (
+    ProgramSpec,
+    make_finish,
+    make_gradients,
+    make_part,
+    make_step,
+    make_update,
+)
 from etrace_bridge.learning.sequence_loss import SequenceLoss
 from etrace_bridge.learning.slopes import (
     MeterState,
@@ -71,22 +79,38 @@ class JittedPrograms:
         )
 
     def _gradients(self, loss: Any, plan: ChunkPlan, carry: bool) -> Callable:
-        run, place, batch = (
-            make_gradients(self.spec(loss), plan, carry),
-            self._store.placement,
-            self._store.compiled.batch,
-        )
+        run, place = make_gradients(self.spec(loss), plan, carry), self._store.placement
+        batch, axes = self._store.compiled.batch, self._store.core.unit_axes
 
         def settled(*args: Any) -> tuple:
             grads, losses, outputs, weights, discarded, (hidden, other, trace), bad = run(*args)
             grads, losses, weights, discarded, bad = place.settle(
                 (grads, losses, weights, discarded, bad), None, batch
             )
-            hidden, trace = place.settle_state((hidden, trace), batch)
+            hidden = place.settle_state(hidden, batch)
+            trace = place.settle_state(trace, batch, axes)
             after = hidden, place.settle(other, 0, batch), trace
             return grads, losses, place.settle(outputs, 1, batch), weights, discarded, after, bad
 
         return settled
+
+    def part(self, loss: Any) -> Callable:
+        """As `make_part` describes it; donates `kept`."""
+        make = lambda: make_part(self.spec(loss))
+        return self._jit(("part", loss), make, donate_argnums=(3,))
+
+    def first_part(self) -> Callable:
+        """`theta -> kept` before the first chunk, see `make_part`."""
+
+        def zeros(theta: Sequence[Any]) -> tuple:
+            grads = [jnp.zeros_like(w) for w in theta]
+            return self._store.core.zero_trace(), grads, jnp.zeros((), theta[0].dtype)
+
+        return self._jit("first part", lambda: zeros)
+
+    def finish(self, loss: Any) -> Callable:
+        """`(leaves, gradients, sum of the losses) -> (leaves,)`; donates `leaves`."""
+        return self._on_leaves(("finish", loss), lambda: make_finish(self.spec(loss)), donate=True)
 
     def own_slope(self, loss: Any, plan: ChunkPlan) -> Callable:
         """As `make_own_slope` describes it."""
@@ -152,7 +176,8 @@ class JittedPrograms:
 
         def run(hidden: Any, other: Any, trace: Any, start: Any, gone: Any) -> tuple:
             new = core.reset_elements(Carry(hidden, other, trace), start, gone)
-            hidden, trace = place.settle_state((new.hidden, new.trace), batch)
+            hidden = place.settle_state(new.hidden, batch)
+            trace = place.settle_state(new.trace, batch, core.unit_axes)
             return hidden, place.settle(new.other, 0, batch), trace
 
         return self._jit(("reset", self._store.tree), lambda: run)
@@ -166,13 +191,14 @@ class JittedPrograms:
         `axis` of its outputs.
         """
         place, batch = self._store.placement, self._store.compiled.batch
-        program = self._store.compiled.program
+        program, axes = self._store.compiled.program, self._store.core.unit_axes
 
         def run(*args: Any) -> tuple:
             state, losses, outputs, rest = function(*args)
             alarm, losses, rest = place.settle((state.alarm, losses, rest), None, batch)
             theta, opt = place.settle_weights((state.theta, state.opt), program)
-            hidden, trace = place.settle_state((state.hidden, state.trace), batch)
+            hidden = place.settle_state(state.hidden, batch)
+            trace = place.settle_state(state.trace, batch, axes)
             carry = Carry(hidden, place.settle(state.other, 0, batch), trace)
             state = state.with_carry(carry).replace(theta=theta, opt=opt, alarm=alarm)
             return state, losses, place.settle(outputs, axis, batch), rest

@@ -74,6 +74,9 @@ class OnlineLearner:
             None: every step has a target of its own.
         freeze: where a mask of single sequences is zero, their states and traces stay as they are,
             as if the step had not been; for rules whose trace moves with the states alone.
+        any_length: run sequences of every length through one program, that of a chunk, instead of
+            compiling one for each length; for sequences that begin anew (`carry=False`), in
+            `gradients`, `update` and `fit`.
         seq_loss: a loss of all outputs in place of `loss`: `(outputs, target) -> scalar`, outputs
             `(T, batch, …)` as the model lays out sequences; for `gradients`, `update`, `evaluate`
             and `fit`.
@@ -110,6 +113,7 @@ class OnlineLearner:
         seed: int = 0,
         loss_at: str | None = None,
         freeze: bool = False,
+        any_length: bool = False,
         seq_loss: Callable[..., Any] | None = None,
         cache_dir: str | PathLike | None = None,
     ) -> None:
@@ -138,6 +142,7 @@ class OnlineLearner:
             track_norm,
             loss_at,
             freeze,
+            any_length,
         )
         self.rule = make_rule(rule)
         self.history: History | None = None
@@ -157,8 +162,7 @@ class OnlineLearner:
         graph = self.graph._repr_html_() if self.runtime.store.started else ""
         return f"<div><code>{escape(repr(self))}</code>{graph}</div>"
 
-    # -- what it holds
-    # -----------------------------------------------------------------------------------------
+    # -- what it holds ----------------------------------------------------------------------------
 
     @property
     def net(self) -> brainstate.nn.Module:
@@ -188,8 +192,7 @@ class OnlineLearner:
         """The norm of the last gradients, before clipping; None without `track_norm=True`."""
         return self.runtime.gradient_norm
 
-    # -- learning
-    # ----------------------------------------------------------------------------------------------
+    # -- learning ---------------------------------------------------------------------------------
 
     def step(self, x: Any, target: Any = None, mask: Any = None) -> StepInfo:
         """One time step: forward, trace, gradient, update.
@@ -355,8 +358,7 @@ class OnlineLearner:
         """
         self.runtime.reset(mask)
 
-    # -- home again
-    # --------------------------------------------------------------------------------------------
+    # -- home again -------------------------------------------------------------------------------
 
     def fill_grad(self, result: GradientResult | Mapping[str, torch.Tensor]) -> None:
         """Puts gradients into `.grad` of the torch model's parameters, for a torch optimizer.
@@ -403,8 +405,7 @@ class OnlineLearner:
         model = self._torch_model()
         self.net.load_state_dict(model.state_dict())  # pyright: ignore[reportAttributeAccessIssue]
 
-    # -- checkpoints
-    # -------------------------------------------------------------------------------------------
+    # -- checkpoints ------------------------------------------------------------------------------
 
     def save(self, path: str | PathLike) -> Path:
         """Writes weights, states, traces, optimizer state, random keys and counts; atomically,

@@ -40,6 +40,7 @@ class OnlineCore:
 
     def __init__(self, compiled: CompiledStep, rule: Rule) -> None:
         self.compiled, self.rule, self.program = compiled, rule, compiled.program
+        self.unit_axes = rule.unit_axes(self.program)
         self._plans: dict[tuple, ChunkPlan] = {}
 
     def plan(self, length: int, chunk: int | str, budget: int | None = None) -> ChunkPlan:
@@ -55,8 +56,7 @@ class OnlineCore:
         """The same for another kind of device."""
         return OnlineCore(self.compiled.tuned_for(platform), self.rule)
 
-    # -- the engine
-    # --------------------------------------------------------------------------------------------
+    # -- the engine -------------------------------------------------------------------------------
 
     def chunk(
         self, theta: Sequence[Any], carry: Carry, data: Chunk, fresh: bool, final: bool
@@ -113,8 +113,7 @@ class OnlineCore:
         )
         return grads, losses, outputs, Carry(*state), None if rows is None else jnp.sum(rows, 0)
 
-    # -- states
-    # ------------------------------------------------------------------------------------------------
+    # -- states -----------------------------------------------------------------------------------
 
     def zero_trace(self) -> Any:
         """The rule's memory before the first step."""
@@ -195,8 +194,7 @@ class NamedCore:
             jnp.issubdtype(v.aval.dtype, jnp.floating) for v in self.program.out_vars
         )
 
-    # -- the engine
-    # --------------------------------------------------------------------------------------------
+    # -- the engine -------------------------------------------------------------------------------
 
     def _run(
         self,
@@ -281,8 +279,7 @@ class NamedCore:
         by_place = dict(zip(places, pull(list(cotangents))[0], strict=True))
         return [by_place.get(n) for n in range(len(args))]
 
-    # -- states
-    # ------------------------------------------------------------------------------------------------
+    # -- states -----------------------------------------------------------------------------------
 
     def start(self) -> OnlineCarry:
         """Initial states and a trace of zeros."""
@@ -307,8 +304,7 @@ class NamedCore:
     def _start(self) -> tuple[list[Any], list[Any]]:
         return jax.tree.map(jnp.asarray, self.compiled.initial)
 
-    # -- checks
-    # ------------------------------------------------------------------------------------------------
+    # -- checks -----------------------------------------------------------------------------------
 
     def params(self) -> dict[str, Any]:
         """The model's weights of now, by name."""
@@ -341,8 +337,7 @@ class NamedCore:
                 "compile the model for these."
             )
 
-    # -- names and lists
-    # ---------------------------------------------------------------------------------------
+    # -- names and lists --------------------------------------------------------------------------
 
     def _theta(self, params: Params) -> list[Any]:
         self.check_params(params)

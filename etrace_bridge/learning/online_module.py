@@ -137,8 +137,7 @@ class OnlineModule(nn.Module):
         # and whether such inputs are a sequence
         self._steps: dict[Any, tuple[TorchStep, bool]] = {}
 
-    # -- a call
-    # ------------------------------------------------------------------------------------------------
+    # -- a call -----------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, sequence: bool | None = None) -> Any:
         """Run one time step, or a sequence.
@@ -241,8 +240,7 @@ class OnlineModule(nn.Module):
     def _persistent_of(self, other: dict[str, Any]) -> dict[str, Any]:
         return {n: x for n, x in self._persistent.items() if n in other}
 
-    # -- states
-    # ------------------------------------------------------------------------------------------------
+    # -- states -----------------------------------------------------------------------------------
 
     def reset(self, mask: Any = None) -> None:
         """Set hidden states and traces back to their initial values; `mask` (batch,) picks batch
@@ -281,8 +279,7 @@ class OnlineModule(nn.Module):
             )
         return next(reversed(self._steps.values()))[0].core.program.graph
 
-    # -- state dicts, copies
-    # -----------------------------------------------------------------------------------
+    # -- state dicts, copies ----------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **options: Any) -> Any:
         """The model's own state dict, under the model's names; hidden states and traces are not in

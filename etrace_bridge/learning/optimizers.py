@@ -23,8 +23,7 @@ from etrace_bridge._errors import InputError, NotSupportedError
 from etrace_bridge.frontend import to_real_jax, to_torch
 from etrace_bridge.learning.torch_rules import TORCH_RULES, Arrays
 
-# -- translation
-# ------------------------------------------------------------------------------------------------
+# -- translation ----------------------------------------------------------------------------------
 
 
 class TranslatedState(NamedTuple):
@@ -194,8 +193,7 @@ def group_places(
     return places
 
 
-# -- what the learner uses
-# --------------------------------------------------------------------------------------
+# -- what the learner uses ------------------------------------------------------------------------
 
 
 class UpdateState(NamedTuple):

@@ -26,6 +26,7 @@ class Options:
     track_norm: bool = False
     loss_at: str | None = None
     freeze: bool = False
+    any_length: bool = False
 
     def __post_init__(self) -> None:
         if self.loss_at not in LOSS_AT:

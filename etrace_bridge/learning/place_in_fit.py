@@ -138,8 +138,7 @@ class PlaceInFit:
         return place
 
 
-# -- random generators
-# --------------------------------------------------------------------------------------------
+# -- random generators ----------------------------------------------------------------------------
 
 
 def generator_states(source: Any) -> Tensors:
@@ -200,8 +199,7 @@ def check_generator_states(states: Tensors) -> None:
         raise CheckpointError("The checkpoint's states of random generators are damaged.")
 
 
-# -- learning-rate schedulers
-# -------------------------------------------------------------------------------------
+# -- learning-rate schedulers ---------------------------------------------------------------------
 
 
 def scheduler_state(scheduler: Any) -> list[dict[str, Any]] | None:

@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from etrace_bridge._errors import BridgeError, InputError
 from etrace_bridge.learning.processes import gather_float64
 from etrace_bridge.step.program import StepProgram
+from etrace_bridge.step.units import weight_unit_axes
 
 T = TypeVar("T")
 REFUSED = -1  # what a process tells the others if it cannot go on
@@ -107,12 +108,19 @@ class Placement:
         self.check_batch(batch)
         return jax.tree.map(lambda x: self._place(x, self.spec(np.shape(x), axis, batch)), tree)
 
-    def put_state(self, tree: Any, batch: int | None) -> Any:
-        """Hidden states, or a rule's memory, divided along batch and units."""
+    def put_state(self, tree: Any, batch: int | None, unit_axes: Any = None) -> Any:
+        """Hidden states, or a rule's memory, divided along batch and units.
+
+        Args:
+            tree: the arrays.
+            batch: the batch size.
+            unit_axes: as in `Rule.unit_axes`.
+        """
         if self.mesh is None:
             return self.put(tree)
         self.check_batch(batch)
-        return jax.tree.map(lambda x: self._place(x, self._state_spec(np.shape(x), batch)), tree)
+        place = lambda x, axis: self._place(x, self._state_spec(np.shape(x), batch, axis))
+        return _map_with_axes(place, tree, unit_axes)
 
     def put_weights(self, tree: Any, program: StepProgram) -> Any:
         """Weights, and what an optimizer keeps of their shapes."""
@@ -138,14 +146,17 @@ class Placement:
             return PartitionSpec()
         return PartitionSpec(*(None,) * axis, self._batch_axes)
 
-    def _state_spec(self, shape: Sequence[int], batch: int | None) -> PartitionSpec:
+    def _state_spec(
+        self, shape: Sequence[int], batch: int | None, units: int | None = None
+    ) -> PartitionSpec:
         """Of a hidden state or a rule's memory: along the batch, and along the units, whose axis
-        comes next.
+        comes next unless it is given.
         """
         axis = next((n for n, size in enumerate(shape) if size == batch), 0)
+        units = axis + 1 if units is None else units
         spec = self.spec(shape, axis, batch)
-        if self._divides_units(shape, axis + 1) and spec:
-            spec = PartitionSpec(*spec, self.partition)
+        if self._divides_units(shape, units) and spec:
+            spec = PartitionSpec(*spec, *(None,) * (units - axis - 1), self.partition)
         return spec
 
     def _divides_units(self, shape: Sequence[int], axis: int) -> bool:
@@ -161,16 +172,11 @@ class Placement:
         their units.
         """
         specs: dict[tuple[int, ...], PartitionSpec] = {}
-        for contact in program.traced_contacts if self.partition is not None else ():
-            shape, form = contact.view.var.aval.shape, contact.traced_form
-            axes = [n for n, letter in enumerate(form.view) if letter in form.out]
-            if (
-                contact.x is not None
-                and contact.view.var in program.weight_vars
-                and axes
-                and self._divides_units(shape, axes[0])
-            ):
-                specs.setdefault(tuple(shape), PartitionSpec(*(None,) * axes[0], self.partition))
+        axes = {} if self.partition is None else weight_unit_axes(program)
+        for weight, axis in axes.items():
+            if self._divides_units(weight.aval.shape, axis):
+                spec = PartitionSpec(*(None,) * axis, self.partition)
+                specs.setdefault(tuple(weight.aval.shape), spec)
         return specs
 
     # -- inside programs ---------------------------------------------------------------------------
@@ -188,13 +194,16 @@ class Placement:
         )
         return self._constrain(tree, spec)
 
-    def settle_state(self, tree: Any, batch: int | None) -> Any:
-        """The same for hidden states and a rule's memory, along batch and units."""
-        return (
-            tree
-            if self.mesh is None
-            else self._constrain(tree, lambda x: self._state_spec(x.shape, batch))
+    def settle_state(self, tree: Any, batch: int | None, unit_axes: Any = None) -> Any:
+        """The same for hidden states and a rule's memory, along batch and units; arguments as in
+        `put_state`.
+        """
+        if self.mesh is None:
+            return tree
+        settle = lambda x, axis: self._constrain(
+            x, lambda x: self._state_spec(x.shape, batch, axis)
         )
+        return _map_with_axes(settle, tree, unit_axes)
 
     def settle_weights(self, tree: Any, program: StepProgram) -> Any:
         """The same for weights and what an optimizer keeps of their shapes."""
@@ -328,6 +337,13 @@ class Placement:
             name: (float(s / w) if w else float("nan"), float(w))
             for name, (s, w) in zip(values, total, strict=True)
         }
+
+
+def _map_with_axes(function: Callable[[Any, int | None], Any], tree: Any, axes: Any) -> Any:
+    """`function` of every array and its axis of units; None for `axes`: of none of them is known."""
+    if axes is None or tree is None:
+        return jax.tree.map(lambda x: function(x, None), tree)
+    return jax.tree.map(function, tree, axes)
 
 
 def find_device(device: Any) -> Any:

@@ -28,7 +28,7 @@ from etrace_bridge.learning.sequence_loss import SequenceLoss
 from etrace_bridge.learning.state import LearnerState
 from etrace_bridge.rules import Carry, Chunk
 from etrace_bridge.schedule.chunk_plan import ChunkPlan
-from etrace_bridge.schedule.sequence import run_sequence, step_weights
+from etrace_bridge.schedule.sequence import add_trees, run_sequence, step_weights
 from etrace_bridge.step.reverse import scan_steps
 
 Loss = Callable[[Any, Any], Any]
@@ -242,6 +242,35 @@ def make_update(spec: ProgramSpec, plan: ChunkPlan, carry: bool, by_chunk: bool)
         new = state.with_carry(after).replace(theta=theta, opt=opt)
         new = spec.checked(state, new if carry else spec.after_sequence(state, new), losses, grads)
         return new, losses, outputs, weights
+
+    return run
+
+
+def make_part(spec: ProgramSpec) -> Callable:
+    """`(theta, hidden, other, kept, args, targets, weights) -> (hidden, other, kept, (losses,
+    outputs, discarded))`: one chunk of a sequence that begins anew.
+
+    `kept` is the trace, the gradients so far, and the sum of the losses that count.
+    """
+
+    def run(theta: Sequence[Any], hidden: Any, other: Any, kept: tuple, *data: Any):
+        trace, grads, total = kept
+        chunk = spec.data(*data)
+        result = spec.core.chunk(theta, Carry(hidden, other, trace), chunk, False, False)
+        new = result.carry
+        total = total + jnp.sum(jnp.where(chunk.weights != 0, result.losses, 0))
+        kept = new.trace, add_trees(grads, result.grads), total
+        return new.hidden, new.other, kept, (result.losses, result.outputs, result.discarded)
+
+    return run
+
+
+def make_finish(spec: ProgramSpec) -> Callable:
+    """`(state, gradients, sum of the losses) -> (state,)`: the update after a sequence's chunks."""
+
+    def run(state: LearnerState, grads: Sequence[Any], total: Any) -> tuple[LearnerState]:
+        theta, opt = spec.apply(grads, state.opt, state.theta)
+        return (spec.checked(state, state.replace(theta=theta, opt=opt), total, grads),)
 
     return run
 

@@ -16,12 +16,14 @@ from etrace_bridge._errors import InputError, NotSupportedError
 from etrace_bridge.frontend import BridgedModule
 from etrace_bridge.learning.element_loss import ElementLoss
 from etrace_bridge.learning.host_update import HostUpdate
+from etrace_bridge.learning.in_chunks import ChunkRunner
 from etrace_bridge.learning.inputs import read_mask
 from etrace_bridge.learning.jitted import JittedPrograms
 from etrace_bridge.learning.losses import LossTable
 from etrace_bridge.learning.optimizers import make_updater
 from etrace_bridge.learning.options import Options
 from etrace_bridge.learning.placement import Placement
+from etrace_bridge.learning.programs import discarded_share
 from etrace_bridge.learning.quick_step import QuickSteps
 from etrace_bridge.learning.reader import DataReader, SequenceData, StepData
 from etrace_bridge.learning.sequence_loss import SequenceLoss
@@ -98,6 +100,7 @@ class Runtime:
         self.watch = Watch(self.store, self.programs, self.losses, options.guard)
         self.reader = DataReader(self.store, options.check_inputs)
         self._host = HostUpdate(self.store, self.programs, self.parameters, self.torch_update)
+        self._in_chunks = ChunkRunner(self.store, self.programs, options)
         self._quick = QuickSteps(self.store, LOOK_EVERY)
         self._warned = False
 
@@ -106,8 +109,7 @@ class Runtime:
         """Whether sequences come as (batch, time, …)."""
         return self.reader.batch_first
 
-    # -- one step
-    # ----------------------------------------------------------------------------------------------
+    # -- one step ---------------------------------------------------------------------------------
 
     def step(self, args: tuple, target: Any, mask: Any = None) -> tuple[Any, Any, Any]:
         """One online step with update; returns the loss, the output and what the rule discarded, on
@@ -234,8 +236,7 @@ class Runtime:
         store.steps += 1
         return loss, output, None
 
-    # -- sequences
-    # ---------------------------------------------------------------------------------------------
+    # -- sequences --------------------------------------------------------------------------------
 
     def plan(self, length: int) -> ChunkPlan:
         """The division of a sequence."""
@@ -278,6 +279,8 @@ class Runtime:
         store = self.store
         with store.transaction():
             data, loss = self._sequence(xs, targets, mask, carry)
+            if self._in_chunks.serves(loss, carry):
+                return self._gradients_in_chunks(data, loss)
             call = self.programs.gradients(loss, self.plan(data.length), carry)
             state, compiled = store.state, store.compiled
             before = (state.hidden, state.other, state.trace)
@@ -298,6 +301,15 @@ class Runtime:
             store.return_to_stream()
             return named, losses, outputs, weights, discarded
 
+    def _gradients_in_chunks(self, data: SequenceData, loss: Any):
+        """`gradients` of a checked sequence of any length."""
+        store, found = self.store, self._in_chunks.run(data, loss)
+        store.steps += data.length
+        named = self._host.all_gradients(found.grads)
+        store.return_to_stream()
+        discarded = discarded_share(found.discarded, found.grads)
+        return named, found.losses, found.outputs, found.weights, discarded
+
     def update(self, xs: tuple, targets: Any, mask: Any, carry: bool, every: str):
         """Gradients and updates; losses, outputs and the steps' weights."""
         if every not in ("sequence", "chunk", "step"):
@@ -317,12 +329,17 @@ class Runtime:
                 )
             self._require_gradient()
             plan = divide(data.length, 1) if every == "step" else self.plan(data.length)
-            call = self.programs.update(loss, plan, carry, every != "sequence")
             store.refresh_numbers()
-            start = None if carry else self.store.start_states()
-            losses, outputs, weights = store.advance(
-                call, start, data.args, data.targets, data.mask
-            )
+            if every == "sequence" and self._in_chunks.serves(loss, carry):
+                found = self._in_chunks.run(data, loss)
+                store.advance(self.programs.finish(loss), found.grads, found.total)
+                losses, outputs, weights = found.losses, found.outputs, found.weights
+            else:
+                call = self.programs.update(loss, plan, carry, every != "sequence")
+                start = None if carry else self.store.start_states()
+                losses, outputs, weights = store.advance(
+                    call, start, data.args, data.targets, data.mask
+                )
             before, each = watch.good, data.length if every == "sequence" else plan.steps
             try:
                 watch.look(losses, each)
@@ -413,8 +430,7 @@ class Runtime:
             losses = call(self._predict(data, False), data.targets)
             return losses, step_weights(data.length, data.mask, self.programs.spec(loss).reduction)
 
-    # -- what can be learned
-    # -----------------------------------------------------------------------------------
+    # -- what can be learned ----------------------------------------------------------------------
 
     @property
     def gradient_norm(self) -> float | None:

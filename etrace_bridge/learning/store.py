@@ -102,8 +102,7 @@ class Store:
         self._parked: Carry | None = None  # the stream's, while another step is active
         self._loan: Loan | None = None
 
-    # -- the state
-    # ---------------------------------------------------------------------------------------------
+    # -- the state --------------------------------------------------------------------------------
 
     @property
     def state(self) -> LearnerState:
@@ -199,8 +198,7 @@ class Store:
         dtypes = {x.dtype for s in states for x in jax.tree.leaves(s.value)}
         return dtypes.pop() if len(dtypes) == 1 else None
 
-    # -- compiled steps
-    # ----------------------------------------------------------------------------------------
+    # -- compiled steps ---------------------------------------------------------------------------
 
     def prepare(self, args: Sequence[Any], continues: bool) -> OnlineCore:
         """Makes the step for inputs of this shape the active one; compiles it the first time.
@@ -306,8 +304,7 @@ class Store:
             self._evaluations[compiled.signature] = EvaluationStep(compiled, quiet)
         return self._evaluations[compiled.signature]
 
-    # -- states and trace
-    # --------------------------------------------------------------------------------------
+    # -- states and trace -------------------------------------------------------------------------
 
     def fresh_states(self, compiled: CompiledStep) -> tuple[list[Any], list[Any]]:
         """New arrays of a step's initial hidden and other states."""
@@ -330,10 +327,11 @@ class Store:
             programs = core.compiled.programs
             if "trace" not in programs:
                 place, batch = self.placement, core.compiled.batch
-                zeros = lambda: place.settle_state(core.zero_trace(), batch)
+                zeros = lambda: place.settle_state(core.zero_trace(), batch, core.unit_axes)
                 programs["trace"] = jit(zeros, platform=place.platform)
+            trace = programs["trace"]()
             self.state = state.replace(
-                trace=self.placement.put_state(programs["trace"](), core.compiled.batch)
+                trace=self.placement.put_state(trace, core.compiled.batch, core.unit_axes)
             )
 
     def reset(self) -> None:
@@ -362,8 +360,7 @@ class Store:
         numbers = self.placement.put(updater.numbers(state.theta))
         self.state = state.replace(opt=state.opt._replace(numbers=numbers))
 
-    # -- the model's States
-    # ------------------------------------------------------------------------------------
+    # -- the model's States -----------------------------------------------------------------------
 
     @property
     def is_lent(self) -> bool:

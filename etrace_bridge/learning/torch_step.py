@@ -114,6 +114,7 @@ class TorchStep:
             if kind == "trace":
                 return core.advance(params, carry, args, plan)[1].trace
             if kind == "learn":
+                grads: Any
                 grads, new = core.learn(params, carry, args, y_bar, plan)
                 return [grads[n] for n in self.weight_names], new.trace
             if kind == "gradients":

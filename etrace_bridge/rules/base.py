@@ -155,6 +155,13 @@ class Rule:
         """The memory before the first step: arrays of zeros."""
         raise InputError(f"The rule `{type(self).__name__}` does not define `init(program)`.")
 
+    def unit_axes(self, program: StepProgram) -> Any:
+        """The axis of units of each array of the memory, in a tree like that of `init`.
+
+        Along it a mesh may divide the memory. None: it follows the batch axis in all of them.
+        """
+        return None
+
     def reset(self, program: StepProgram, memory: Any, keep: Any) -> Any:
         """The memory with the rows of some batch elements set to zero.
 

@@ -9,9 +9,12 @@ the past by `(dL/dh_0) J_0`, and
 
     J_K = (dh_K/dh_0) J_0 + dh_K/dtheta
 
-is formed once per chunk, which divides the cubic term by K.
+is formed once per chunk, which divides the cubic term by K. Where batch elements do not mix,
+`dh_K/dh_0` is one (n, n) block for each of B elements, and `dh_K/dtheta` is the sum over the steps
+of `dh_K/dy_t ⊗ x_t`, with `y` what the weights make of the features `x`.
 
-Memory: N·P. Time per step: (N²·P + N·K·step)/K. Exact always.
+Memory: N·P, with N = B·n. Time per step: (B·n²·P + n·K·step)/K; a model that mixes batch elements
+or uses weights in ways without a linear form has n = N and B = 1. Exact always.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from etrace_bridge.rules.base import (
     APPROXIMATE,
@@ -32,10 +36,13 @@ from etrace_bridge.rules.base import (
     ReverseRule,
     register_rule,
 )
+from etrace_bridge.step.influence import Influence, chunk_influence, weights_of_views
 from etrace_bridge.step.program import StepProgram
 from etrace_bridge.step.reverse import scan_steps
+from etrace_bridge.step.unit_arrays import at_elements
+from etrace_bridge.step.units import Block, Layout, find_layout, weight_unit_axes
 
-Influence = list[list[Any]]  # [hidden leaf][weight]: (*leaf shape, *weight shape)
+Memory = list[list[Any]]  # [hidden leaf][weight]: (*leaf shape, *weight shape)
 
 
 @register_rule
@@ -52,46 +59,51 @@ class RTRL(ReverseRule):
     name: ClassVar[str] = "rtrl"
     follows_states: ClassVar[bool] = True
 
-    def init(self, program: StepProgram) -> Influence:
+    def init(self, program: StepProgram) -> Memory:
         weights = [program.weight_vars[n].aval for n in reaching_weights(program)]
         hidden = [leaf.invar.aval for leaf in program.leaves]
         return [
             [jnp.zeros((*h.shape, *w.shape), self._stored(h, w)) for w in weights] for h in hidden
         ]
 
+    def unit_axes(self, program: StepProgram) -> Memory:
+        """An entry belongs to the unit of its weight, so that `F J` needs no entry of another."""
+        axes = weight_unit_axes(program)
+        weights = [program.weight_vars[n] for n in reaching_weights(program)]
+        return [[leaf.invar.aval.ndim + axes.get(w, 0) for w in weights] for leaf in program.leaves]
+
     def _stored(self, h: Any, w: Any) -> Any:
         return jnp.dtype(self.trace_dtype or jnp.promote_types(h.dtype, w.dtype))
 
-    def past(self, program: StepProgram, theta, memory: Influence, h0) -> dict[int, Any]:
+    def past(self, program: StepProgram, theta, memory: Memory, h0) -> dict[int, Any]:
         """`(dL/dh_0) J_0`."""
         return {
-            w: sum(_product(h, J[n], h.ndim) for h, J in zip(h0, memory, strict=True))
+            w: sum(_past(h, J[n]) for h, J in zip(h0, memory, strict=True))
             for n, w in enumerate(reaching_weights(program))
         }
 
     def advance(
-        self, program: StepProgram, theta, carry: Carry, data: Chunk, memory: Influence | None
-    ) -> Influence:
+        self, program: StepProgram, theta, carry: Carry, data: Chunk, memory: Memory | None
+    ) -> Memory:
         """`(dh_K/dh_0) J_0 + dh_K/dtheta`."""
-        reaching, run = reaching_weights(program), chunk_function(program, theta, carry, data)
-        rows = jax.jacrev(run, argnums=(0, 1))([theta[n] for n in reaching], list(carry.hidden))
-        by_weight, by_hidden = [r[0] for r in rows], [r[1] for r in rows]
+        F, made = _advanced(program, theta, carry, data)
+        weights = [theta[n] for n in reaching_weights(program)]
 
-        def carried(i: int, n: int) -> Any:
-            return sum(
-                _product(by_hidden[i][j], J[n], carry.hidden[j].ndim)
-                for j, J in enumerate(memory or ())
-            )
+        def moved(i: int, n: int) -> Any:
+            new = made[i][n]
+            for f, J in zip(F[i], memory or (), strict=memory is not None):
+                new = new + _product(f, J[n].reshape(*f.shape[::2], *weights[n].shape))
+            return new
 
         return [
             [
-                (new + carried(i, n)).astype(self._stored(h, theta[reaching[n]]))
-                for n, new in enumerate(row)
+                moved(i, n).astype(self._stored(h, w)).reshape(*h.shape, *w.shape)
+                for n, w in enumerate(weights)
             ]
-            for i, (h, row) in enumerate(zip(carry.hidden, by_weight, strict=True))
+            for i, h in enumerate(carry.hidden)
         ]
 
-    def reset(self, program: StepProgram, memory: Influence, keep: Any) -> Influence:
+    def reset(self, program: StepProgram, memory: Memory, keep: Any) -> Memory:
         return [
             [J * keep.reshape(-1, *(1,) * (J.ndim - 1)).astype(J.dtype) for J in row]
             for row in memory
@@ -106,10 +118,92 @@ class RTRL(ReverseRule):
         return Promise(EXACT, "the whole influence on every hidden state is carried")
 
 
-def _product(a: Any, J: Any, axes: int) -> Any:
-    """`a · J`, in the wider of their dtypes."""
-    wide = max(a.dtype, J.dtype, key=lambda dtype: jnp.finfo(dtype).bits)
-    return jnp.tensordot(a.astype(wide), J.astype(wide), axes=axes)
+def _past(h: Any, J: Any) -> Any:
+    """`h · J` over all hidden values, in the wider of their dtypes."""
+    wide = _wider(h, J)
+    return jnp.tensordot(h.astype(wide), J.astype(wide), axes=h.ndim)
+
+
+def _product(F: Any, J: Any) -> Any:
+    """`F J` of every row, in the wider of their dtypes."""
+    wide = _wider(F, J)
+    return jnp.einsum("rij,rj...->ri...", F.astype(wide), J.astype(wide))
+
+
+def _wider(a: Any, b: Any) -> Any:
+    return max(a.dtype, b.dtype, key=lambda dtype: jnp.finfo(dtype).bits)
+
+
+def _advanced(
+    program: StepProgram, theta: Sequence[Any], carry: Carry, data: Chunk
+) -> tuple[list[list[Any]], list[list[Any]]]:
+    """`dh_K/dh_0` as [new leaf][old leaf]: (rows, values, values), and `dh_K/dtheta` as
+    [leaf][weight]: (rows, values, *weight shape).
+    """
+    layout = find_layout(program)
+    if not _has_rows(program, layout, data.args[0].shape[0]):
+        return _by_reverse_mode(program, theta, carry, data)
+    made, _, _ = chunk_influence(program, layout, theta, carry.hidden, carry.other, data.args)
+    blocks = [block for family in layout.families for block in family.blocks]
+    views = [_at_view(layout, block, made) for block in blocks]
+
+    def weights(views: Sequence[Any]) -> list[Any]:
+        own = list(zip(blocks, views, strict=True))
+        whole = {b.contact.index: v for b, v in own if b.form is b.contact.form}
+        parts = {b.pieces[0][1].part.var: v for b, v in own if b.form is not b.contact.form}
+        found = weights_of_views(program, theta, parts, whole)
+        return [found[n] for n in reaching_weights(program)]
+
+    rows = jax.vmap(jax.vmap(weights))(views)
+    ends = np.cumsum([h.size // layout.rows for h in carry.hidden])[:-1].tolist()
+    F = [jnp.split(row, ends, axis=2) for row in jnp.split(made.F, ends, axis=1)]
+    by_weight = [jnp.split(row, ends, axis=1) for row in rows]
+    return F, [list(leaf) for leaf in zip(*by_weight, strict=True)]
+
+
+def _has_rows(program: StepProgram, layout: Layout, steps: int) -> bool:
+    """Whether each batch element's influence on its own values follows from what the contacts make:
+    all weights have one with a linear form, and no other state carries derivatives on.
+    """
+    forms = [block.form for family in layout.families for block in family.blocks]
+    by_other = any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v, _ in program.other_vars)
+    return (
+        not layout.untraced
+        and (steps == 1 or not by_other)
+        and all(
+            layout.rows == 1 or (f.sizes[f.out[0]] == layout.rows and f.out[0] not in f.view)
+            for f in forms
+        )
+    )
+
+
+def _at_view(layout: Layout, block: Block, made: Influence) -> Any:
+    """`sum of dh_K/dy_t ⊗ x_t` of a block over the steps: (rows, n, *shape of the view)."""
+    form, x = block.form, made.data.get(block.contact.index)
+    G = at_elements(block, [made.G[s.var] for s, _ in block.pieces])
+    G = G.reshape(*G.shape[:2], *form.shape(form.trace_out))
+    row = form.out[0] if layout.rows > 1 else ""
+    if x is None or form.phi is None:
+        found = jnp.einsum(f"NK{form.trace_out}->{row}N{form.view}", G)
+    else:
+        phi = jax.vmap(form.phi)(x).reshape(-1, *form.shape(form.feature))
+        terms = f"NK{form.trace_out},K{form.feature}->{row}N{form.view}"
+        found = jnp.einsum(terms, G, phi.astype(G.dtype))
+    return found if row else found[None]
+
+
+def _by_reverse_mode(
+    program: StepProgram, theta: Sequence[Any], carry: Carry, data: Chunk
+) -> tuple[list[list[Any]], list[list[Any]]]:
+    """The same for any step, with all hidden values as one row: a reverse pass for each of them."""
+    reaching, run = reaching_weights(program), chunk_function(program, theta, carry, data)
+    rows = jax.jacrev(run, argnums=(0, 1))([theta[n] for n in reaching], list(carry.hidden))
+    pairs = list(zip(carry.hidden, rows, strict=True))
+    F = [
+        [by.reshape(1, h.size, g.size) for by, g in zip(row[1], carry.hidden, strict=True)]
+        for h, row in pairs
+    ]
+    return F, [[by.reshape(1, h.size, *by.shape[h.ndim :]) for by in row[0]] for h, row in pairs]
 
 
 def chunk_function(
@@ -123,7 +217,7 @@ def chunk_function(
         full = list(theta)
         for n, w in zip(reaching_weights(program), some, strict=True):
             full[n] = w
-        return scan_steps(program, full, hidden, carry.other, data.args)[1]
+        return list(scan_steps(program, full, hidden, carry.other, data.args)[1])
 
     return run
 

@@ -37,6 +37,7 @@ class SnApN(SparseInfluence):
 
     Attributes:
         n: steps within which a weight's influence is followed, at least 1.
+        trace_dtype: dtype in which the influence is stored, e.g. `"bfloat16"`.
     """
 
     n: int = 2

@@ -15,7 +15,7 @@ Memory: m·B·P, with m the size of the largest set. Time per step: n vjps of th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
@@ -37,7 +37,14 @@ Memory = list[list[Any]]  # [family][piece]: (m, *shape of the trace)
 
 @dataclass(frozen=True)
 class SparseInfluence(ReverseRule):
-    """Influence of each unit on a set of hidden values."""
+    """Influence of each unit on a set of hidden values.
+
+    Attributes:
+        trace_dtype: dtype in which the influence is stored, e.g. `"bfloat16"`; None: that of what
+            the weights make.
+    """
+
+    trace_dtype: str | None = field(default=None, kw_only=True)
 
     def sets(self, program: StepProgram, layout: Layout) -> list[np.ndarray]:
         """`S_i` for each family: numbers of hidden values (units of a row, m), -1 for none."""
@@ -47,7 +54,7 @@ class SparseInfluence(ReverseRule):
         layout, memory = find_layout(program), []
         for family, S in zip(layout.families, self.sets(program, layout), strict=True):
             forms = [piece.part.form for _, piece in family.pieces]
-            dtype = family.sums[0].var.aval.dtype
+            dtype = jnp.dtype(self.trace_dtype or family.sums[0].var.aval.dtype)
             memory.append([jnp.zeros((S.shape[1], *f.shape(f.trace)), dtype) for f in forms])
         return memory
 
@@ -105,6 +112,8 @@ class SparseInfluence(ReverseRule):
         carried = [drop for drop in certificate.drops if drop.cut.primitive == "state"]
         if carried and chunk < length:
             return Promise(APPROXIMATE, f"drops {carried[0]} between chunks")
+        if self.trace_dtype is not None and chunk < length:
+            return Promise(APPROXIMATE, f"the influence is stored as {self.trace_dtype}")
         return Promise(EXACT, "the whole influence on every hidden state is carried")
 
     def promises(self, graph: ETraceGraph, length: int, chunk: int) -> dict[Path, Promise]:

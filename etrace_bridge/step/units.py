@@ -179,6 +179,17 @@ def find_layout(program: StepProgram) -> Layout:
     )
 
 
+def weight_unit_axes(program: StepProgram) -> dict[Var, int]:
+    """The axis of a weight along which its units lie, of weights that meet data as they are."""
+    axes: dict[Var, int] = {}
+    for contact in program.traced_contacts:
+        form: Any = contact.form
+        shared = [n for n, letter in enumerate(form.view) if letter in form.out]
+        if shared and contact.view.var in program.weight_vars:
+            axes.setdefault(contact.view.var, shared[0])
+    return axes
+
+
 def _family(
     program: StepProgram, sums: list[Sum], rows: int, numbers: list[list[np.ndarray]]
 ) -> Family:
