@@ -19,6 +19,8 @@ N ?= 2000
 TASK ?=
 SEEDS ?= 3
 JOBS ?= 2
+# The version of KaTeX that `make docs` ships with the site.
+KATEX := 0.19.1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-quick test-full test-matrix lint format bench reproduce fuzz docs clean
@@ -41,6 +43,12 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 $(VENV)/.docs-ready: $(VENV)/.ready
 	@echo "Adding what the documentation needs ..."
 	@$(INSTALL) -e '.[docs]'
+	@command -v npm >/dev/null || { echo "make docs needs npm, for KaTeX, which draws the equations." >&2; exit 1; }
+	@npm install --silent --no-save --no-audit --no-fund --prefix $(VENV)/katex katex@$(KATEX)
+	@rm -rf docs/katex && mkdir -p docs/katex/fonts
+	@cp $(VENV)/katex/node_modules/katex/LICENSE $(VENV)/katex/node_modules/katex/dist/katex.min.css \
+		$(VENV)/katex/node_modules/katex/dist/katex.min.js docs/katex
+	@cp $(VENV)/katex/node_modules/katex/dist/fonts/*.woff2 docs/katex/fonts
 	@touch $@
 
 demo: setup ## Wrap, check and train a torch GRU online, and write a report.
@@ -81,5 +89,5 @@ docs: $(VENV)/.docs-ready ## Build the documentation into site/.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean: ## Remove .venv and everything that was built.
-	rm -rf $(VENV) .matrix build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .matrix build dist site docs/katex *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
