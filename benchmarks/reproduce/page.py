@@ -120,7 +120,9 @@ def draw(tasks: Mapping[str, Task], stored: Mapping[str, Results], path: Path = 
     methods = list(dict.fromkeys(n for key in keys for n in stored[key].methods()))
     table = [[normalised(tasks[key], stored[key], n) for key in keys] for n in methods]
     shown = [[math.nan if v is None else v for v in row] for row in table]
-    figure, axis = plt.subplots(figsize=(max(5.5, 2.5 + 0.9 * len(keys)), 1.2 + 0.32 * len(methods)))
+    figure, axis = plt.subplots(
+        figsize=(max(5.5, 2.5 + 0.9 * len(keys)), 1.2 + 0.32 * len(methods))
+    )
     image = axis.imshow(shown, vmin=0, vmax=1, cmap="viridis", aspect="auto")
     axis.set_yticks(range(len(methods)), methods)
     axis.set_xticks(range(len(keys)), keys)

@@ -336,20 +336,28 @@ def read_checkpoint(path: str | os.PathLike) -> tuple[Tensors, Tensors, dict[str
     target = weights_file(path)
     if not target.is_file():
         raise InputError(f"There is no checkpoint {str(target)!r}.")
+    try:
+        return _read_both(target)
+    except OSError as error:
+        reason = error.strerror or error
+        raise CheckpointError(f"{str(error.filename)!r} cannot be read: {reason}.") from error
+
+
+def _read_both(target: Path) -> tuple[Tensors, Tensors, dict[str, Any]]:
     # another process may replace the checkpoint between the reading of its two files
     for _ in range(READ_ATTEMPTS):
-        weights, about = unpack(_read(target), target)
+        weights, about = unpack(target.read_bytes(), target)
         name, digest = about.get("state"), about.get("state_sha256")
         if not isinstance(name, str) or not isinstance(digest, str) or Path(name).name != name:
             raise CheckpointError(f"{str(target)!r} is damaged: it does not name its state file.")
         state = target.with_name(name)
-        if state.is_file():
+        with contextlib.suppress(FileNotFoundError):
+            content = state.read_bytes()
             break
     else:
         raise CheckpointError(
             f"The checkpoint {str(target)!r} needs the file {name!r} beside it, which is missing."
         )
-    content = _read(state)
     if hashlib.sha256(content).hexdigest() != digest:
         raise CheckpointError(
             f"{str(state)!r} is damaged, or belongs to another checkpoint: its checksum is not the "
@@ -360,12 +368,3 @@ def read_checkpoint(path: str | os.PathLike) -> tuple[Tensors, Tensors, dict[str
     if not isinstance(facts, dict):
         raise CheckpointError(f"{str(state)!r} is damaged: it has no facts about the learner.")
     return weights, arrays, facts
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(
-            f"{str(path)!r} cannot be read: {error.strerror or error}."
-        ) from error
