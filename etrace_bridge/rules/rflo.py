@@ -58,7 +58,7 @@ class RFLO(TraceRule):
         return TraceSystem(core.D, core.df, times_blocks(s, core.D), direct)
 
     def signals(self, steps: Steps) -> Grouped:
-        """`s_t`, [group][state]."""
+        """`s_t`, by group and state."""
         errors, groups = output_gradient(steps), steps.program.groups
         s = jax.tree.map(jnp.zeros_like, group_states(steps.program, steps.forward.hidden))
         shapes = {n: error.shape[1:] for n, error in errors.items()}

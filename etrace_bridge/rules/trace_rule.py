@@ -32,9 +32,9 @@ class TraceSystem:
     Arrays have the K steps on their first axis, then the group's positions.
 
     Attributes:
-        D: `D_t`, [group][row][row]; None for entries that are always zero.
+        D: `D_t`, by group, row and row; None for entries that are always zero.
         df: `df_t`, how each row depends on the contacts' outputs.
-        b: `b_t`, [group][row].
+        b: `b_t`, by group and row.
         direct: losses, outputs, and `direct_t`: the gradient with old states fixed, of weights
             outside traced contacts and as cotangents at those contacts.
     """
