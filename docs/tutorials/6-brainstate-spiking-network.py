@@ -6,6 +6,7 @@
 
 # %%
 import brainstate
+import braintools
 import brainunit as u
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ class Spiking(brainstate.nn.Module):
         self.rate = brainstate.HiddenState(jnp.zeros((batch_size, self.hidden)))
 
     def update(self, x):  # one step of 1 ms
-        spike = brainstate.surrogate.sigmoid(self.V.value / u.mV - 1.0)
+        spike = braintools.surrogate.sigmoid(self.V.value / u.mV - 1.0)
         V = self.V.value - spike * u.mV  # the reset
         drive = x @ self.inner.value + spike @ self.recurrent.value
         self.V.value = V * jnp.exp(-1.0 * u.ms / self.tau.value) + drive
