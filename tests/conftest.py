@@ -1,10 +1,12 @@
 """The test process: CPU only, float64 on, one thread a process, every warning an error (see
-pyproject.toml).
+pyproject.toml), programs compiled quickly and once for all processes.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 
 # Before anything imports JAX or torch; subprocesses of tests inherit these. One thread to run
 # programs on, so that two pytest workers share two cores. NPROC is XLA's: it sizes its thread pool
@@ -13,6 +15,18 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("MPLBACKEND", "Agg")
 for _name in ("NPROC", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
+
+# Compiling is most of what tests cost. LLVM's optimisation is left out (a third of a learner's
+# first call), save in files that use `users_compiler`; `make test-full` has it everywhere.
+_QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+if not os.environ.get("FULL_TESTS"):
+    os.environ.setdefault("XLA_FLAGS", _QUICK)
+# A program that one test has compiled the next one reads, in whichever process it runs. The first
+# process makes the folder and removes it, see `pytest_unconfigure`.
+_MADE_FOLDER = "JAX_COMPILATION_CACHE_DIR" not in os.environ
+if _MADE_FOLDER:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="etrace-bridge-tests-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import gc
 from collections.abc import Iterator
@@ -71,15 +85,19 @@ def _seed(_precision: None) -> None:
     brainstate.random.seed(0)
 
 
-@pytest.fixture(scope="module")
-def quick_compile() -> Iterator[None]:
-    """Compile without LLVM's optimisation, which is a third of a learner's first call.
+def pytest_unconfigure() -> None:
+    if _MADE_FOLDER:
+        shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
-    For files whose subject is not the compiled code: the front-end, files, messages. Rules, steps,
-    learners and their precision run with the options that users get.
+
+@pytest.fixture(scope="module")
+def users_compiler() -> Iterator[None]:
+    """Compile with the options that users get: for files about what the compiler makes of a
+    program, and one of each kind that runs learners as users do.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(OPTIONS, "xla_backend_optimization_level", 0)
+        patch.setitem(OPTIONS, "xla_backend_optimization_level", 3)
+        patch.setitem(OPTIONS, "xla_llvm_disable_expensive_passes", False)
         yield
 
 

@@ -305,6 +305,7 @@ def table_ops() -> list[Any]:
 
 
 _CALLS: dict[tuple, list[Call]] = {}
+_SAMPLES: dict[tuple, list[Call]] = {}
 
 
 def calls_of(op: Any, dtype: torch.dtype, limit: int, with_grad: bool = False) -> list[Call]:
@@ -318,12 +319,7 @@ def calls_of(op: Any, dtype: torch.dtype, limit: int, with_grad: bool = False) -
 
 
 def _choose_calls(op: Any, dtype: torch.dtype, limit: int, with_grad: bool) -> list[Call]:
-    torch.manual_seed(0)
-    samples = quietly(
-        lambda: list(itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=with_grad), 100))
-    )
-    calls = [Call(op.op, (s.input, *s.args), s.kwargs) for s in samples]
-    calls = [c for c in calls if _fits(c)]
+    calls = _samples(op, dtype, with_grad)
     if len(calls) > limit:
         chosen = [calls[round(i * (len(calls) - 1) / max(limit - 1, 1))] for i in range(limit)]
         for wanted in (_has_number, _broadcasts):
@@ -338,6 +334,21 @@ def _choose_calls(op: Any, dtype: torch.dtype, limit: int, with_grad: bool) -> l
             if lookup(inner.function) == lookup(function_of(op))
         ]
     return calls
+
+
+def _samples(op: Any, dtype: torch.dtype, with_grad: bool) -> list[Call]:
+    """Up to 100 of torch's samples of one entry; making them is what tests of all ops cost."""
+    key = (op.formatted_name, dtype, with_grad)
+    if key not in _SAMPLES:
+        torch.manual_seed(0)
+        samples = quietly(
+            lambda: list(
+                itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=with_grad), 100)
+            )
+        )
+        calls = (Call(op.op, (s.input, *s.args), s.kwargs) for s in samples)
+        _SAMPLES[key] = [c for c in calls if _fits(c)]
+    return _SAMPLES[key]
 
 
 THIRD = 0.1 / 3  # neither it nor a sum with it is a float32

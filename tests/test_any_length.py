@@ -15,8 +15,6 @@ from torch.nn.functional import mse_loss
 import etrace_bridge as eb
 from learner_models import assert_same, make_data, make_net, torch_gradients
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 def count_programs(function: Callable, *args: Any) -> tuple[Any, int]:
     """What a function gives, and how many programs JAX compiles for it."""

@@ -21,7 +21,6 @@ from etrace_bridge.learning import checkpoint_files
 from learner_models import B, make_data, make_net
 from test_checkpoint import assert_equal, everything
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 TIMES = ("seconds", "steps_per_second")
 
 

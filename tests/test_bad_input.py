@@ -18,7 +18,6 @@ from torch.nn import functional as F
 import etrace_bridge as eb
 from learner_models import B, I, O, T, make_data, make_net
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 XS, YS = make_data()
 
 

@@ -21,8 +21,6 @@ from etrace_bridge import _jax_compat
 from etrace_bridge.frontend import canary, functions
 from etrace_bridge.frontend.ops import registry
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 
 @pytest.fixture(autouse=True)
 def _run_again() -> Iterator[None]:

@@ -24,7 +24,7 @@ from etrace_bridge.check.reference import map_tensors
 from etrace_bridge.learning.footprint import parse_bytes
 from etrace_bridge.rules import RTRL, EProp
 
-pytestmark = pytest.mark.usefixtures("without_single_steps", "quick_compile")
+pytestmark = pytest.mark.usefixtures("without_single_steps")
 T, B, IN, H, OUT = 6, 2, 3, 4, 2
 
 

@@ -23,7 +23,6 @@ from torch.nn.functional import mse_loss
 import etrace_bridge as eb
 from learner_models import make_data, make_net
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 FLIPS = 400
 
 

@@ -10,7 +10,7 @@ from etrace_bridge.cli import demo, main
 
 pytestmark = [
     pytest.mark.x32,
-    pytest.mark.usefixtures("quick_compile", "without_single_steps"),
+    pytest.mark.usefixtures("without_single_steps"),
 ]
 
 

@@ -28,7 +28,7 @@ RUN_ELSEWHERE = {"docs/architecture.md"}
 COMMANDS_PAGE = "docs/howto/command-line.md"
 
 # as a reader's process; the compiled code is not the subject
-pytestmark = [pytest.mark.x32, pytest.mark.usefixtures("quick_compile")]
+pytestmark = pytest.mark.x32
 
 
 def blocks(page: str) -> list[tuple[str, str, str]]:

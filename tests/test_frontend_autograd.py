@@ -16,7 +16,6 @@ from torch.autograd import Function
 
 import etrace_bridge as eb
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 TOLERANCE = 1e-10
 
 

@@ -17,7 +17,6 @@ from torch.nn.utils.rnn import pack_padded_sequence
 import etrace_bridge as eb
 from etrace_bridge.frontend.ops import registry
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 B, H = 3, 4
 HERE = r"test_frontend_errors\.py:\d+, in [\w<>]+: `.*`"
 

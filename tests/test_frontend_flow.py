@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import etrace_bridge as eb
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 IN, H, T = 3, 4, 5
 
 

@@ -18,7 +18,7 @@ from torch.autograd import Function
 import etrace_bridge as eb
 from test_frontend_autograd import Spike, check
 
-pytestmark = pytest.mark.usefixtures("without_single_steps", "quick_compile")
+pytestmark = pytest.mark.usefixtures("without_single_steps")
 needs_torch_214 = pytest.mark.skipif(
     not hasattr(torch.autograd.function.FunctionCtx, "set_output_grad_dtype"),
     reason="new in torch 2.14",

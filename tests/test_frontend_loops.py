@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import etrace_bridge as eb
 
-pytestmark = pytest.mark.usefixtures("without_single_steps", "quick_compile")
+pytestmark = pytest.mark.usefixtures("without_single_steps")
 B, IN, H, T = 2, 3, 4, 9
 
 

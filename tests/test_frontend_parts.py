@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import etrace_bridge as eb
 
-pytestmark = pytest.mark.usefixtures("without_single_steps", "quick_compile")
+pytestmark = pytest.mark.usefixtures("without_single_steps")
 B, H = 2, 4
 
 

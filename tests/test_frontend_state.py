@@ -20,7 +20,6 @@ import etrace_bridge as eb
 from etrace_bridge.frontend import state as state_module
 from etrace_bridge.frontend.state import find_adapter, flatten_state, state_names, unflatten_state
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 B, H, T = 3, 4, 6
 X = torch.float64
 

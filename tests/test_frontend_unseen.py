@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import etrace_bridge as eb
 
-pytestmark = pytest.mark.usefixtures("without_single_steps", "quick_compile")
+pytestmark = pytest.mark.usefixtures("without_single_steps")
 B, H = 3, 4
 
 

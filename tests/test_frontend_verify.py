@@ -15,7 +15,6 @@ import etrace_bridge as eb
 from etrace_bridge.frontend.hooks import apply_parameter_hooks
 from etrace_bridge.frontend.ops import registry
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 B, H, T = 3, 4, 5
 
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 import etrace_bridge as eb
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 B, I, H, T = 3, 4, 5, 6  # noqa: E741
 
 

@@ -18,7 +18,7 @@ from etrace_bridge.compiler.diagnostics import show_path
 from fuzz_models import INPUTS, STYLES, Program, programs
 from fuzz_oracle import find_faults, measure
 
-pytestmark = pytest.mark.fuzz
+pytestmark = [pytest.mark.fuzz, pytest.mark.usefixtures("users_compiler")]
 
 
 def test_random_programs():

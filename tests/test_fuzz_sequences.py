@@ -22,7 +22,6 @@ import etrace_bridge as eb
 from fuzz_models import build_source
 from test_user_mode import FLOATS, WHOLE
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
 T, B, WIDTH, OUT = 4, 2, 3, 3
 RUNS = max(8, int(os.environ.get("FUZZ_PROGRAMS", "0")) // 10)
 

@@ -17,6 +17,8 @@ from torch.nn.functional import cross_entropy
 import etrace_bridge as eb
 from etrace_bridge.lowering.compile import FLOAT64_OPTIONS, OPTIONS, SEQUENCE_OPTIONS, jit
 
+pytestmark = pytest.mark.usefixtures("users_compiler")
+
 
 def gate_cotangents(stored, cotangent, kept, t):
     """The reverse step of a GRU, its three gates' cotangents side by side."""

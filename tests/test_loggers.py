@@ -15,7 +15,7 @@ from torch import nn
 
 import etrace_bridge as eb
 
-pytestmark = [pytest.mark.x32, pytest.mark.usefixtures("quick_compile")]
+pytestmark = pytest.mark.x32
 
 
 class Writer:

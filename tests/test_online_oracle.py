@@ -17,7 +17,7 @@ from etrace_bridge.rules import BPTT, DRTRL, RTRL, EProp, PPProp, SnAp1
 from online_oracle import ALPHA, FAMILIES, KAPPA, OUT, B, I, Online
 from share import in_turn
 
-pytestmark = pytest.mark.x32
+pytestmark = [pytest.mark.x32, pytest.mark.usefixtures("users_compiler")]
 STEPS = 30
 
 RULES = {

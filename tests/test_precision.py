@@ -15,6 +15,8 @@ import etrace_bridge as eb
 from etrace_bridge.frontend.ops import lookup
 from op_cases import THIRD, Call, compare
 
+pytestmark = pytest.mark.usefixtures("users_compiler")
+
 # ---- the op table; torch's own samples, with other numbers, are in test_ops.py
 
 

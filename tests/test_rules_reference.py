@@ -36,6 +36,8 @@ from etrace_bridge.step.program import StepProgram, make_program
 from models import B, H, I
 from oracle import Cell, CellRules, assert_close, assert_live, fast_jit, strict
 
+pytestmark = pytest.mark.usefixtures("users_compiler")
+
 T, OUT = 6, 2
 
 

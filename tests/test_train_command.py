@@ -25,7 +25,7 @@ from etrace_bridge.cli.model import load_model, load_net
 from etrace_bridge.learning import checkpoint_files
 
 # as on a user's command line
-pytestmark = [pytest.mark.x32, pytest.mark.usefixtures("quick_compile")]
+pytestmark = pytest.mark.x32
 
 MODELS = """
 from torch import nn
