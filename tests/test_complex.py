@@ -472,3 +472,39 @@ def test_an_unknown_operation_is_refused_by_name_and_line() -> None:
 def test_a_jaxpr_without_complex_values_is_left_alone() -> None:
     closed = jax.make_jaxpr(lambda a: a + 1)(jnp.zeros(3))
     assert split_complex(closed, [True], [True]) is closed
+
+
+@pytest.mark.parametrize(
+    "make, dtype",
+    [
+        (ModReLU, torch.float64),
+        (lambda: Rotating("complex"), torch.float64),
+        (lambda: Rotating("complex"), torch.complex128),
+    ],
+    ids=["real output", "complex output", "complex input and output"],
+)
+def test_torchs_own_backward_through_a_complex_model(
+    make: Callable[[], nn.Module], dtype: torch.dtype
+) -> None:
+    """`OnlineModule`: gradients of weights and of the input, in torch's convention."""
+    model, xs = make(), torch.randn(T, B, 2, dtype=dtype, requires_grad=True)
+    tilt = complex_normal(1)
+
+    def loss(y: Tensor) -> Tensor:
+        return (y * tilt).real.sum() + y.abs().square().sum()
+
+    state, total = None, torch.zeros(()).double()
+    for x in xs:
+        y, state = model(x, state)
+        total = total + loss(y)
+    expected = torch.autograd.grad(total, list(model.parameters()))
+    (first,) = torch.autograd.grad(loss(model(xs[0])[0]), xs)
+
+    online = eb.OnlineModule(model, rule="rtrl")
+    for x in xs:
+        loss(online(x)).backward()
+    for parameter, grad in zip(model.parameters(), expected, strict=True):
+        assert parameter.grad is not None and grad.abs().max() > 1
+        torch.testing.assert_close(parameter.grad, grad, rtol=1e-10, atol=1e-10)
+    assert xs.grad is not None
+    torch.testing.assert_close(xs.grad[0], first[0], rtol=1e-10, atol=1e-10)

@@ -191,7 +191,7 @@ class NamedCore:
             )
         self.core, self.compiled, self.program = core, core.compiled, core.program
         self.float_outputs = tuple(
-            jnp.issubdtype(v.aval.dtype, jnp.floating) for v in self.program.out_vars
+            jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in self.program.out_vars
         )
 
     # -- the engine -------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ class NamedCore:
         """Gradient of each input, None for integers: reverse mode through these steps, with the
         states before them fixed.
         """
-        places = [n for n, a in enumerate(args) if jnp.issubdtype(a.dtype, jnp.floating)]
+        places = [n for n, a in enumerate(args) if jnp.issubdtype(a.dtype, jnp.inexact)]
         theta, states = self._theta(params), self._states(carry)
 
         def outputs_of(floats: Sequence[Any]) -> list[Any]:
@@ -365,10 +365,10 @@ class NamedCore:
         ]
 
     def _linear_loss(self, output: Any, cotangents: Sequence[Any]) -> Any:
-        """`<ȳ, y>` of one step."""
+        """`<ȳ, y>` of one step, real: with complex outputs its real part, as `jax.vjp` pairs them."""
         leaves = self._float_leaves(output)
         if not leaves:
             raise InputError(
                 "The model's output has no floating-point values, so no loss of it has a gradient."
             )
-        return sum(jnp.vdot(y_bar, y) for y_bar, y in zip(cotangents, leaves, strict=True))
+        return sum(jnp.sum(y_bar * y).real for y_bar, y in zip(cotangents, leaves, strict=True))

@@ -321,15 +321,16 @@ class _OnlineStep(torch.autograd.Function):
         ctx.num_inputs = num_inputs
         ctx.save_for_backward(torch.empty(0))  # stands for the call, see `_hold`
         outputs = module._advance(call, True)
-        ctx.mark_non_differentiable(*(y for y in outputs if not y.is_floating_point()))
+        ctx.mark_non_differentiable(*(y for y in outputs if not _has_gradient(y)))
         return outputs
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple:
         call: Call = ctx.saved_tensors[0].call
+        # torch's gradient by a complex value is the conjugate of JAX's.
         y_bar = [
-            view_tensor(c)
+            view_tensor(c.conj() if c.is_complex() else c)
             for c, wanted in zip(cotangents, call.compiled.core.float_outputs, strict=True)
             if wanted
         ]
@@ -337,18 +338,24 @@ class _OnlineStep(torch.autograd.Function):
         found: list[torch.Tensor | None] = [None] * len(needs)
         device = cotangents[0].device
         if any(needs[ctx.num_inputs :]):
-            found[ctx.num_inputs :] = [to_tensor(g, device) for g in call.gradients(y_bar)]
+            found[ctx.num_inputs :] = call.compiled.weight_gradients(call.gradients(y_bar), device)
         if any(needs[: ctx.num_inputs]):
             grads = call.compiled.run("inputs", call.plan)(
                 call.params, call.carry, call.args, y_bar
             )
-            found[: ctx.num_inputs] = [None if g is None else to_tensor(g, device) for g in grads]
+            found[: ctx.num_inputs] = [
+                None if g is None else to_tensor(g.conj(), device) for g in grads
+            ]
         return (
             None,
             None,
             None,
             *(g if wanted else None for g, wanted in zip(found, needs, strict=True)),
         )
+
+
+def _has_gradient(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _hold(call: Call) -> torch.Tensor:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from etrace_bridge.frontend import to_jax
+from etrace_bridge.frontend import to_jax, to_real_jax, to_torch
 
 _compare = ctypes.CDLL(None).memcmp
 _PLAIN = {
@@ -43,12 +43,13 @@ class _Copy:
         self._tensor, self._version, self.array = tensor, tensor._version, array
 
     def is_current(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor still has these values; only plain tensors are compared, others are
-        copied every time.
+        """Whether the tensor still has these values; only plain tensors are compared, and only with
+        copies in the host's memory. Others are copied every time.
         """
         if self._tensor is not tensor or self._version != tensor._version or not is_plain(tensor):
             return False
-        return not _compare(tensor.data_ptr(), *_memory_of(self.array))
+        memory = _host_memory_of(self.array)
+        return memory is not None and not _compare(tensor.data_ptr(), *memory)
 
 
 class TensorMirror:
@@ -156,7 +157,7 @@ class TensorMirror:
                 or view.shape != tensor.shape
                 or not tensor.is_contiguous()
             ):
-                view = view_tensor(tensor)
+                view = _view_weight(tensor)
                 self._views[name] = tensor.data_ptr() if is_plain(tensor) else None, view
             arrays[name] = view
         return arrays
@@ -172,7 +173,7 @@ class TensorMirror:
         home, key = self._homes[name]
         tensor = home[key]
         with torch.no_grad():
-            tensor.copy_(torch.from_numpy(np.array(array)))
+            tensor.copy_(to_torch(array, like=tensor))
         self._copies.pop(name, None)
 
 
@@ -187,20 +188,27 @@ def view_tensor(tensor: torch.Tensor) -> np.ndarray | jax.Array:
     return tensor.detach().numpy() if is_plain(tensor) else to_jax(tensor)
 
 
-def _memory_of(array: np.ndarray | jax.Array) -> tuple[int, int]:
-    """Address and number of bytes."""
+def _view_weight(tensor: torch.Tensor) -> np.ndarray | jax.Array:
+    """`view_tensor` of a parameter or buffer; a complex one as the step holds it, in pairs."""
+    return to_real_jax(tensor) if tensor.is_complex() else view_tensor(tensor)
+
+
+def _host_memory_of(array: np.ndarray | jax.Array) -> tuple[int, int] | None:
+    """Address and number of bytes; None for an array in another device's memory."""
     if isinstance(array, np.ndarray):
         return array.ctypes.data, array.nbytes
+    if any(device.platform != "cpu" for device in array.devices()):
+        return None
     return array.unsafe_buffer_pointer(), array.nbytes
 
 
 def copy_tensor(tensor: torch.Tensor) -> np.ndarray | jax.Array:
-    """A copy for JAX. Plain tensors become NumPy arrays, aligned so that a jitted function takes
-    them without a second copy.
+    """A copy of a parameter or buffer for JAX. Plain tensors become NumPy arrays, aligned so that a
+    jitted function takes them without a second copy.
     """
     dtype = _plain_dtype(tensor.dtype, jax.config.jax_enable_x64)
     if dtype is None or not is_plain(tensor):
-        return to_jax(tensor)
+        return to_real_jax(tensor)
     size = tensor.nbytes
     memory = np.empty(size + 64, np.uint8)
     start = -memory.ctypes.data % 64

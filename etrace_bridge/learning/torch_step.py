@@ -59,6 +59,7 @@ class TorchStep:
         self.inputs = compiled.signature
         self.start = self.core.start()._replace(trace=None)
         self.weight_names = tuple(compiled.weight_names)
+        self._complex = {n for n, p in model.named_parameters() if p.is_complex()}
         tensors = {n for n, _ in (*model.named_parameters(), *model.named_buffers())}
         changed = [o is not i for i, o in program.other_vars]
         self.buffer_names = tuple(n for n in compiled.other_names if n in tensors)
@@ -123,6 +124,16 @@ class TorchStep:
             return lower(core.input_gradients(params, carry, args, y_bar))
 
         return run
+
+    def weight_gradients(self, grads: Sequence[Any], device: torch.device) -> list[torch.Tensor]:
+        """Gradients in the order of `weight_names`, as torch has them: a complex weight's, whose
+        parts the step holds on a last axis, is complex.
+        """
+        tensors = [to_tensor(g, device) for g in grads]
+        return [
+            torch.view_as_complex(g) if name in self._complex else g
+            for name, g in zip(self.weight_names, tensors, strict=True)
+        ]
 
     def device(self, mirror: TensorMirror) -> torch.device:
         """Where the model's weights are."""
