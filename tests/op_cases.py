@@ -319,7 +319,7 @@ def calls_of(op: Any, dtype: torch.dtype, limit: int, with_grad: bool = False) -
 
 
 def _choose_calls(op: Any, dtype: torch.dtype, limit: int, with_grad: bool) -> list[Call]:
-    calls = _samples(op, dtype, with_grad)
+    calls = _samples(op, dtype, with_grad, 100 if limit > 2 else 12)
     if len(calls) > limit:
         chosen = [calls[round(i * (len(calls) - 1) / max(limit - 1, 1))] for i in range(limit)]
         for wanted in (_has_number, _broadcasts):
@@ -336,14 +336,14 @@ def _choose_calls(op: Any, dtype: torch.dtype, limit: int, with_grad: bool) -> l
     return calls
 
 
-def _samples(op: Any, dtype: torch.dtype, with_grad: bool) -> list[Call]:
-    """Up to 100 of torch's samples of one entry; making them is what tests of all ops cost."""
-    key = (op.formatted_name, dtype, with_grad)
+def _samples(op: Any, dtype: torch.dtype, with_grad: bool, most: int) -> list[Call]:
+    """The first of torch's samples of one entry; making them is what tests of all ops cost."""
+    key = (op.formatted_name, dtype, with_grad, most)
     if key not in _SAMPLES:
         torch.manual_seed(0)
         samples = quietly(
             lambda: list(
-                itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=with_grad), 100)
+                itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=with_grad), most)
             )
         )
         calls = (Call(op.op, (s.input, *s.args), s.kwargs) for s in samples)

@@ -81,7 +81,7 @@ SCRIPT = Path(__file__).with_name("mesh_script.py")
 def on_four_devices() -> dict:
     environment = os.environ | {
         "PYTHONPATH": str(SCRIPT.parent),
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4",
     }
     done = subprocess.run(
         [sys.executable, "-W", "error::UserWarning", str(SCRIPT)],
