@@ -28,9 +28,10 @@ from etrace_bridge.check.reference import CheckData, Reference, map_tensors, tor
 from etrace_bridge.check.report import GradientReport, compare
 from etrace_bridge.check.stepwise import check_steps, training_precision
 from etrace_bridge.compiler.diagnostics import show_path
-from etrace_bridge.frontend import BridgedModule, to_jax, unwrapped, wrap
+from etrace_bridge.frontend import BridgedModule, map_input, to_jax, unwrapped, wrap
 from etrace_bridge.learning.compiled_step import evaluation_mode
 from etrace_bridge.learning.footprint import compile_gradients
+from etrace_bridge.learning.inputs import read_inputs
 from etrace_bridge.learning.learner import OnlineLearner
 from etrace_bridge.learning.results import GradientResult
 from etrace_bridge.rules import BPTT, Rule, make_rule
@@ -66,8 +67,7 @@ class Check:
         )
 
     def gradients(self, learner: OnlineLearner) -> GradientResult:
-        xs = self.data.xs[0] if len(self.data.xs) == 1 else self.data.xs
-        return learner.gradients(xs, self.data.targets, self.mask)
+        return learner.gradients(self.data.xs, self.data.targets, self.mask)
 
 
 @overload
@@ -117,7 +117,8 @@ def check_gradients(
     Args:
         model: the torch model; it is left as it was. Or a brainstate module, whose gradients are
             compared with `jax.grad` through time of its own step, in its own precision.
-        xs: inputs `(T, B, …)`, or `(B, T, …)` for a batch-first model; a tuple for several inputs.
+        xs: inputs `(T, B, …)`, or `(B, T, …)` for a batch-first model; a tuple or dict for several
+            inputs, as for `OnlineLearner.step`.
         targets: targets, time where the inputs have it.
         loss: torch or JAX callable `(output_t, target_t) -> scalar`.
         rule: a rule's name or object; several of them give a `RuleComparison`, with time and
@@ -303,7 +304,8 @@ class _Job:
     ) -> Check:
         """Data and model in one precision; `stack` keeps a random model in evaluation mode."""
         inputs = self.inputs(precision)
-        if any(x.dim() < 2 for x in inputs):
+        tensors = jax.tree.leaves(inputs)
+        if any(x.dim() < 2 for x in tensors):
             raise InputError(
                 "`xs` needs a time axis and a batch axis: (T, B, …), or (B, T, …) for a "
                 "batch-first model."
@@ -317,7 +319,7 @@ class _Job:
                 "`allow_zero` names parameters that the model does not train: "
                 f"{', '.join(unknown)}."
             )
-        length = inputs[0].shape[1 if net.batch_first else 0]
+        length = tensors[0].shape[1 if net.batch_first else 0]
         targets = map_tensors(_tensors(self.targets), lambda t: _as_tensor(t, precision))
         data = CheckData(
             inputs, targets, step_weights(self.mask, self.reduction, length), net.batch_first
@@ -345,8 +347,7 @@ class _Job:
             own = lambda t: (
                 t.to(precision) if isinstance(t, torch.Tensor) and t.is_floating_point() else t
             )
-            xs = tuple(map(own, self.xs)) if isinstance(self.xs, (tuple, list)) else own(self.xs)
-            targets = map_tensors(self.targets, own)
+            xs, targets = map_input(own, self.xs), map_tensors(self.targets, own)
             found = [check_steps(net, rule, self.loss, xs, targets) for rule in self.rules]
         return [
             replace(
@@ -357,16 +358,11 @@ class _Job:
             for report, steps in zip(reports, found, strict=True)
         ]
 
-    def inputs(self, precision: torch.dtype) -> tuple[torch.Tensor, ...]:
+    def inputs(self, precision: torch.dtype) -> Any:
         """The inputs as tensors of one precision."""
-        return tuple(
-            _as_tensor(x, precision)
-            for x in (self.xs if isinstance(self.xs, (tuple, list)) else (self.xs,))
-        )
+        return map_input(lambda x: _as_tensor(x, precision), self.xs)
 
-    def bridge_fixed(
-        self, inputs: tuple[torch.Tensor, ...], stack: contextlib.ExitStack
-    ) -> tuple[BridgedModule, bool]:
+    def bridge_fixed(self, inputs: Any, stack: contextlib.ExitStack) -> tuple[BridgedModule, bool]:
         """The bridged model, in evaluation mode if it is random otherwise, and whether it is."""
         net, random = self.bridge(inputs)
         if random:
@@ -379,15 +375,18 @@ class _Job:
                 )
         return net, random
 
-    def bridge(self, inputs: tuple[torch.Tensor, ...]) -> tuple[BridgedModule, bool]:
+    def bridge(self, inputs: Any) -> tuple[BridgedModule, bool]:
         """The bridged model, and whether its step is random."""
-        axis = 1 if wrap(self.model, **self.options).batch_first else 0
-        example = tuple(x.select(axis, 0) for x in inputs)
+        first = wrap(self.model, **self.options)
+        first.read_inputs(inputs, sequence=True)
+        axis = 1 if first.batch_first else 0
+        example = map_input(lambda x: x.select(axis, 0), inputs)
         net = wrap(self.model, example_input=example, **self.options)
+        tensors = net.read_inputs(example)
         with warnings.catch_warnings():  # the report has a verdict of its own for these
             warnings.filterwarnings("ignore", ".*used only to make the initial state")
-            net.init_state(batch_size=example[0].shape[0])
-        return net, net.traced_step(*[to_jax(x) for x in example]).uses_key
+            net.init_state(batch_size=tensors[0].shape[0])
+        return net, net.traced_step(*[to_jax(x) for x in tensors]).uses_key
 
 
 def check_dtype(precision: torch.dtype) -> str:
@@ -522,7 +521,7 @@ def _timed(call: Callable[[], Any]) -> float:
 def _memory(check: Check, learner: OnlineLearner, rule: Rule, chunk: int) -> int:
     runtime = learner.runtime
     time_major = lambda t: t.transpose(0, 1) if check.data.batch_first and t.dim() > 1 else t
-    args = [to_jax(time_major(x)) for x in check.data.xs]
+    args = [to_jax(time_major(x)) for x in read_inputs(check.net, check.data.xs)]
     targets = map_tensors(check.data.targets, lambda t: to_jax(time_major(t)))
     compiled = runtime.store.compiled
     loss = runtime.losses.find(compiled, check.data.target(0))
@@ -575,8 +574,7 @@ def _empty_problems(check: Check, reference: Reference, scale: float) -> list[st
             "A detached state? Saturated units?)"
         ]
     if not reference.hears_input:
-        zero = all(not bool(x.any()) for x in check.data.xs)
-        if zero:
+        if check.data.is_zero:
             return [
                 "The input is zero at every step, so most of the model is not exercised. Compare "
                 "on real data."

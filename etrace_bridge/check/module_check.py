@@ -27,7 +27,7 @@ from etrace_bridge.check.module_reference import kept_states, module_reference
 from etrace_bridge.check.reference import CheckData
 from etrace_bridge.check.report import GradientReport
 from etrace_bridge.frontend import to_torch
-from etrace_bridge.learning.inputs import as_array
+from etrace_bridge.learning.inputs import as_array, as_inputs
 from etrace_bridge.rules import BPTT, Rule, make_rule
 
 NOTE = (
@@ -50,10 +50,7 @@ def check_module(
             "check."
         )
     dtype = str(leaves[0].dtype)
-    inputs = [
-        jnp.asarray(as_array(x, leaves[0].dtype))
-        for x in (xs if isinstance(xs, (tuple, list)) else (xs,))
-    ]
+    inputs = [jnp.asarray(as_array(x, leaves[0].dtype)) for x in as_inputs(xs)]
     weights = step_weights(mask, reduction, inputs[0].shape[0])
     shown = tuple(to_torch(x) for x in inputs)
     data = CheckData(shown, targets, weights, False)

@@ -34,6 +34,23 @@ def unsupported_op(op: str, place: str) -> UnsupportedOpError:
     )
 
 
+def needs_keyword(model: str, name: str) -> InputError:
+    """An input without an argument that `forward` takes by keyword only."""
+    return InputError(
+        f"`{model}.forward` needs `{name}` as a keyword. Call `net(x, {name}=...)`; where an input "
+        "is one value (a learner's methods, `check_gradients`, `example_input`), pass a dict by "
+        f"argument names: `{{'x': ..., '{name}': ...}}`."
+    )
+
+
+def other_form(given: str, known: str) -> InputError:
+    """An input with other arguments or keys than those the states were made for."""
+    return InputError(
+        f"The model was wrapped for the inputs {known}; this call gives {given}. An input keeps its "
+        "arguments and keys from step to step. For other ones, `wrap` the model again."
+    )
+
+
 def complex_op(primitive: str, place: str) -> UnsupportedOpError:
     """An operation on complex values that has no form in real ones."""
     return UnsupportedOpError(
