@@ -15,6 +15,7 @@ from torch import nn
 
 from etrace_bridge._jax_compat import is_concrete
 from etrace_bridge.frontend import discover, examples, messages
+from etrace_bridge.frontend.attributes import tensors_of_a_run
 from etrace_bridge.frontend.borders import to_jax, to_torch
 from etrace_bridge.frontend.inputs import PLAIN, InputForm, missing_keywords
 from etrace_bridge.frontend.names import NamedTensor, named_tensors, step_tensors, to_path
@@ -116,16 +117,21 @@ class Core:
     def find_plan(self, inputs: tuple, batch_size: int | None) -> StepPlan:
         """Find how a step runs, with initial states for this batch size."""
         options = self.options
-        plan = discover.find_plan(
-            self.model,
-            inputs,
-            state=lambda size: examples.given_state(options.state, size, self.float_dtype),
-            sequence=options.sequence,
-            batch_first=options.batch_first,
-            batch_size=batch_size,
-            tensors=self.step_tensors,
-            form=self.form,
-        )
+        try:
+            plan = discover.find_plan(
+                self.model,
+                inputs,
+                state=lambda size: examples.given_state(options.state, size, self.float_dtype),
+                sequence=options.sequence,
+                batch_first=options.batch_first,
+                batch_size=batch_size,
+                tensors=self.step_tensors,
+                form=self.form,
+            )
+        except Exception as error:
+            if left := tensors_of_a_run(self.model):  # of another batch size, perhaps
+                error.add_note(messages.left_over(type(self.model).__name__, left))
+            raise
         state = (
             None
             if options.state is None

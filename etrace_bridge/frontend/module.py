@@ -16,6 +16,7 @@ from torch import nn
 from etrace_bridge._errors import BridgeError, InputError, StateError
 from etrace_bridge._jax_compat import is_concrete
 from etrace_bridge.frontend import discover, locate, messages
+from etrace_bridge.frontend.attributes import find_left_over
 from etrace_bridge.frontend.borders import held_shape, to_jax, to_real_jax, to_torch
 from etrace_bridge.frontend.canary import check_hooks
 from etrace_bridge.frontend.core import Core, Session, WrapOptions
@@ -261,6 +262,8 @@ class BridgedModule(brainstate.nn.Module):
                 )
         if session.plan.start_parameters:
             warnings.warn(messages.start_parameters(session.plan.start_parameters), stacklevel=4)
+        if left := find_left_over(session.plan):
+            warnings.warn(messages.left_over(type(self.model).__name__, left), stacklevel=4)
         self._session, self._pending = session, _NOT_INITIALISED
         self._made = tuple(leaf.path for leaf in session.plan.leaves)
         return session
