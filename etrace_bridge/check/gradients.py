@@ -25,8 +25,9 @@ from etrace_bridge.check.expectation import NOT_USED, START_ONLY
 from etrace_bridge.check.module_reference import flat_gradient
 from etrace_bridge.check.precision import float_dtype, in_precision, torch_dtype
 from etrace_bridge.check.reference import CheckData, Reference, map_tensors, torch_reference
-from etrace_bridge.check.report import GradientReport, compare
+from etrace_bridge.check.report import TORCH_BPTT, GradientReport, compare
 from etrace_bridge.check.stepwise import check_steps, training_precision
+from etrace_bridge.check.text import short
 from etrace_bridge.compiler.diagnostics import show_path
 from etrace_bridge.frontend import BridgedModule, map_input, to_jax, unwrapped, wrap
 from etrace_bridge.learning.compiled_step import evaluation_mode
@@ -56,6 +57,7 @@ class Check:
     tolerance: float
     allow_zero: frozenset[str]
     notes: tuple[str, ...]
+    reference: str = TORCH_BPTT
 
     @property
     def length(self) -> int:
@@ -221,8 +223,8 @@ def assert_gradients_close(
     texts = report.mismatches()
     if min_cosine is not None:
         texts += [
-            f"The gradient of `{p.name}` has cosine {p.cosine:.6f} to torch's; at least "
-            f"{min_cosine} was asked for."
+            f"The gradient of `{p.name}` has cosine {p.cosine:.6f} to {short(report.reference)}'s; "
+            f"at least {min_cosine} was asked for."
             for p in report
             if p.expectation.kind != "none"
             and p.name not in options.get("allow_zero", ())
@@ -230,7 +232,9 @@ def assert_gradients_close(
         ]
     if texts:
         raise AssertionError(
-            "\n\n".join([f"Gradients of `{report.rule}` are not close to torch BPTT.", *texts])
+            "\n\n".join(
+                [f"Gradients of `{report.rule}` are not close to {report.reference}.", *texts]
+            )
         )
     return report
 
@@ -503,7 +507,7 @@ def check_rule(
     return GradientReport(
         rule=rule.name or type(rule).__name__, parameters=parameters, problems=tuple(problems), notes=check.notes, steps=check.length,
         chunk=chunk, dtype=check.dtype, tolerance=check.tolerance, loss=result.loss, torch_loss=reference.loss, seconds=seconds,
-        torch_seconds=reference.seconds, memory=memory,
+        torch_seconds=reference.seconds, memory=memory, reference=check.reference,
     )  # fmt: skip
 
 
@@ -534,15 +538,15 @@ def _forward_problems(check: Check, result: GradientResult, reference: Reference
     for step, wanted in enumerate(reference.outputs):
         if len(wanted) != len(arrays):
             return [
-                f"The model gives {len(wanted)} output tensors in torch and {len(arrays)} when "
-                "bridged."
+                f"The model gives {len(wanted)} output tensors in {short(check.reference)} and "
+                f"{len(arrays)} when bridged."
             ]
         for n, (array, expected) in enumerate(zip(arrays, wanted, strict=True)):
             found = array[step]
             if found.shape != expected.shape:
                 return [
                     f"Output {n} has shape {found.shape} when bridged and {expected.shape} in "
-                    "torch."
+                    f"{short(check.reference)}."
                 ]
             size = max(1.0, float(np.abs(expected).max(initial=0)))
             difference = np.abs(found.astype(complex) - expected)
@@ -553,11 +557,11 @@ def _forward_problems(check: Check, result: GradientResult, reference: Reference
                 return [
                     f"The outputs differ at step {step}, so the gradients are those of different "
                     f"functions: output {n} at index {where} is {found[where].item()!r} when "
-                    f"bridged and {expected[where].item()!r} in torch (up to "
+                    f"bridged and {expected[where].item()!r} in {short(check.reference)} (up to "
                     f"{10 * check.tolerance * size:g} allowed)."
                 ]
     if not math.isfinite(reference.loss):
-        return [f"The loss is {reference.loss} in torch."]
+        return [f"The loss is {reference.loss} in {short(check.reference)}."]
     return []
 
 
@@ -570,8 +574,8 @@ def _empty_problems(check: Check, reference: Reference, scale: float) -> list[st
         ]
     if not reference.reaches_parameter or scale == 0:
         return [
-            "All gradients are zero in torch, so there is nothing to compare. (Frozen parameters? "
-            "A detached state? Saturated units?)"
+            f"All gradients are zero in {short(check.reference)}, so there is nothing to compare. "
+            "(Frozen parameters? A detached state? Saturated units?)"
         ]
     if not reference.hears_input:
         if check.data.is_zero:
