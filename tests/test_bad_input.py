@@ -109,7 +109,7 @@ OTHER = {
     "no batch, predict": (lambda k: k.predict(XS[:, :0]), "the batch is empty"),
     "no input": (lambda k: k.step((), YS[0]), "There is no input"),
     "None": (lambda k: k.predict(None), "`NoneType`"),
-    "a dict as input": (lambda k: k.step({"x": XS[0]}, YS[0]), "`dict`"),
+    "a dict as input": (lambda k: k.step({"y": XS[0]}, YS[0]), r"this call gives `x\['y'\]`"),
     "a list of numbers as input": (lambda k: k.step([1.0, 2.0], YS[0]), "."),
     "a ragged target": (lambda k: k.step(XS[0], [[1.0], [1.0, 2.0]]), "The target is a `list`"),
     "a target of texts": (lambda k: k.step(XS[0], ["a", "b"]), "The target is a `list`"),

@@ -4,6 +4,8 @@ the user's own weights.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import brainstate
 import brainunit as u
 import jax
@@ -13,6 +15,7 @@ import optax
 import pytest
 
 import etrace_bridge as eb
+from etrace_bridge.check.comparison import RuleComparison
 from etrace_bridge.check.module_reference import flat_gradient, module_reference
 
 T, B, I, H = 6, 3, 2, 4  # noqa: E741
@@ -100,7 +103,7 @@ def test_gradients_have_the_names_of_the_report_and_the_module_learns() -> None:
     np.testing.assert_allclose(moved, np.asarray(result.grads["inner.weight"]["weight"]), atol=1e-9)
 
 
-def test_check_gradients_of_a_module() -> None:
+def test_check_gradients_of_a_module(tmp_path: Path) -> None:
     net, (xs, targets) = RNN(), data()
     report = eb.check_gradients(net, xs, targets, squared, rule="rtrl")
     assert report.ok and {p.name for p in report} == {
@@ -112,6 +115,13 @@ def test_check_gradients_of_a_module() -> None:
     assert 0.5 < min(p.cosine for p in wrong) < 1 - 1e-6
     silent = eb.check_gradients(net, 0 * xs, targets, squared, rule="rtrl")
     assert not silent.ok
+    # whatever shows a report says what the rule was compared with
+    both = RuleComparison((report, wrong))
+    page = both.to_html(tmp_path / "page.html").read_text(encoding="utf-8")
+    shown = [str(report), repr(wrong), report._repr_html_(), str(silent), str(both), page]
+    for text in [*shown, both._repr_html_(), both.to_json()]:
+        assert "jax.grad through time" in text and "torch BPTT" not in text
+    assert "jax.grad through time" in report.plot().get_suptitle()
 
 
 def test_units_stay_and_gradients_have_the_inverse() -> None:

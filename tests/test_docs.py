@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import runpy
 import shlex
@@ -253,11 +254,20 @@ def tutorials() -> list[Path]:
 def test_tutorials_are_what_their_source_says(source: Path) -> None:
     """Page and notebook have the source's cells; the page's output is compared where its code runs."""
     cells = BUILD["read_cells"](source)
-    assert source.with_suffix(".ipynb").read_text(encoding="utf-8") == BUILD["notebook"](cells)
+    notebook = source.with_suffix(".ipynb").read_text(encoding="utf-8")
+    assert notebook == BUILD["notebook"](cells)
     page = source.with_suffix(".md").read_text(encoding="utf-8")
     code = [cell.content for cell in cells if cell.is_code]
     shown = blocks(source.with_suffix(".md").relative_to(ROOT).as_posix())
-    assert [text.rstrip("\n") for kind, _, text in shown if kind == "python"] == code
+    on_page = [text.rstrip("\n") for kind, _, text in shown if kind == "python"]
+    in_notebook = [
+        "".join(cell["source"])
+        for cell in json.loads(notebook)["cells"]
+        if cell["cell_type"] == "code"
+    ]
+    # so `test_code_runs_as_printed`, which runs the page, runs the notebook
+    assert on_page == in_notebook == code
+    assert source.with_suffix(".md").relative_to(ROOT).as_posix() in pages_with_python()
     rest = re.sub(r"^```.*?^```$", "", page, flags=re.M | re.S)
     rest = re.sub(r"^!\[.*\)$|^\*This page.*\*$", "", rest, flags=re.M)
     wanted = "\n".join(cell.content for cell in cells if not cell.is_code)

@@ -407,7 +407,7 @@ def test_not_a_module() -> None:
 def test_input_that_is_no_array() -> None:
     net = eb.wrap(nn.GRU(H, H))
     net.init_state(B)
-    with pytest.raises(eb.InputError, match="`dict` of object, not of numbers"):
+    with pytest.raises(eb.InputError, match=r"`input\['a'\]` is a `int`"):
         net({"a": 1})
 
 

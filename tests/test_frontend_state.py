@@ -52,6 +52,60 @@ def compare(
     return net
 
 
+# ---- models that have already run
+
+
+class Keeper(nn.Module):
+    """Keeps its state in an attribute of its own."""
+
+    def __init__(self, start: Tensor | None = None) -> None:
+        super().__init__()
+        self.inp, self.rec = nn.Linear(H, H), nn.Linear(H, H)
+        self.h, self.shown = start, torch.zeros(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.shown = self.inp(x)  # written only, for a plot
+        h = torch.zeros(len(x), H) if self.h is None else self.h
+        self.h = torch.tanh(self.shown + self.rec(h))
+        return self.h
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_state_that_an_earlier_run_left_is_named(gradients: bool) -> None:
+    model, x = nn.Sequential(Keeper(), nn.Linear(H, 2)), torch.randn(B, H)
+    with torch.set_grad_enabled(gradients):
+        model(x)
+    net = eb.wrap(model)
+    with pytest.warns(
+        UserWarning, match=r"earlier run seems to have left: `0.h` \(shape \(3, 4\)"
+    ) as caught:
+        net.init_state(B)
+    message = str(caught[0].message)
+    assert len(caught) == 1 and "shown" not in message
+    assert "set `0.h` to None or zeros" in message and "filterwarnings" in message
+    # it does start from there
+    np.testing.assert_allclose(np.asarray(net(x)), model(x).detach(), atol=1e-6)
+    eb.wrap(nn.Sequential(Keeper(), nn.Linear(H, 2))).init_state(B)  # a new one warns of nothing
+
+
+@pytest.mark.parametrize("start", [None, torch.zeros(B, H), torch.full((B, H), 0.5)])
+def test_a_start_as_the_author_set_it_is_no_left_over(start: Tensor | None) -> None:
+    net = eb.wrap(Keeper(start))
+    net.init_state(B)
+    assert hidden(net) == {"h"}
+
+
+def test_left_over_state_of_another_batch_size_is_named_in_the_error() -> None:
+    model = Keeper()
+    model(torch.randn(B, H))
+    net = eb.wrap(model)
+    net.init_state(B + 1)
+    with pytest.raises(eb.InputError, match="itself fails") as caught:
+        net(torch.randn(B + 1, H))
+    cause = caught.value.__cause__
+    assert cause is not None and "left: `h` (shape (3, 4)" in cause.__notes__[0]
+
+
 # ---- flattening
 
 

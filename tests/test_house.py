@@ -5,7 +5,10 @@ in any file.
 from __future__ import annotations
 
 import ast
+import email
+import email.message
 import importlib
+import importlib.metadata
 import re
 import shutil
 import subprocess
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "etrace_bridge"
@@ -454,6 +458,43 @@ def run(*command: str, cwd: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def assert_extras_serve_demo_and_adapters(metadata: email.message.Message) -> None:
+    """`pip install etrace-bridge[snn,plot]` installs what `demo` and the adapters import."""
+    needed: dict[str, set[str]] = {"": set(), "snn": set(), "plot": set()}
+    for line in metadata.get_all("Requires-Dist", []):
+        requirement = Requirement(line)
+        for extra, names in needed.items():
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                names.add(requirement.name)
+    assert {"snn", "plot"} <= set(metadata.get_all("Provides-Extra", []))
+    found = importlib.metadata.packages_distributions()
+    for extra, files in (
+        (
+            "plot",
+            [
+                "etrace_bridge/cli/demo.py",
+                "etrace_bridge/cli/demo_report.py",
+                "etrace_bridge/plot.py",
+            ],
+        ),
+        ("snn", [f"adapters/{name}.py" for name in ("snntorch", "norse", "spikingjelly", "ncps")]),
+    ):
+        for module in sorted({name for file in files for name in imported_libraries(ROOT / file)}):
+            names = {name.replace("_", "-").lower() for name in found[module]}
+            assert names & needed[extra], f"`{module}` is not in the extra `{extra}`"
+
+
+def imported_libraries(file: Path) -> set[str]:
+    """The top-level packages that a file imports, anywhere in it, apart from Python's and ours."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.split(".")[0])
+    return names - set(sys.stdlib_module_names) - {PACKAGE}
+
+
 def test_wheel_built_from_the_sdist_holds_every_package_file(source_copy, tmp_path):
     build_sdist = (
         "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
@@ -479,6 +520,8 @@ def test_wheel_built_from_the_sdist_holds_every_package_file(source_copy, tmp_pa
         shipped = {name for name in archive.namelist() if ".dist-info/" not in name}
         (license_file,) = (name for name in archive.namelist() if name.endswith("licenses/LICENSE"))
         assert archive.read(license_file) == (ROOT / "LICENSE").read_bytes()
+        (metadata,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        assert_extras_serve_demo_and_adapters(email.message_from_bytes(archive.read(metadata)))
 
     expected = set()
     for folder, package in ((PACKAGE, PACKAGE), ("adapters", f"{PACKAGE}/adapters")):

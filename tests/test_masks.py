@@ -160,6 +160,20 @@ def test_ignored_targets_weigh_as_in_torch(weighted: bool, ignored: int) -> None
     assert learner.evaluate([(xs, targets)]) == pytest.approx(result.loss, rel=1e-12)
 
 
+def test_ignored_targets_need_a_loss_that_can_leave_them_out() -> None:
+    """The mean of the steps' own losses would weigh the rest in another way than torch does."""
+
+    def squared(output, target):
+        return F.cross_entropy(output, target) ** 2
+
+    (xs, _), targets = make_data(), labels()
+    learner = eb.OnlineLearner(make_net(), "d_rtrl", squared, chunk=2)
+    assert learner.gradients(xs, targets).loss > 0
+    targets[lengths_mask() == 0] = -100
+    with pytest.raises(eb.InputError, match=r"`squared` cannot .*labels that are to be ignored"):
+        learner.gradients(xs, targets)
+
+
 def test_an_online_step_of_ignored_targets_alone() -> None:
     learner = eb.OnlineLearner(make_net(), "d_rtrl", F.cross_entropy, optax.sgd(0.1))
     xs, _ = make_data()

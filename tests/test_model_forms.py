@@ -245,8 +245,10 @@ class StateNeeded(Net):
 
 
 def test_arguments_that_a_step_cannot_fill_are_named() -> None:
+    net = eb.wrap(KeywordOnly(nn.GRUCell(IN, H)))
+    net.init_state(batch_size=B)
     with pytest.raises(eb.InputError, match=r"needs `gain` as a keyword"):
-        eb.wrap(KeywordOnly(nn.GRUCell(IN, H)))
+        net(torch.zeros(B, IN))
     net = eb.wrap(StateNeeded(nn.GRUCell(IN, H)))
     with pytest.raises(eb.StateError, match=r"state in `h`.*wrap\(model, state=lambda batch_size"):
         net.init_state(batch_size=B)

@@ -60,6 +60,11 @@ class RuleComparison:
         return self.reports[0].dtype
 
     @property
+    def reference(self) -> str:
+        """What the rules are compared with."""
+        return self.reports[0].reference
+
+    @property
     def torch_seconds(self) -> float | None:
         """Time of torch's forward and backward pass."""
         return self.reports[0].torch_seconds

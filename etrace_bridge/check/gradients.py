@@ -25,12 +25,14 @@ from etrace_bridge.check.expectation import NOT_USED, START_ONLY
 from etrace_bridge.check.module_reference import flat_gradient
 from etrace_bridge.check.precision import float_dtype, in_precision, torch_dtype
 from etrace_bridge.check.reference import CheckData, Reference, map_tensors, torch_reference
-from etrace_bridge.check.report import GradientReport, compare
+from etrace_bridge.check.report import TORCH_BPTT, GradientReport, compare
 from etrace_bridge.check.stepwise import check_steps, training_precision
+from etrace_bridge.check.text import short
 from etrace_bridge.compiler.diagnostics import show_path
-from etrace_bridge.frontend import BridgedModule, to_jax, unwrapped, wrap
+from etrace_bridge.frontend import BridgedModule, map_input, to_jax, unwrapped, wrap
 from etrace_bridge.learning.compiled_step import evaluation_mode
 from etrace_bridge.learning.footprint import compile_gradients
+from etrace_bridge.learning.inputs import read_inputs
 from etrace_bridge.learning.learner import OnlineLearner
 from etrace_bridge.learning.results import GradientResult
 from etrace_bridge.rules import BPTT, Rule, make_rule
@@ -55,6 +57,7 @@ class Check:
     tolerance: float
     allow_zero: frozenset[str]
     notes: tuple[str, ...]
+    reference: str = TORCH_BPTT
 
     @property
     def length(self) -> int:
@@ -66,8 +69,7 @@ class Check:
         )
 
     def gradients(self, learner: OnlineLearner) -> GradientResult:
-        xs = self.data.xs[0] if len(self.data.xs) == 1 else self.data.xs
-        return learner.gradients(xs, self.data.targets, self.mask)
+        return learner.gradients(self.data.xs, self.data.targets, self.mask)
 
 
 @overload
@@ -117,7 +119,8 @@ def check_gradients(
     Args:
         model: the torch model; it is left as it was. Or a brainstate module, whose gradients are
             compared with `jax.grad` through time of its own step, in its own precision.
-        xs: inputs `(T, B, …)`, or `(B, T, …)` for a batch-first model; a tuple for several inputs.
+        xs: inputs `(T, B, …)`, or `(B, T, …)` for a batch-first model; a tuple or dict for several
+            inputs, as for `OnlineLearner.step`.
         targets: targets, time where the inputs have it.
         loss: torch or JAX callable `(output_t, target_t) -> scalar`.
         rule: a rule's name or object; several of them give a `RuleComparison`, with time and
@@ -220,8 +223,8 @@ def assert_gradients_close(
     texts = report.mismatches()
     if min_cosine is not None:
         texts += [
-            f"The gradient of `{p.name}` has cosine {p.cosine:.6f} to torch's; at least "
-            f"{min_cosine} was asked for."
+            f"The gradient of `{p.name}` has cosine {p.cosine:.6f} to {short(report.reference)}'s; "
+            f"at least {min_cosine} was asked for."
             for p in report
             if p.expectation.kind != "none"
             and p.name not in options.get("allow_zero", ())
@@ -229,7 +232,9 @@ def assert_gradients_close(
         ]
     if texts:
         raise AssertionError(
-            "\n\n".join([f"Gradients of `{report.rule}` are not close to torch BPTT.", *texts])
+            "\n\n".join(
+                [f"Gradients of `{report.rule}` are not close to {report.reference}.", *texts]
+            )
         )
     return report
 
@@ -303,7 +308,8 @@ class _Job:
     ) -> Check:
         """Data and model in one precision; `stack` keeps a random model in evaluation mode."""
         inputs = self.inputs(precision)
-        if any(x.dim() < 2 for x in inputs):
+        tensors = jax.tree.leaves(inputs)
+        if any(x.dim() < 2 for x in tensors):
             raise InputError(
                 "`xs` needs a time axis and a batch axis: (T, B, …), or (B, T, …) for a "
                 "batch-first model."
@@ -317,7 +323,7 @@ class _Job:
                 "`allow_zero` names parameters that the model does not train: "
                 f"{', '.join(unknown)}."
             )
-        length = inputs[0].shape[1 if net.batch_first else 0]
+        length = tensors[0].shape[1 if net.batch_first else 0]
         targets = map_tensors(_tensors(self.targets), lambda t: _as_tensor(t, precision))
         data = CheckData(
             inputs, targets, step_weights(self.mask, self.reduction, length), net.batch_first
@@ -345,8 +351,7 @@ class _Job:
             own = lambda t: (
                 t.to(precision) if isinstance(t, torch.Tensor) and t.is_floating_point() else t
             )
-            xs = tuple(map(own, self.xs)) if isinstance(self.xs, (tuple, list)) else own(self.xs)
-            targets = map_tensors(self.targets, own)
+            xs, targets = map_input(own, self.xs), map_tensors(self.targets, own)
             found = [check_steps(net, rule, self.loss, xs, targets) for rule in self.rules]
         return [
             replace(
@@ -357,16 +362,11 @@ class _Job:
             for report, steps in zip(reports, found, strict=True)
         ]
 
-    def inputs(self, precision: torch.dtype) -> tuple[torch.Tensor, ...]:
+    def inputs(self, precision: torch.dtype) -> Any:
         """The inputs as tensors of one precision."""
-        return tuple(
-            _as_tensor(x, precision)
-            for x in (self.xs if isinstance(self.xs, (tuple, list)) else (self.xs,))
-        )
+        return map_input(lambda x: _as_tensor(x, precision), self.xs)
 
-    def bridge_fixed(
-        self, inputs: tuple[torch.Tensor, ...], stack: contextlib.ExitStack
-    ) -> tuple[BridgedModule, bool]:
+    def bridge_fixed(self, inputs: Any, stack: contextlib.ExitStack) -> tuple[BridgedModule, bool]:
         """The bridged model, in evaluation mode if it is random otherwise, and whether it is."""
         net, random = self.bridge(inputs)
         if random:
@@ -379,15 +379,18 @@ class _Job:
                 )
         return net, random
 
-    def bridge(self, inputs: tuple[torch.Tensor, ...]) -> tuple[BridgedModule, bool]:
+    def bridge(self, inputs: Any) -> tuple[BridgedModule, bool]:
         """The bridged model, and whether its step is random."""
-        axis = 1 if wrap(self.model, **self.options).batch_first else 0
-        example = tuple(x.select(axis, 0) for x in inputs)
+        first = wrap(self.model, **self.options)
+        first.read_inputs(inputs, sequence=True)
+        axis = 1 if first.batch_first else 0
+        example = map_input(lambda x: x.select(axis, 0), inputs)
         net = wrap(self.model, example_input=example, **self.options)
+        tensors = net.read_inputs(example)
         with warnings.catch_warnings():  # the report has a verdict of its own for these
             warnings.filterwarnings("ignore", ".*used only to make the initial state")
-            net.init_state(batch_size=example[0].shape[0])
-        return net, net.traced_step(*[to_jax(x) for x in example]).uses_key
+            net.init_state(batch_size=tensors[0].shape[0])
+        return net, net.traced_step(*[to_jax(x) for x in tensors]).uses_key
 
 
 def check_dtype(precision: torch.dtype) -> str:
@@ -504,7 +507,7 @@ def check_rule(
     return GradientReport(
         rule=rule.name or type(rule).__name__, parameters=parameters, problems=tuple(problems), notes=check.notes, steps=check.length,
         chunk=chunk, dtype=check.dtype, tolerance=check.tolerance, loss=result.loss, torch_loss=reference.loss, seconds=seconds,
-        torch_seconds=reference.seconds, memory=memory,
+        torch_seconds=reference.seconds, memory=memory, reference=check.reference,
     )  # fmt: skip
 
 
@@ -522,7 +525,7 @@ def _timed(call: Callable[[], Any]) -> float:
 def _memory(check: Check, learner: OnlineLearner, rule: Rule, chunk: int) -> int:
     runtime = learner.runtime
     time_major = lambda t: t.transpose(0, 1) if check.data.batch_first and t.dim() > 1 else t
-    args = [to_jax(time_major(x)) for x in check.data.xs]
+    args = [to_jax(time_major(x)) for x in read_inputs(check.net, check.data.xs)]
     targets = map_tensors(check.data.targets, lambda t: to_jax(time_major(t)))
     compiled = runtime.store.compiled
     loss = runtime.losses.find(compiled, check.data.target(0))
@@ -535,15 +538,15 @@ def _forward_problems(check: Check, result: GradientResult, reference: Reference
     for step, wanted in enumerate(reference.outputs):
         if len(wanted) != len(arrays):
             return [
-                f"The model gives {len(wanted)} output tensors in torch and {len(arrays)} when "
-                "bridged."
+                f"The model gives {len(wanted)} output tensors in {short(check.reference)} and "
+                f"{len(arrays)} when bridged."
             ]
         for n, (array, expected) in enumerate(zip(arrays, wanted, strict=True)):
             found = array[step]
             if found.shape != expected.shape:
                 return [
                     f"Output {n} has shape {found.shape} when bridged and {expected.shape} in "
-                    "torch."
+                    f"{short(check.reference)}."
                 ]
             size = max(1.0, float(np.abs(expected).max(initial=0)))
             difference = np.abs(found.astype(complex) - expected)
@@ -554,11 +557,11 @@ def _forward_problems(check: Check, result: GradientResult, reference: Reference
                 return [
                     f"The outputs differ at step {step}, so the gradients are those of different "
                     f"functions: output {n} at index {where} is {found[where].item()!r} when "
-                    f"bridged and {expected[where].item()!r} in torch (up to "
+                    f"bridged and {expected[where].item()!r} in {short(check.reference)} (up to "
                     f"{10 * check.tolerance * size:g} allowed)."
                 ]
     if not math.isfinite(reference.loss):
-        return [f"The loss is {reference.loss} in torch."]
+        return [f"The loss is {reference.loss} in {short(check.reference)}."]
     return []
 
 
@@ -571,12 +574,11 @@ def _empty_problems(check: Check, reference: Reference, scale: float) -> list[st
         ]
     if not reference.reaches_parameter or scale == 0:
         return [
-            "All gradients are zero in torch, so there is nothing to compare. (Frozen parameters? "
-            "A detached state? Saturated units?)"
+            f"All gradients are zero in {short(check.reference)}, so there is nothing to compare. "
+            "(Frozen parameters? A detached state? Saturated units?)"
         ]
     if not reference.hears_input:
-        zero = all(not bool(x.any()) for x in check.data.xs)
-        if zero:
+        if check.data.is_zero:
             return [
                 "The input is zero at every step, so most of the model is not exercised. Compare "
                 "on real data."

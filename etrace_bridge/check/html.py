@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from etrace_bridge.check.text import RULE_HEADER, number, percent, rule_row, seconds, size, small
+from etrace_bridge.check.text import (
+    number,
+    percent,
+    rule_header,
+    rule_row,
+    seconds,
+    short,
+    size,
+    small,
+)
 
 if TYPE_CHECKING:
     from etrace_bridge.check.report import GradientReport, ParameterReport
@@ -33,7 +42,7 @@ pre { background: #f7f7f7; padding: .8em; overflow-x: auto; }
 def render_page(reports: Sequence[GradientReport]) -> str:
     """The page of one or several rules."""
     good = all(r.ok for r in reports)
-    title = f"{', '.join(r.rule for r in reports)} against torch BPTT"
+    title = f"{', '.join(r.rule for r in reports)} against {reports[0].reference}"
     parts = [
         "<!DOCTYPE html>",
         f'<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style></head><body>',
@@ -47,19 +56,22 @@ def render_page(reports: Sequence[GradientReport]) -> str:
 
 def _rules_table(reports: Sequence[GradientReport]) -> str:
     rows = [[escape(cell) for cell in rule_row(r)] for r in reports]
-    return _table(RULE_HEADER, rows)
+    return _table(rule_header(reports[0].reference), rows)
 
 
 def _section(report: GradientReport, named: bool) -> str:
     facts = [
         f"{report.steps} steps in chunks of {report.chunk}", report.dtype, f"equal means within {report.tolerance:g}",
-        f"loss {report.loss:.6g} (torch {report.torch_loss:.6g})", f"cosine of all gradients {number(report.cosine, 5)}",
+        f"loss {report.loss:.6g} ({short(report.reference)} {report.torch_loss:.6g})", f"cosine of all gradients {number(report.cosine, 5)}",
         f"relative error {small(report.relative_error)}",
     ]  # fmt: skip
     if report.single_steps is not None:
         facts.append(str(report.single_steps))
     if report.seconds is not None:
-        facts.append(f"time {seconds(report.seconds)} (torch {seconds(report.torch_seconds)})")
+        facts.append(
+            f"time {seconds(report.seconds)} ({short(report.reference)} "
+            f"{seconds(report.torch_seconds)})"
+        )
     if report.memory is not None:
         facts.append(f"memory {size(report.memory)}")
     parts = [f"<h2>{escape(report.rule)}</h2>"] if named else []
@@ -138,7 +150,7 @@ def _scatter(report: GradientReport, width: int = 360) -> str:
     )
     colour = "#2166ac" if worst.ok else "#b2182b"
     return (
-        f'<p class="facts">Worst: <code>{escape(worst.name)}</code>, one point an element: torch BPTT to the right, {escape(report.rule)} upwards, '
+        f'<p class="facts">Worst: <code>{escape(worst.name)}</code>, one point an element: {report.reference} to the right, {escape(report.rule)} upwards, '
         f"from {low:.3g} to {high:.3g}. On the line they are equal.</p>"
         f'<svg viewBox="0 0 {width} {width}" width="{width}" height="{width}" role="img" aria-label="scatter of {escape(worst.name)}">'
         f'<rect x="30" y="20" width="{width - 50}" height="{width - 50}" fill="none" stroke="#bbb"/>'

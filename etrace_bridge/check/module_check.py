@@ -25,14 +25,12 @@ from etrace_bridge.check.gradients import (
 )
 from etrace_bridge.check.module_reference import kept_states, module_reference
 from etrace_bridge.check.reference import CheckData
-from etrace_bridge.check.report import GradientReport
+from etrace_bridge.check.report import JAX_GRAD, GradientReport
 from etrace_bridge.frontend import to_torch
-from etrace_bridge.learning.inputs import as_array
+from etrace_bridge.learning.inputs import as_array, as_inputs
 from etrace_bridge.rules import BPTT, Rule, make_rule
 
-NOTE = (
-    "a brainstate module: compared with jax.grad through time of its own step, in its own precision"
-)
+NOTE = "a brainstate module: the reference is its own step, in its own precision"
 
 
 def check_module(
@@ -50,16 +48,23 @@ def check_module(
             "check."
         )
     dtype = str(leaves[0].dtype)
-    inputs = [
-        jnp.asarray(as_array(x, leaves[0].dtype))
-        for x in (xs if isinstance(xs, (tuple, list)) else (xs,))
-    ]
+    inputs = [jnp.asarray(as_array(x, leaves[0].dtype)) for x in as_inputs(xs)]
     weights = step_weights(mask, reduction, inputs[0].shape[0])
     shown = tuple(to_torch(x) for x in inputs)
     data = CheckData(shown, targets, weights, False)
     allowed = TOLERANCE.get(dtype, 1e-5) if tolerance is None else tolerance
     check = Check(
-        _NoModel, net, data, loss, reduction, mask, dtype, allowed, frozenset(allow_zero), (NOTE,)
+        _NoModel,
+        net,
+        data,
+        loss,
+        reduction,
+        mask,
+        dtype,
+        allowed,
+        frozenset(allow_zero),
+        (NOTE,),
+        JAX_GRAD,
     )  # pyright: ignore[reportArgumentType]
     with kept_states(net):
         size = chunk_size(chunk, check.length)

@@ -49,7 +49,7 @@ def draw_report(report: GradientReport, path: str | PathLike | None = None) -> A
     cosines.set_xlim(
         min(0.0, *(p.cosine for p in parameters if not math.isnan(p.cosine)), 0.0), 1.02
     )
-    cosines.set_title("cosine to torch BPTT")
+    cosines.set_title(f"cosine to {report.reference}")
     shown = [p.relative_error if 0 < p.relative_error < math.inf else 1e-17 for p in parameters]
     errors.barh(places, shown, color=colours, left=1e-18)
     errors.set_xscale("log")
@@ -61,8 +61,8 @@ def draw_report(report: GradientReport, path: str | PathLike | None = None) -> A
     if parameters:
         _draw_worst(points, report)
     figure.suptitle(
-        f"{report.rule} against torch BPTT: {'ok' if report.ok else 'NOT OK'}  ({report.steps} "
-        f"steps, chunks of {report.chunk}, {report.dtype})"
+        f"{report.rule} against {report.reference}: {'ok' if report.ok else 'NOT OK'}  "
+        f"({report.steps} steps, chunks of {report.chunk}, {report.dtype})"
     )
     if path is not None:
         try:
@@ -82,6 +82,6 @@ def _draw_worst(axes: Any, report: GradientReport) -> None:
         max(theirs.max(initial=0), ours.max(initial=0)),
     ]
     axes.plot(ends, ends, color="black", linewidth=1, linestyle=":")
-    axes.set_xlabel("torch BPTT")
+    axes.set_xlabel(report.reference)
     axes.set_ylabel(report.rule)
     axes.set_title(f"worst: {worst.name}")

@@ -21,7 +21,7 @@ from etrace_bridge.check.module_reference import kept_states
 from etrace_bridge.check.precision import float_dtype, in_precision
 from etrace_bridge.check.report import write_json
 from etrace_bridge.check.text import number, size
-from etrace_bridge.frontend import BridgedModule, to_jax, wrap
+from etrace_bridge.frontend import BridgedModule, map_input, to_jax, wrap
 from etrace_bridge.learning.compiled_step import CompiledStep
 from etrace_bridge.learning.footprint import (
     GradientProgram,
@@ -144,7 +144,7 @@ def recommend(
 
     Args:
         model: the torch model or a brainstate module; it is left as it was.
-        x: one time step of input, `(batch, …)`, or a tuple of inputs.
+        x: one time step of input, `(batch, …)`, or a tuple or dict of inputs.
         budget: bytes, or text such as `"500MB"`.
         rules: the rules to look at; by default every registered rule but those that truncate, `bptt` and
             `fptt`.
@@ -173,17 +173,9 @@ def recommend(
         return _recommendation(candidates, limit, steps)
     precision = float_dtype(model)
     with in_precision(model, precision) if precision == torch.float64 else contextlib.nullcontext():
-        inputs = tuple(
-            to_jax(_in_model_dtype(a, precision))
-            for a in (x if isinstance(x, (tuple, list)) else (x,))
-        )
-        net = wrap(
-            model,
-            state,
-            example_input=tuple(torch.tensor(np.asarray(a)) for a in inputs),
-            sequence=sequence,
-            batch_first=batch_first,
-        )
+        example = map_input(lambda a: _in_model_dtype(a, precision), x)
+        net = wrap(model, state, example_input=example, sequence=sequence, batch_first=batch_first)
+        inputs = [to_jax(a) for a in net.read_inputs(example)]
         candidates = _candidates(_Trial(net, inputs, steps), chosen, limit)
     return _recommendation(candidates, limit, steps)
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from etrace_bridge._errors import InputError
-from etrace_bridge.frontend import run_torch, to_jax, to_torch
+from etrace_bridge.frontend import map_input, run_torch, to_jax, to_torch
 from etrace_bridge.frontend.reference import TorchRun
 from etrace_bridge.frontend.snapshot import restored
 from etrace_bridge.frontend.state import flatten_state, unflatten_state
@@ -24,16 +24,21 @@ class CheckData:
     """The data of a check, cast to its precision.
 
     Attributes:
-        xs: inputs as the model takes them, `(T, B, …)` or `(B, T, …)`.
+        xs: inputs as the model takes them, `(T, B, …)` or `(B, T, …)`; a tensor or a tree of them.
         targets: targets, time where the inputs have it; a tensor or a tree of them.
         weights: (T,) factors of the steps' losses.
         batch_first: the second axis is time.
     """
 
-    xs: tuple[torch.Tensor, ...]
+    xs: Any
     targets: Any
     weights: np.ndarray
     batch_first: bool
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether the inputs are zero at every step."""
+        return not any(bool(x.any()) for x in jax.tree.leaves(self.xs))
 
     def target(self, step: int) -> Any:
         """The target of one step."""
@@ -124,9 +129,8 @@ def torch_reference(
 
 
 def _run(model: nn.Module, data: CheckData, options: Mapping[str, Any]) -> TorchRun:
-    xs = data.xs[0] if len(data.xs) == 1 else data.xs
     with torch.enable_grad():
-        return run_torch(model, xs, **options)
+        return run_torch(model, data.xs, **options)
 
 
 def _losses(run: TorchRun, data: CheckData, loss: Callable) -> tuple[float, torch.Tensor]:
@@ -191,11 +195,10 @@ def _hears_input(
     model: nn.Module, data: CheckData, options: Mapping[str, Any], outputs: list[list[np.ndarray]]
 ) -> bool:
     """Whether the outputs are any different from those for an input of zeros."""
-    zeros = tuple(torch.zeros_like(x) for x in data.xs)
-    if all(torch.equal(x, z) for x, z in zip(data.xs, zeros, strict=True)):
+    if data.is_zero:
         return False
     with torch.no_grad(), restored(model):
-        run = run_torch(model, zeros[0] if len(zeros) == 1 else zeros, **options)
+        run = run_torch(model, map_input(torch.zeros_like, data.xs), **options)
     silent = [[t.detach().numpy(force=True) for _, t in flatten_state(o)[0]] for o in run.outputs]
     return any(
         not np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")

@@ -28,7 +28,10 @@ from etrace_bridge.check.expectation import (
 from etrace_bridge.check.html import render_page
 from etrace_bridge.check.plot import draw_report
 from etrace_bridge.check.stepwise import StepCheck
-from etrace_bridge.check.text import render_report, report_html
+from etrace_bridge.check.text import render_report, report_html, short
+
+TORCH_BPTT = "torch BPTT"
+JAX_GRAD = "jax.grad through time"
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ class ParameterReport:
         """The parameter's shape."""
         return self.torch_gradient.shape
 
-    def mismatch(self, rule: str) -> str:
+    def mismatch(self, rule: str, reference: str) -> str:
         """The difference in the words of `torch.testing.assert_close`."""
         difference = np.abs(self.online_gradient - self.torch_gradient)
         size = max(difference.size, 1)
@@ -90,8 +93,8 @@ class ParameterReport:
         wrong = int(np.count_nonzero(~(difference <= allowed)))
         at = f"index {self.max_index}" if self.max_index else "the only element"
         lines = [
-            f"The gradient of `{self.name}` is not close to torch's, though it is expected to be "
-            f"{self.expectation.kind}: {self.expectation.reason}.",
+            f"The gradient of `{self.name}` is not close to {short(reference)}'s, though it is "
+            f"expected to be {self.expectation.kind}: {self.expectation.reason}.",
             "",
             f"Mismatched elements: {wrong} / {size} ({100 * wrong / size:.1f}%)",
             f"Relative error of the whole gradient: {self.relative_error:.6g} (up to "
@@ -99,7 +102,7 @@ class ParameterReport:
             f"Greatest absolute difference: {self.max_difference:.6g} at {at} (up to {allowed:.3g} "
             "allowed)",
             f"  {rule}: {self.found!r}",
-            f"  torch BPTT: {self.expected!r}",
+            f"  {reference}: {self.expected!r}",
         ]
         return "\n".join(lines)
 
@@ -223,6 +226,9 @@ class GradientReport:
         torch_seconds: time of torch's forward and backward pass.
         memory: bytes of the compiled program, inputs aside; None if it was not measured.
         single_steps: what `learner.step` gives for the first steps, beside `learner.gradients`.
+        reference: what the rule is compared with: `"torch BPTT"`, or for a brainstate module
+            `"jax.grad through time"`. `torch_loss`, `torch_seconds` and `torch_gradient` are then
+            those of `jax.grad`.
     """
 
     rule: str
@@ -239,6 +245,7 @@ class GradientReport:
     torch_seconds: float | None = None
     memory: int | None = None
     single_steps: StepCheck | None = None
+    reference: str = TORCH_BPTT
 
     @property
     def ok(self) -> bool:
@@ -315,7 +322,7 @@ class GradientReport:
         texts = list(self.problems)
         for p in self:
             if p.verdict == MISMATCH:
-                texts.append(p.mismatch(self.rule))
+                texts.append(p.mismatch(self.rule, self.reference))
             elif p.verdict == START:
                 texts.append(
                     f"`{p.name}` gets no gradient: {p.expectation.reason}. If that is meant, "
@@ -323,8 +330,8 @@ class GradientReport:
                 )
             elif not p.ok:
                 texts.append(
-                    f"The gradient of `{p.name}` is zero in torch, so nothing was compared. If "
-                    f"that is right, pass `allow_zero=[{p.name!r}]`."
+                    f"The gradient of `{p.name}` is zero in {short(self.reference)}, so nothing "
+                    f"was compared. If that is right, pass `allow_zero=[{p.name!r}]`."
                 )
         return texts
 
@@ -341,6 +348,7 @@ class GradientReport:
         """Plain numbers and strings; NaN is None."""
         keys = (
             "rule",
+            "reference",
             "steps",
             "chunk",
             "dtype",

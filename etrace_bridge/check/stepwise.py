@@ -18,7 +18,7 @@ from torch import nn
 
 from etrace_bridge.check.precision import float_dtype, in_precision
 from etrace_bridge.frontend import BridgedModule
-from etrace_bridge.learning.inputs import as_inputs, as_targets
+from etrace_bridge.learning.inputs import as_targets
 from etrace_bridge.learning.learner import OnlineLearner
 from etrace_bridge.rules import Rule
 
@@ -110,7 +110,7 @@ def check_steps(net: BridgedModule, rule: Rule, loss: Callable, xs: Any, targets
     learner = OnlineLearner(
         net, rule, loss, _sum_gradients(), chunk=1, reduction="sum", guard=False
     )
-    inputs, targets = as_inputs(xs), as_targets(targets)
+    inputs, targets = net.read_inputs(xs), as_targets(targets)
     count = min(MOST_STEPS, np.shape(inputs[0])[1 if net.batch_first else 0])
     at = lambda tree, step: _map_arrays(tree, lambda a: _along_time(a, net.batch_first, step))
     taken = [learner.step(at(inputs, t), at(targets, t)) for t in range(count)]

@@ -24,13 +24,18 @@ _HEADER = (
 )
 
 
+def short(reference: str) -> str:
+    """The library of a reference: `torch` or `jax.grad`."""
+    return reference.split()[0]
+
+
 def render_report(report: GradientReport) -> str:
     """A headline, what is wrong, a row a parameter, and the reasons of what is not exact."""
     lines = [
-        f"{report.rule} against torch BPTT: {'ok' if report.ok else 'NOT OK'}",
+        f"{report.rule} against {report.reference}: {'ok' if report.ok else 'NOT OK'}",
         f"{report.steps} steps in chunks of {report.chunk}, {report.dtype}, equal means within "
-        f"{report.tolerance:g}; loss {report.loss:.6g} (torch {report.torch_loss:.6g}); all "
-        f"gradients together: cosine {number(report.cosine, 5)}, relative error "
+        f"{report.tolerance:g}; loss {report.loss:.6g} ({short(report.reference)} "
+        f"{report.torch_loss:.6g}); all gradients together: cosine {number(report.cosine, 5)}, relative error "
         f"{small(report.relative_error)}",
         *([] if report.single_steps is None else [str(report.single_steps)]),
         *(f"PROBLEM: {text}" for text in report.problems),
@@ -62,27 +67,29 @@ def row(p: ParameterReport) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-RULE_HEADER = (
-    "rule",
-    "verdict",
-    "cosine",
-    "rel. error",
-    "norm ratio",
-    "worst parameter",
-    "exact",
-    "time",
-    "of torch BPTT",
-    "memory",
-)
+def rule_header(reference: str) -> tuple[str, ...]:
+    """The columns of a table of rules."""
+    return (
+        "rule",
+        "verdict",
+        "cosine",
+        "rel. error",
+        "norm ratio",
+        "worst parameter",
+        "exact",
+        "time",
+        f"of {reference}",
+        "memory",
+    )
 
 
 def render_comparison(comparison: RuleComparison) -> str:
     """A row a rule: fidelity, time, memory."""
     lines = [
         f"{len(comparison.reports)} rules on {comparison.steps} steps, {comparison.dtype}; "
-        f"torch BPTT takes {seconds(comparison.torch_seconds)}",
+        f"{comparison.reference} takes {seconds(comparison.torch_seconds)}",
         "",
-        *text_table(RULE_HEADER, [rule_row(r) for r in comparison]),
+        *text_table(rule_header(comparison.reference), [rule_row(r) for r in comparison]),
     ]
     for report in comparison:
         lines += [f"PROBLEM ({report.rule}): {text}" for text in report.problems]
@@ -95,8 +102,9 @@ def render_comparison(comparison: RuleComparison) -> str:
 def report_html(report: GradientReport) -> str:
     """The headline and the parameters' rows, for a notebook."""
     title = (
-        f"{report.rule} against torch BPTT: {report.verdict} (cosine {number(report.cosine, 5)}, "
-        f"relative error {small(report.relative_error)}, norm ratio {number(report.norm_ratio, 3)})"
+        f"{report.rule} against {report.reference}: {report.verdict} (cosine "
+        f"{number(report.cosine, 5)}, relative error {small(report.relative_error)}, norm ratio "
+        f"{number(report.norm_ratio, 3)})"
     )
     return html_table(title, _HEADER, [row(p) for p in report], report.mismatches())
 
@@ -105,7 +113,9 @@ def comparison_html(comparison: RuleComparison) -> str:
     """A row a rule, for a notebook."""
     title = f"{len(comparison.reports)} rules on {comparison.steps} steps, {comparison.dtype}"
     problems = [f"{r.rule}: {text}" for r in comparison for text in r.mismatches()]
-    return html_table(title, RULE_HEADER, [rule_row(r) for r in comparison], problems)
+    return html_table(
+        title, rule_header(comparison.reference), [rule_row(r) for r in comparison], problems
+    )
 
 
 def rule_row(report: GradientReport) -> tuple[str, ...]:

@@ -38,11 +38,12 @@ from etrace_bridge.cli.training_arguments import add_evaluate, add_predict, add_
 
 
 def add_check(commands: Any) -> None:
-    """`check`: gradients next to torch BPTT."""
+    """`check`: gradients next to BPTT's."""
     parser = commands.add_parser(
         "check",
-        help="compare a rule's gradients with torch BPTT",
-        description="Compares the gradients of a rule with those of torch's BPTT, parameter by parameter.",
+        help="compare a rule's gradients with BPTT's",
+        description="Compares the gradients of a rule with those of torch's BPTT, for a brainstate "
+        "module with jax.grad through time, parameter by parameter.",
     )
     add_model_arguments(parser)
     parser.add_argument(

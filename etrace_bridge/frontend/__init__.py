@@ -10,6 +10,7 @@ from etrace_bridge.frontend.borders import (
     to_torch,
 )
 from etrace_bridge.frontend.hooks import apply_parameter_hooks
+from etrace_bridge.frontend.inputs import InputForm, map_input, read_call
 from etrace_bridge.frontend.module import BridgedModule, BufferState, wrap
 from etrace_bridge.frontend.ops import register_op
 from etrace_bridge.frontend.ops.ranges import (
@@ -28,6 +29,7 @@ __all__ = [
     "Adapter",
     "BridgedModule",
     "BufferState",
+    "InputForm",
     "InputRange",
     "TorchRun",
     "VerifyReport",
@@ -36,6 +38,8 @@ __all__ = [
     "held_shape",
     "input_name",
     "living",
+    "map_input",
+    "read_call",
     "register_adapter",
     "register_op",
     "run_torch",

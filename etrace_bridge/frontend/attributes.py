@@ -4,7 +4,7 @@ the state starts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from etrace_bridge._errors import StateError
 from etrace_bridge.frontend import messages
-from etrace_bridge.frontend.plan import AttributeSlot, PythonAttribute, StateLeaf
+from etrace_bridge.frontend.plan import AttributeSlot, PythonAttribute, StateLeaf, StepPlan
 from etrace_bridge.frontend.state import Path, children, find_adapter, flatten_state, rebuild
 
 # What nn.Module keeps in `__dict__` for itself.
@@ -215,6 +215,48 @@ def _start_value(before: Attribute | None, path: Path, now: torch.Tensor) -> tor
             return torch.zeros_like(now)
     old = before.others.get(path) if before is not None else None
     return torch.full_like(now, old) if isinstance(old, (int, float)) else torch.zeros_like(now)
+
+
+def find_left_over(plan: StepPlan) -> dict[str, torch.Tensor]:
+    """Name the states whose start is what an earlier run has left in the model: their tensors belong
+    to torch's graph, or their elements differ.
+
+    Libraries' own layers are reset before a plan is made. What a model's author sets before the
+    first run is zeros or another constant, as a rule.
+    """
+    places = [(slot.path, slot.module, slot.name) for slot in plan.attributes]
+    return {
+        name: tensor.detach()
+        for name, tensor in _own_tensors(places)
+        if tensor.grad_fn is not None or _elements_differ(tensor)
+    }
+
+
+def tensors_of_a_run(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Name the tensors in attributes that belong to torch's graph, so that a run has made them."""
+    places = [
+        (path, module, name)
+        for path, module in model.named_modules()
+        for name in {**vars(module), **module._buffers}
+        if name not in _OWN
+    ]
+    return {n: t.detach() for n, t in _own_tensors(places) if t.grad_fn is not None}
+
+
+def _own_tensors(
+    places: Sequence[tuple[str, nn.Module, str]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors in attributes `(path, module, name)` of modules that no library resets."""
+    for path, module, name in places:
+        if find_adapter(module) is None:
+            value = {**vars(module), **module._buffers}.get(name)
+            for inner, tensor in flatten_state(value)[0]:
+                yield ".".join((*([path] if path else []), name, *inner)), tensor
+
+
+def _elements_differ(tensor: torch.Tensor) -> bool:
+    is_float = tensor.is_floating_point() or tensor.is_complex()
+    return is_float and tensor.numel() > 1 and bool((tensor != tensor.flatten()[0]).any())
 
 
 def _check_shapes(third: dict, after: dict, changed: list, slots: list[AttributeSlot]) -> None:

@@ -15,7 +15,9 @@ from torch import nn
 
 from etrace_bridge._jax_compat import is_concrete
 from etrace_bridge.frontend import discover, examples, messages
+from etrace_bridge.frontend.attributes import tensors_of_a_run
 from etrace_bridge.frontend.borders import to_jax, to_torch
+from etrace_bridge.frontend.inputs import PLAIN, InputForm, missing_keywords
 from etrace_bridge.frontend.names import NamedTensor, named_tensors, step_tensors, to_path
 from etrace_bridge.frontend.plan import StepPlan
 from etrace_bridge.frontend.starting import find_start_parameters
@@ -24,10 +26,11 @@ from etrace_bridge.frontend.step import TracedStep, trace_step
 
 @dataclass(frozen=True)
 class WrapOptions:
-    """The arguments of `wrap` besides the model."""
+    """The arguments of `wrap` besides the model; the example's tensors, and their form."""
 
     state: Any = None
     example_input: tuple | None = None
+    form: InputForm = PLAIN
     sequence: bool | None = None
     batch_first: bool | None = None
     seed: int = 0
@@ -42,6 +45,7 @@ class Session:
     inputs: tuple[torch.Tensor, ...]
     guessed: bool
     mode: tuple[bool, ...]
+    form: InputForm
     steps: dict[Any, TracedStep] = field(default_factory=dict)
 
 
@@ -50,6 +54,10 @@ class Core:
 
     def __init__(self, model: nn.Module, options: WrapOptions) -> None:
         self.model, self.options = model, options
+        self.form = options.form  # of the inputs; fixed once the model ran on some
+        self.form_is_fixed = options.example_input is not None
+        # a step like those of the first sequences, if they were read before there were states
+        self.step_of_sequences: tuple | None = None
         self.tensors: list[NamedTensor] = named_tensors(model)
         self.tensor_paths = {to_path(n.name) for n in self.tensors}
         self.step_tensors = step_tensors(model)
@@ -65,7 +73,18 @@ class Core:
             return tuple(
                 examples.with_batch(x, batch_size) for x in self.options.example_input
             ), False
+        if not self.form.is_plain or missing_keywords(self.model.forward, self.form):
+            return None, True  # sizes of layers do not tell how inputs stand in a call
         return examples.guess_inputs(self.model, batch_size), True
+
+    def learn_sequences(self, sequences: tuple) -> None:
+        """Note what a user's sequences are like: they tell the layout where layers do not."""
+        if all(getattr(x, "ndim", 0) >= 2 for x in sequences):
+            self.step_of_sequences = tuple(
+                examples.example_tensor((2, *x.shape[2:]), self.as_input(x[:1, :1]).dtype)
+                for x in sequences
+            )
+            self._guessed_batch_first = None
 
     def guess_batch_first(self) -> bool:
         """Tell whether sequences are batch-first before an input is known: by the layers, else by a
@@ -78,6 +97,8 @@ class Core:
 
     def _plan_says_batch_first(self) -> bool:
         inputs, _ = self.inputs_for(2)
+        if self.step_of_sequences is not None:
+            inputs = self.step_of_sequences
         if inputs is None:
             return False
         try:
@@ -96,15 +117,21 @@ class Core:
     def find_plan(self, inputs: tuple, batch_size: int | None) -> StepPlan:
         """Find how a step runs, with initial states for this batch size."""
         options = self.options
-        plan = discover.find_plan(
-            self.model,
-            inputs,
-            state=lambda size: examples.given_state(options.state, size, self.float_dtype),
-            sequence=options.sequence,
-            batch_first=options.batch_first,
-            batch_size=batch_size,
-            tensors=self.step_tensors,
-        )
+        try:
+            plan = discover.find_plan(
+                self.model,
+                inputs,
+                state=lambda size: examples.given_state(options.state, size, self.float_dtype),
+                sequence=options.sequence,
+                batch_first=options.batch_first,
+                batch_size=batch_size,
+                tensors=self.step_tensors,
+                form=self.form,
+            )
+        except Exception as error:
+            if left := tensors_of_a_run(self.model):  # of another batch size, perhaps
+                error.add_note(messages.left_over(type(self.model).__name__, left))
+            raise
         state = (
             None
             if options.state is None

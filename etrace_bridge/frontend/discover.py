@@ -30,6 +30,7 @@ from etrace_bridge.frontend.examples import (
     share_changed,
     with_sample_changed,
 )
+from etrace_bridge.frontend.inputs import PLAIN, InputForm
 from etrace_bridge.frontend.names import NamedTensor
 from etrace_bridge.frontend.plan import (
     ArgumentSlot,
@@ -70,6 +71,7 @@ class Call:
     adapter: Adapter
     index: int
     inputs: tuple
+    keywords: dict
     given: tuple
     returned: Any
 
@@ -88,13 +90,13 @@ class Recorder:
         adapter = self._root_adapter if module is self._root else find_adapter(module)
         if adapter is None:
             return plain_call(module, *args, **kwargs)
-        rest, _, given = bind_state_arguments(
+        rest, kept, given = bind_state_arguments(
             module.forward, adapter.arguments(module), args, kwargs
         )
         index = self._counts.get(id(module), 0)
         self._counts[id(module)] = index + 1
         # the call may write to its arguments
-        call = Call(module, adapter, index, _copied(rest), _copied(given), None)
+        call = Call(module, adapter, index, _copied(rest), _copied(kept), _copied(given), None)
         self.calls.append(call)
         call.returned = plain_call(module, *args, **kwargs)
         return call.returned
@@ -114,6 +116,7 @@ def find_plan(
     batch_first: bool | None = None,
     batch_size: int | None,
     tensors: Sequence[NamedTensor] = (),
+    form: InputForm = PLAIN,
 ) -> StepPlan:
     """Find how one step of a model runs.
 
@@ -123,13 +126,14 @@ def find_plan(
 
     Args:
         model: The torch model; it is left as it was.
-        inputs: One time step of each input, as torch tensors.
+        inputs: One time step of each input, as torch tensors in a row.
         state: Makes the initial state of the root module's state arguments for a batch size, where
             `forward` does not accept None.
         sequence: Whether `forward` consumes sequences; None to find out.
         batch_first: Where the batch axis of a sequence is; None to find out.
         batch_size: Size of the batch axis of the inputs; None if there is none.
         tensors: The parameters and buffers that a step may read.
+        form: How the inputs stand in a call of the model.
 
     Returns:
         The plan, with initial values for `inputs`' batch size.
@@ -145,6 +149,7 @@ def find_plan(
                 batch_first=batch_first,
                 batch_size=other,
                 tensors=tensors,
+                form=form,
             )
             sequence = probe.layout is not None
             batch_first = probe.layout == "batch_first" if sequence else batch_first
@@ -153,15 +158,15 @@ def find_plan(
         for module in model.modules():  # a run before `wrap` must not show
             if (adapter := find_adapter(module)) is not None:
                 adapter.reset(module)
-        layout = find_layout(model, inputs, sequence, batch_first)
+        layout = find_layout(model, inputs, sequence, batch_first, form)
         layout = layout if batched or layout is None else "time_major"
         try:
-            plan = _plan_in_layout(model, inputs, layout, given, batched)
+            plan = _plan_in_layout(model, inputs, layout, given, batched, form)
         except Exception as error:
             if sequence is False or not _may_take_sequences(model, error):
                 raise
             # so it takes steps, and a later one fails
-            if not isinstance(error, BridgeError) and _runs_alone(model, inputs):
+            if not isinstance(error, BridgeError) and _runs_alone(model, inputs, form):
                 raise
             failure: Exception | None = error
         else:
@@ -180,7 +185,7 @@ def find_plan(
         )
         if layout is None and batch_first is not None:
             layouts = ["batch_first" if batch_first else "time_major"]
-        found = _plan_loop(model, inputs, layouts, given, batched, tensors, failure)
+        found = _plan_loop(model, inputs, layouts, given, batched, tensors, failure, form)
         return plan if found is None else found  # type: ignore[possibly-undefined]
 
 
@@ -192,11 +197,11 @@ def _unlike_batch(inputs: tuple, batch_size: int | None) -> int | None:
     return next(size for size in itertools.count(3) if size not in sizes)
 
 
-def _runs_alone(model: nn.Module, inputs: tuple) -> bool:
+def _runs_alone(model: nn.Module, inputs: tuple, form: InputForm) -> bool:
     """Whether torch runs a single step of a model from its initial state."""
     try:
         with restored(model, values=False), torch.no_grad():
-            model(*fill_missing(model.forward, inputs))
+            _call_without_state(model, inputs, form)
     except Exception:  # it takes no single steps, or needs a state
         return False
     return True
@@ -213,15 +218,20 @@ def _may_take_sequences(model: nn.Module, error: Exception | None) -> bool:
 
 
 def _plan_in_layout(
-    model: nn.Module, inputs: tuple, layout: str | None, state: Any, batched: bool
+    model: nn.Module,
+    inputs: tuple,
+    layout: str | None,
+    state: Any,
+    batched: bool,
+    form: InputForm,
 ) -> StepPlan:
     """Find how a model runs whose state is in arguments, attributes and layers with an adapter."""
     paths = {id(module): path for path, module in model.named_modules()}
-    plan = StepPlan(layout=layout)
+    plan = StepPlan(layout=layout, form=form)
     with restored(model, values=False):
         batch_axis = None if not batched else int(plan.layout == "time_major")
         plan.root, given = find_root_adapter(
-            model, add_time_axis(inputs, layout), state, batch_axis, time_axis_of(layout)
+            model, add_time_axis(inputs, layout), state, batch_axis, time_axis_of(layout), form
         )
     if plan.layout is None and batched:
         _check_batch(model, inputs, plan, given)
@@ -244,6 +254,7 @@ def _plan_loop(
     batched: bool,
     tensors: Sequence[NamedTensor],
     failure: Exception | None,
+    form: InputForm,
 ) -> StepPlan | None:
     """Find the step of a model that loops over time, in the first layout in which it has a state.
 
@@ -261,7 +272,7 @@ def _plan_loop(
         else None
     )
     for layout in layouts:
-        plan, given = StepPlan(layout=layout), None
+        plan, given = StepPlan(layout=layout, form=form), None
         try:
             with restored(model, values=False):
                 batch_axis = None if not batched else int(layout == "time_major")
@@ -271,6 +282,7 @@ def _plan_loop(
                     state,
                     batch_axis,
                     time_axis_of(layout),
+                    form,
                 )
             # torch must take this layout
             _call_root(model, plan, given, repeat_in_time(inputs, layout, 5), Recorder())
@@ -294,7 +306,7 @@ def _plan_loop(
             error for error in known if isinstance(error, (NotSupportedError, StateError))
         ]
         if about_time:
-            if likely and not _keeps_samples_apart(model, inputs, StepPlan(), None):
+            if likely and not _keeps_samples_apart(model, inputs, StepPlan(form=form), None):
                 raise about_time[0]
             warnings.warn(
                 messages.stateless_step(type(model).__name__, about_time[0]), stacklevel=2
@@ -339,7 +351,7 @@ def _call_root(
     states = given
     if root is not None and names and given is None:
         with restored(model, values=False):
-            states = root.initial(model, args)
+            states = root.initial(model, plan.form.fill(args)[0])
     with restored(model, values=False), intercepted_calls(recorder):
         return plan.call_from(model, args, None if states is None else _copied(states))
 
@@ -452,7 +464,11 @@ def check_modules(model: nn.Module) -> None:
 
 
 def find_layout(
-    model: nn.Module, inputs: tuple, sequence: bool | None, batch_first: bool | None
+    model: nn.Module,
+    inputs: tuple,
+    sequence: bool | None,
+    batch_first: bool | None,
+    form: InputForm = PLAIN,
 ) -> str | None:
     """Tell whether a model consumes sequences, and in which layout, by giving it one and watching
     its recurrent layers.
@@ -476,18 +492,23 @@ def find_layout(
     candidates = [chosen] if chosen else list(dict.fromkeys([*inner, "time_major", "batch_first"]))
     if inner:
         return next(
-            (layout for layout in candidates if _layers_see_time(model, inputs, layout)), None
+            (layout for layout in candidates if _layers_see_time(model, inputs, layout, form)), None
         )
-    return "time_major" if _loops_over_first_axis(model, inputs) else None
+    return "time_major" if _loops_over_first_axis(model, inputs, form) else None
 
 
-def _layers_see_time(model: nn.Module, inputs: tuple, layout: str) -> bool:
+def _call_without_state(model: nn.Module, inputs: tuple, form: InputForm) -> Any:
+    args, kwargs = fill_missing(model.forward, *form.fill(inputs))
+    return model(*args, **kwargs)
+
+
+def _layers_see_time(model: nn.Module, inputs: tuple, layout: str, form: InputForm) -> bool:
     """Tell whether a sequence in this layout reaches a recurrent layer as one of the same length."""
     length = _unused_length(inputs)
     recorder = Recorder()
     try:
         with restored(model, values=False), intercepted_calls(recorder):
-            model(*fill_missing(model.forward, repeat_in_time(inputs, layout, length)))
+            _call_without_state(model, repeat_in_time(inputs, layout, length), form)
     except BridgeError:
         raise
     except Exception:  # the model does not take this layout; what it raises is its own affair
@@ -501,7 +522,7 @@ def _layers_see_time(model: nn.Module, inputs: tuple, layout: str) -> bool:
     return False
 
 
-def _loops_over_first_axis(model: nn.Module, inputs: tuple) -> bool:
+def _loops_over_first_axis(model: nn.Module, inputs: tuple, form: InputForm) -> bool:
     """Tell whether `forward` calls its cells once for each entry of the first axis: then that axis
     is time.
     """
@@ -518,7 +539,7 @@ def _loops_over_first_axis(model: nn.Module, inputs: tuple) -> bool:
                     else x
                     for x in inputs
                 ]
-                model(*fill_missing(model.forward, tuple(first)))
+                _call_without_state(model, tuple(first), form)
         except Exception:  # another call convention; the step itself will tell
             return False
         counts.append(recorder.total)
@@ -627,7 +648,7 @@ def _argument_slot(call: Call, path: str, inner: dict[int, torch.Tensor]) -> Arg
         # no state was passed, or a placeholder that the module itself replaces in its first step
         values = adapter.initial(call.module, call.inputs)
         if values is None:
-            values = zero_state(call.module, adapter, call.inputs, call.returned, path, inner)
+            values = zero_state(call, path, inner)
     prefix = (
         *(path.split(".") if path else ()),
         *((f"call{call.index + 1}",) if call.index else ()),
@@ -654,22 +675,16 @@ def _keeps_shape(before: tuple, after: tuple) -> bool:
     ]
 
 
-def zero_state(
-    module: nn.Module,
-    adapter: Adapter,
-    inputs: tuple,
-    returned: Any,
-    path: str,
-    known: dict[int, torch.Tensor] | None = None,
-) -> tuple:
+def zero_state(call: Call, path: str, known: dict[int, torch.Tensor]) -> tuple:
     """Make a state of zeros like the one a module returned, and check that the module starts from
     it: output and new state agree.
 
     `known` has the initial values that are known, by `id` of the new states.
     """
-    names = adapter.arguments(module)
-    leaves, skeleton = flatten_state(adapter.split(module, returned)[1])
-    starts = [(known or {}).get(id(t)) for _, t in leaves]
+    module, returned = call.module, call.returned
+    names = call.adapter.arguments(module)
+    leaves, skeleton = flatten_state(call.adapter.split(module, returned)[1])
+    starts = [known.get(id(t)) for _, t in leaves]
     zeros = unflatten_state(
         skeleton,
         [
@@ -678,7 +693,8 @@ def zero_state(
         ],
     )
     if not same_tensors(
-        returned, call_with_state(module, names, inputs, {}, zeros, module.forward)
+        returned,
+        call_with_state(module, names, call.inputs, call.keywords, zeros, module.forward),
     ):
         raise StateError(
             f"Module `{path or '(root)'}` ({type(module).__name__}) starts from a state that is "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,23 @@ def unsupported_op(op: str, place: str) -> UnsupportedOpError:
         f'    @eb.register_op("{key}")\n'
         f"    def rule(input, *args, **kwargs):\n"
         f"        return jnp.tanh(input)  # what the op computes\n"
+    )
+
+
+def needs_keyword(model: str, name: str) -> InputError:
+    """An input without an argument that `forward` takes by keyword only."""
+    return InputError(
+        f"`{model}.forward` needs `{name}` as a keyword. Call `net(x, {name}=...)`; where an input "
+        "is one value (a learner's methods, `check_gradients`, `example_input`), pass a dict by "
+        f"argument names: `{{'x': ..., '{name}': ...}}`."
+    )
+
+
+def other_form(given: str, known: str) -> InputError:
+    """An input with other arguments or keys than those the states were made for."""
+    return InputError(
+        f"The model was wrapped for the inputs {known}; this call gives {given}. An input keeps its "
+        "arguments and keys from step to step. For other ones, `wrap` the model again."
     )
 
 
@@ -289,6 +306,22 @@ def start_parameters(names: Sequence[str]) -> str:
         f"{listed}: used only to make the initial state. The state starts from the value of now, "
         "as a constant, so this gets no gradient and is not trained. Freeze it "
         "(`requires_grad_(False)`) to say that this is meant."
+    )
+
+
+def left_over(model: str, tensors: Mapping[str, torch.Tensor]) -> str:
+    """State that an earlier run left in attributes, as a warning."""
+    listed = ", ".join(
+        f"`{name}` (shape {tuple(t.shape)}, norm {float(torch.linalg.vector_norm(t)):.3g})"
+        for name, t in tensors.items()
+    )
+    first = next(iter(tensors))
+    return (
+        f"`{model}` holds state that an earlier run seems to have left: {listed}. Every sequence "
+        "will start from it, not from what the model starts from when it is new. Reset the model "
+        f"before `wrap`: by its own reset function, or set `{first}` to None or zeros, as its "
+        "`__init__` does. If this start is meant, silence the warning: "
+        '`warnings.filterwarnings("ignore", message=".*seems to have left")`.'
     )
 
 

@@ -16,11 +16,13 @@ from torch import nn
 from etrace_bridge._errors import BridgeError, InputError, StateError
 from etrace_bridge._jax_compat import is_concrete
 from etrace_bridge.frontend import discover, locate, messages
+from etrace_bridge.frontend.attributes import find_left_over
 from etrace_bridge.frontend.borders import held_shape, to_jax, to_real_jax, to_torch
 from etrace_bridge.frontend.canary import check_hooks
 from etrace_bridge.frontend.core import Core, Session, WrapOptions
+from etrace_bridge.frontend.inputs import PLAIN, InputForm, missing_keywords, read_call, read_input
 from etrace_bridge.frontend.names import Path, check_dtypes, to_name, to_path
-from etrace_bridge.frontend.outer import check_arguments, unwrapped
+from etrace_bridge.frontend.outer import unwrapped
 from etrace_bridge.frontend.plan import StateLeaf
 from etrace_bridge.frontend.steady import SteadyStep
 from etrace_bridge.frontend.step import TracedStep, pack_output
@@ -122,6 +124,13 @@ class BridgedModule(brainstate.nn.Module):
         """Paths of the hidden states, in the order of the step."""
         return tuple(leaf.path for leaf in self._ready().plan.leaves if leaf.hidden)
 
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """Names of an input's tensors in a row, such as `x` and `batch['gate']`; empty if all of
+        them are arguments by position.
+        """
+        return self._core.form.names
+
     def hidden_tensors(self, values: Sequence[Any]) -> dict[str, torch.Tensor]:
         """Give the states of a step by name as torch tensors, complex where the model's are, from
         values in the step's order.
@@ -164,7 +173,7 @@ class BridgedModule(brainstate.nn.Module):
         inputs, guessed = self._core.inputs_for(batch_size)
         if self._session is not None and self._session.batch_size == batch_size:
             # What the states were made for; if `guessed`, another shape may follow
-            inputs = self._session.inputs
+            inputs, self._core.form = self._session.inputs, self._session.form
         if inputs is None:
             self._session, self._pending = None, batch_size
             return
@@ -194,6 +203,7 @@ class BridgedModule(brainstate.nn.Module):
             and old.batch_size == batch_size
             and _same_shapes(old.inputs, inputs)
             and old.mode == self._core.mode
+            and old.form == self._core.form
         )
         session = (
             old if same and old is not None else self._plan_states(inputs, batch_size, guessed)
@@ -228,9 +238,8 @@ class BridgedModule(brainstate.nn.Module):
         core = self._core
         # The states belong to the module, also if they are made during a trace
         with jax.ensure_compile_time_eval():
-            session = Session(
-                batch_size, core.find_plan(inputs, batch_size), inputs, guessed, core.mode
-            )
+            plan = core.find_plan(inputs, batch_size)
+            session = Session(batch_size, plan, inputs, guessed, core.mode, core.form)
             if not guessed:
                 core.check_layout(session.plan)
             core.drop_unread_states(session)
@@ -253,6 +262,8 @@ class BridgedModule(brainstate.nn.Module):
                 )
         if session.plan.start_parameters:
             warnings.warn(messages.start_parameters(session.plan.start_parameters), stacklevel=4)
+        if left := find_left_over(session.plan):
+            warnings.warn(messages.left_over(type(self.model).__name__, left), stacklevel=4)
         self._session, self._pending = session, _NOT_INITIALISED
         self._made = tuple(leaf.path for leaf in session.plan.leaves)
         return session
@@ -281,21 +292,58 @@ class BridgedModule(brainstate.nn.Module):
 
     # ---- a step
 
-    def update(self, *inputs: Any) -> Any:
+    def read_inputs(self, x: Any, sequence: bool = False) -> tuple:
+        """Give the tensors of an input that is one value in a row: arguments by position, then by
+        keyword, a dict's in the order of its sorted keys.
+
+        Args:
+            x: A tensor or array; a tuple of arguments; a dict by argument names, or one that is
+                the only argument. The model's inputs keep this form from now on.
+            sequence: The tensors have a time and a batch axis.
+        """
+        tensors = self.expect(*read_input(self.model.forward, x))
+        is_new = sequence and self._session is None and self._core.step_of_sequences is None
+        if is_new and (len(tensors) > 1 or not self._core.form.is_plain):
+            self._core.learn_sequences(tensors)
+        return tensors
+
+    def _read(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
+        """Give the tensors of a call as JAX arrays in a row."""
+        tensors = self.expect(*read_call(self.model.forward, args, kwargs))
+        return tuple(self._core.as_input(x) for x in tensors)
+
+    def expect(self, tensors: tuple, form: InputForm) -> tuple:
+        """Take over the form of an input, or raise if the states are those of another form.
+
+        The tensors of any form may also be given by position, in a row.
+        """
+        core = self._core
+        if form.is_plain and core.form.takes(tensors):
+            form = core.form
+        if not core.form_is_fixed:
+            for name in missing_keywords(self.model.forward, form):
+                raise messages.needs_keyword(type(self.model).__name__, name)
+            core.form = form
+        elif form != core.form:
+            raise messages.other_form(str(form), str(core.form))
+        return tensors
+
+    def update(self, *inputs: Any, **keywords: Any) -> Any:
         """Run one time step.
 
         Args:
             *inputs: One time step of each input, `(batch, ...)`, as torch tensors, NumPy or JAX
-                arrays.
+                arrays, or as dicts, tuples and lists of them, as the model's `forward` takes them.
+            **keywords: Inputs that `forward` takes by keyword.
 
         Returns:
             The model's output for this step, as JAX arrays in the structure torch returns, state
             and time axis taken away. What is no tensor in it is None: a step is traced once, so a
             number would be that of the first step.
         """
-        values = tuple(self._core.as_input(x) for x in inputs)
+        values = self._read(inputs, keywords)
         session = self._session_for(values)
-        step = self.traced_step(*values)
+        step = self._core.traced_step(session, values)
         states = [lookup(self._tree, leaf.path) for leaf in session.plan.leaves]
         key = lookup(self._tree, _KEY_PATH) if step.uses_key else None
         outputs, new_states, new_key = step(
@@ -323,8 +371,8 @@ class BridgedModule(brainstate.nn.Module):
         ]
 
     def traced_step(self, *inputs: Any) -> TracedStep:
-        """Give the step as a closed jaxpr for inputs of this shape, traced at most once per shape
-        and mode.
+        """Give the step as a closed jaxpr for input tensors of this shape, traced at most once per
+        shape and mode.
         """
         return self._core.traced_step(self._ready(), inputs)
 
@@ -332,7 +380,7 @@ class BridgedModule(brainstate.nn.Module):
         """Give the step as a pure function, for code that handles values itself.
 
         Args:
-            *inputs: One time step of each input, for shapes and dtypes.
+            *inputs: One time step of each input tensor, for shapes and dtypes.
 
         Returns:
             The state names, and `step(parameters, states, *inputs) -> (output arrays, new states)`,
@@ -350,18 +398,18 @@ class BridgedModule(brainstate.nn.Module):
 
         return tuple(".".join(leaf.path) for leaf in session.plan.leaves), run
 
-    def steady_step(self, *inputs: Any) -> SteadyStep:
+    def steady_step(self, *inputs: Any, **keywords: Any) -> SteadyStep:
         """Give the compiled step with its values in plain lists: the fast way to run a stream
         without learning.
 
         `brainstate.transform.jit(net)` reads and writes every state at each call, which takes
         longer than a small model's step. This starts from the module's weights and states of now;
-        `write_back()` puts the states into the module. `inputs` are one time step of each input,
-        for shapes and dtypes.
+        `write_back()` puts the states into the module. The arguments are one time step of each
+        input, as for a call, for shapes and dtypes; the result takes their tensors in a row.
         """
-        values = tuple(self._core.as_input(x) for x in inputs)
+        values = self._read(inputs, keywords)
         session = self._session_for(values)
-        step = self.traced_step(*values)
+        step = self._core.traced_step(session, values)
 
         def write(states: Sequence[Any], keys: Sequence[Any]) -> None:
             for leaf, value in zip(session.plan.leaves, states, strict=True):
@@ -388,29 +436,34 @@ class BridgedModule(brainstate.nn.Module):
         # `model.train()` or `.eval()` since: other layers are random or keep statistics
         if session.mode != self._core.mode:
             session = self._plan_states(session.inputs, session.batch_size, session.guessed)
-        if len(values) == len(session.inputs) and all(
+        known = len(values) == len(session.inputs) and session.form == self._core.form
+        if known and all(
             v.shape == tuple(x.shape) for v, x in zip(values, session.inputs, strict=True)
         ):
             self._core.check_layout(session.plan)
+            self._core.form_is_fixed = True
             return session
         fits = session.batch_size is None or all(
             v.ndim > 0 and v.shape[0] == session.batch_size for v in values
         )
         if session.guessed and fits and all(is_concrete(v) for v in values):
-            return self._start_from(values, session.batch_size)
+            session = self._start_from(values, session.batch_size)
+            self._core.form_is_fixed = True
+            return session
         raise messages.wrong_input(
             [tuple(v.shape) for v in values],
             [tuple(x.shape) for x in session.inputs],
             session.batch_size,
         )
 
-    def ensure_state(self, *inputs: Any) -> None:
+    def ensure_state(self, *inputs: Any, **keywords: Any) -> None:
         """Make the hidden states for inputs of this shape, unless they exist already.
 
         Args:
-            *inputs: One time step of each input, `(batch, ...)`.
+            *inputs: One time step of each input, `(batch, ...)`, as for a call.
+            **keywords: Inputs by keyword.
         """
-        values = tuple(self._core.as_input(x) for x in inputs)
+        values = self._read(inputs, keywords)
         if self._session is None and self._pending is _NOT_INITIALISED:
             self.init_state(batch_size=values[0].shape[0])
         self._session_for(values)
@@ -501,9 +554,10 @@ def wrap(
             contains them.
         state: The initial state, only for a module `forward(x, state)` that does not accept `None`
             as state: a callable `batch_size -> state` in torch tensors, or an example of a state.
-        example_input: One time step of input `(batch, ...)`, or a tuple for several inputs. Needed
-            only if states must exist before the first call and their shape depends on the input
-            (convolutions, spiking layers without sizes).
+        example_input: One time step of input `(batch, ...)`, a tuple for several inputs, or a dict
+            (by argument names, or as the only argument). Needed only if states must exist before
+            the first call and their shape depends on the input (convolutions, spiking layers
+            without sizes).
         sequence: Whether `forward` consumes sequences; found out if None.
         batch_first: Where the batch axis of such sequences is; found out if None.
         seed: Seed of the random key for dropout and other random layers.
@@ -520,15 +574,16 @@ def wrap(
     check_hooks()
     discover.check_modules(module)
     check_dtypes(module)
-    check_arguments(module)
-    examples = None
+    examples, form = None, PLAIN
     if example_input is not None:
-        items = example_input if isinstance(example_input, tuple) else (example_input,)
+        items, form = read_input(module.forward, example_input)
         examples = tuple(
             x.detach().clone() if isinstance(x, torch.Tensor) else to_torch(to_jax(x))
             for x in items
         )
-    return BridgedModule(module, WrapOptions(state, examples, sequence, batch_first, seed))
+        for name in missing_keywords(module.forward, form):
+            raise messages.needs_keyword(type(module).__name__, name)
+    return BridgedModule(module, WrapOptions(state, examples, form, sequence, batch_first, seed))
 
 
 # ---- the tree of states

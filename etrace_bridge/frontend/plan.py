@@ -14,6 +14,7 @@ from torch import nn
 
 from etrace_bridge.frontend import messages
 from etrace_bridge.frontend.calls import intercepted_calls, plain_call
+from etrace_bridge.frontend.inputs import PLAIN, InputForm
 from etrace_bridge.frontend.state import (
     Adapter,
     Path,
@@ -190,6 +191,7 @@ class StepPlan:
         attributes: State in attributes.
         python: Python values in attributes that change from step to step.
         layout: None if the model takes one time step, else `"time_major"` or `"batch_first"`.
+        form: How the tensors of an input stand in a call.
         output_time_axes: For each tensor of a sequence model's output, where its steps are, or
             None.
         root: The adapter of the root module, given or found, or None.
@@ -204,6 +206,7 @@ class StepPlan:
     attributes: list[AttributeSlot] = field(default_factory=list)
     python: list[PythonAttribute] = field(default_factory=list)
     layout: str | None = None
+    form: InputForm = PLAIN
     output_time_axes: tuple[TimeAxis | None, ...] = ()
     root: Adapter | None = None
     uses_random: bool = False
@@ -242,10 +245,10 @@ class StepPlan:
         Args:
             model: The root module, whose attributes may be changed: use `snapshot.restored` around
                 it.
-            inputs: One time step of each input, without a time axis.
+            inputs: One time step of each input tensor, without a time axis.
             states: One tensor per leaf.
-            call: Runs the model with an `Injector` handling its module calls: `native_call(model)`,
-                or the tracer's.
+            call: Runs the model on arguments by position and by keyword, with an `Injector`
+                handling its module calls: `native_call(model)`, or the tracer's.
 
         Returns:
             The output (state taken away, time axis removed) and the new states.
@@ -258,11 +261,17 @@ class StepPlan:
             slot.put(states[position : position + len(slot.leaves)], self.later)
             position += len(slot.leaves)
         names = () if self.root is None else self.root.arguments(model)
-        given = lambda *args: args
-        args = add_time_axis(inputs, self.layout)
+        args, kwargs = self.form.fill(add_time_axis(inputs, self.layout))
         if names:  # the injector puts the state in the places of these
-            args = call_with_state(given, names, args, {}, (None,) * len(names), model.forward)
-        returned = call(injector, args)
+            args, kwargs = call_with_state(
+                lambda *args, **kwargs: (args, kwargs),
+                names,
+                args,
+                kwargs,
+                (None,) * len(names),
+                model.forward,
+            )
+        returned = call(injector, args, kwargs)
         new_states = injector.new_states()
         for slot in self.attributes:
             new_states.extend(slot.get())
@@ -276,21 +285,19 @@ class StepPlan:
         """
         names = () if self.root is None else self.root.arguments(model)
         if self.root is None or not names:
-            return model(*inputs)
+            return self.form.call(model, inputs)
         states = (None,) * len(names) if given is None else self.root.pack(model, given)
-        return call_with_state(model, names, inputs, {}, states, model.forward)
+        return self.form.call(model, inputs, names, states)
 
     def call_root(self, model: nn.Module, inputs: tuple) -> Any:
         """Call the model on plain tensors from its initial state, as a torch user would."""
         slot = next((slot for slot in self.arguments if slot.module is model), None)
         if slot is None:
-            return model(*inputs)
+            return self.form.call(model, inputs)
         states = slot.adapter.pack(
             model, slot.states([leaf.initial.clone() for leaf in slot.leaves])
         )
-        return call_with_state(
-            model, slot.adapter.arguments(model), inputs, {}, states, model.forward
-        )
+        return self.form.call(model, inputs, slot.adapter.arguments(model), states)
 
     def output_of(self, model: nn.Module, returned: Any) -> Any:
         """Take the root's state out of what its `forward` returned."""
@@ -302,10 +309,10 @@ class StepPlan:
 def native_call(model: nn.Module) -> Callable:
     """Run a model on plain tensors: the `call` of `StepPlan.run`."""
 
-    def call(injector: Injector, inputs: tuple) -> Any:
+    def call(injector: Injector, args: tuple, kwargs: dict) -> Any:
         injector.native = True
         with intercepted_calls(lambda module, args, kwargs: injector(module, *args, **kwargs)):
-            return model(*inputs)
+            return model(*args, **kwargs)
 
     return call
 

@@ -14,6 +14,7 @@ from torch import nn
 from etrace_bridge._errors import InputError
 from etrace_bridge.frontend import discover, examples
 from etrace_bridge.frontend.calls import LOCK
+from etrace_bridge.frontend.inputs import InputForm, read_input
 from etrace_bridge.frontend.names import step_tensors
 from etrace_bridge.frontend.plan import StepPlan, TimeAxis, native_call
 from etrace_bridge.frontend.snapshot import restored
@@ -50,6 +51,7 @@ def run_torch(
     sequence: bool | None = None,
     batch_first: bool | None = None,
     stepwise: bool = False,
+    form: InputForm | None = None,
 ) -> TorchRun:
     """Run the torch model itself over a sequence, time steps chained, gradients recorded, and leave
     it as it was.
@@ -60,15 +62,18 @@ def run_torch(
 
     Args:
         model: The torch model. Gradients of the outputs reach its own parameters.
-        xs: The input sequence, or a tuple of them: `(T, B, ...)`, or `(B, T, ...)` for a
-            batch-first model.
+        xs: The input sequence, a tuple of them, or a dict, as for `wrap`'s `example_input`: `(T, B,
+            ...)`, or `(B, T, ...)` for a batch-first model.
         state: As for `wrap`: the initial state, or a callable `batch_size -> state`.
         sequence: As for `wrap`.
         batch_first: As for `wrap`.
         stepwise: Call a sequence model step by step too, with its layers' states carried by the
             bridge.
+        form: How the tensors stand in a call, if `xs` are those in a row; read off `xs` if None.
     """
-    sequences = xs if isinstance(xs, tuple) else (xs,)
+    sequences = tuple(xs) if form is not None else ()
+    if form is None:
+        sequences, form = read_input(model.forward, xs)
     if not all(isinstance(x, torch.Tensor) and x.dim() >= 1 for x in sequences):
         raise InputError("`run_torch` takes torch tensors with a time axis.")
     dtype = next(
@@ -87,6 +92,7 @@ def run_torch(
             batch_first=batch_first,
             batch_size=batch_size,
             tensors=step_tensors(model),
+            form=form,
         )
         return plan, by_time
 

@@ -26,10 +26,10 @@ from torch import nn
 from etrace_bridge._errors import InputError, StateError
 from etrace_bridge.frontend import messages
 from etrace_bridge.frontend.examples import random_like, share_changed, with_sample_changed
+from etrace_bridge.frontend.inputs import PLAIN, InputForm
 from etrace_bridge.frontend.snapshot import restored
 from etrace_bridge.frontend.state import (
     Adapter,
-    call_with_state,
     children,
     find_adapter,
     flatten_state,
@@ -109,17 +109,19 @@ def find_root_adapter(
     state: Any,
     batch_axis: int | None = None,
     time_axis: int | None = None,
+    form: InputForm = PLAIN,
 ) -> tuple[Adapter | None, tuple | None]:
     """Give the root module's adapter, registered or made for its `forward(x, state)`, and the state
     that the user gave.
 
     Args:
         model: The root module, which the caller restores.
-        inputs: The arguments of a call, without state.
+        inputs: The tensors of a call, without state.
         state: The user's initial state, or None. A dict whose keys are arguments of `forward` gives
             one value for each.
         batch_axis: The batch axis of the inputs; None if there is none.
         time_axis: The time axis of the inputs; None if they are one step.
+        form: How the tensors stand in the call.
 
     Returns:
         The adapter (None if the root has no state arguments), and one value per state argument if
@@ -129,16 +131,17 @@ def find_root_adapter(
     if known is not None and known.arguments(model):
         names = known.arguments(model)
         return known, None if state is None else _per_argument(state, names)
-    found = [c for c in _candidates(model, len(inputs), state) if c]
+    args, kwargs = form.fill(inputs)
+    found = [c for c in _candidates(model, len(args), state, tuple(kwargs)) if c]
     if not found:
         if state is not None and not is_by_name(state, ()):
             raise InputError(
                 f"`wrap` got a `state`, but `{type(model).__name__}.forward` has no argument for "
-                f"it besides its {len(inputs)} input(s). Leave `state` out; state in attributes "
+                f"it besides its {len(args) + len(kwargs)} input(s). Leave `state` out; state in attributes "
                 "and inside layers is found without it."
             )
         return known, None
-    trials = Trials(model, inputs, state, batch_axis, time_axis)
+    trials = Trials(model, inputs, state, batch_axis, time_axis, form)
     reading = _choose(trials, found)
     if reading is None:
         return known, None
@@ -166,9 +169,11 @@ def is_by_name(state: Any, arguments: Sequence[str]) -> bool:
 # ---- which arguments could be states
 
 
-def _candidates(model: nn.Module, num_inputs: int, state: Any) -> list[tuple[str, ...]]:
+def _candidates(
+    model: nn.Module, num_inputs: int, state: Any, keywords: tuple[str, ...] = ()
+) -> list[tuple[str, ...]]:
     """List the sets of arguments that may be states, so that the inputs fill the other required
-    ones.
+    ones; those that the input gives by keyword are not.
     """
     kinds = (
         inspect.Parameter.POSITIONAL_ONLY,
@@ -178,7 +183,7 @@ def _candidates(model: nn.Module, num_inputs: int, state: Any) -> list[tuple[str
     parameters = {
         name: p
         for name, p in inspect.signature(model.forward).parameters.items()
-        if p.kind in kinds
+        if p.kind in kinds and name not in keywords
     }
     if is_by_name(state, tuple(parameters)):
         return [tuple(state)]
@@ -227,8 +232,9 @@ class Trials:
         state: Any,
         batch_axis: int | None,
         time_axis: int | None,
+        form: InputForm,
     ) -> None:
-        self.model, self.state = model, state
+        self.model, self.state, self.form = model, state, form
         self.batch_axis, self.time_axis = batch_axis, time_axis
         self.steps = [tuple(random_like(x, step) for x in inputs) for step in range(_STEPS)]
         self.locals: dict[str, Any] = {}
@@ -257,9 +263,7 @@ class Trials:
         with restored(self.model, values=False):
             sys.setprofile(note)
             try:
-                return call_with_state(
-                    self.model, names, self.steps[0], {}, self.start(names), self.model.forward
-                )
+                return self.form.call(self.model, self.steps[0], names, self.start(names))
             finally:
                 sys.setprofile(outer)
 
@@ -267,7 +271,7 @@ class Trials:
         """Tell whether the inputs alone fill the arguments of `forward`."""
         try:
             with restored(self.model, values=False), torch.no_grad():
-                self.model(*self.steps[0])
+                self.form.call(self.model, self.steps[0])
         except Exception:  # an argument is missing, or None is no value for it
             return False
         return True
@@ -277,13 +281,7 @@ class Trials:
         states, results = self.start(reading.names), []
         with restored(self.model, values=False):
             for inputs in steps:
-                results.append(
-                    _copied(
-                        call_with_state(
-                            self.model, reading.names, inputs, {}, states, self.model.forward
-                        )
-                    )
-                )
+                results.append(_copied(self.form.call(self.model, inputs, reading.names, states)))
                 states = reading.split(_copied(results[-1]))[1]
         return results
 
@@ -299,14 +297,7 @@ class Trials:
                 for n, a, b in zip(reading.names, new, start, strict=True)
             ]
             with restored(self.model, values=False):
-                result = call_with_state(
-                    self.model,
-                    reading.names,
-                    self.steps[1],
-                    {},
-                    _copied(states),
-                    self.model.forward,
-                )
+                result = self.form.call(self.model, self.steps[1], reading.names, _copied(states))
                 results.append([t for _, t in flatten_state(_copied(result))[0]])
         return not _same(*results)
 

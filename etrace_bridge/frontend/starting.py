@@ -13,7 +13,7 @@ from torch import nn
 from etrace_bridge.frontend.calls import LOCK
 from etrace_bridge.frontend.plan import StepPlan, add_time_axis, native_call
 from etrace_bridge.frontend.snapshot import restored
-from etrace_bridge.frontend.state import call_with_state, flatten_state
+from etrace_bridge.frontend.state import flatten_state
 
 
 def find_start_parameters(
@@ -55,13 +55,13 @@ def _call(model: nn.Module, inputs: tuple, plan: StepPlan, state: Any) -> Any:
     args = add_time_axis(inputs, plan.layout)
     names = () if plan.root is None else plan.root.arguments(model)
     if plan.root is None or not names:
-        return model(*args)
+        return plan.form.call(model, args)
     states = (state,) if len(names) == 1 else tuple(state or ())
     if state is None:
-        states = plan.root.initial(model, args)
+        states = plan.root.initial(model, plan.form.fill(args)[0])
     if states is None:
-        return model(*args)
-    return call_with_state(model, names, args, {}, plan.root.pack(model, states), model.forward)
+        return plan.form.call(model, args)
+    return plan.form.call(model, args, names, plan.root.pack(model, states))
 
 
 def _gradients(roots: Sequence[torch.Tensor], named: dict[str, nn.Parameter]) -> list[bool]:

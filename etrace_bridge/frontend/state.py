@@ -373,15 +373,19 @@ def call_with_state(
     return function(*args, *waiting, **kept, **given)
 
 
-def fill_missing(forward: Callable, args: tuple) -> tuple:
+def fill_missing(forward: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Give None for required arguments beyond those given: a model's code often takes None for "no
     state yet".
     """
-    required = sum(
-        p.default is p.empty and p.kind in _POSITIONAL
-        for p in inspect.signature(forward).parameters.values()
-    )
-    return (*args, *[None] * (required - len(args)))
+    required = [
+        name
+        for name, p in inspect.signature(forward).parameters.items()
+        if p.default is p.empty and p.kind in _POSITIONAL
+    ]
+    missing = [name for name in required[len(args) :] if name not in kwargs]
+    if kwargs:
+        return args, {**kwargs, **dict.fromkeys(missing)}
+    return (*args, *[None] * len(missing)), kwargs
 
 
 _MISSING = object()

@@ -134,9 +134,9 @@ def trace_step(
             ):
                 tracer.track(tensor, TracedTensor(constant(tensor), differentiable=False))
 
-            def call(injector: Injector, args: tuple) -> Any:
+            def call(injector: Injector, args: tuple, kwargs: dict) -> Any:
                 tracer.on_module_call = injector
-                return model(*args)
+                return model(*args, **kwargs)
 
             output, new_states = plan.run(
                 model,

@@ -13,6 +13,7 @@ from torch import nn
 
 from etrace_bridge.frontend.borders import to_jax, to_torch
 from etrace_bridge.frontend.hooks import apply_parameter_hooks
+from etrace_bridge.frontend.inputs import map_input, read_input
 from etrace_bridge.frontend.module import BridgedModule, wrap
 from etrace_bridge.frontend.outer import unwrapped
 from etrace_bridge.frontend.reference import TorchRun, run_torch
@@ -89,8 +90,8 @@ def verify(
 
     Args:
         module: The torch module; it is left as it was.
-        example_input: One time step of input, `(batch, ...)`, or a tuple for several inputs. Later
-            steps are variations of it.
+        example_input: One time step of input, `(batch, ...)`, a tuple for several inputs, or a
+            dict, as for `wrap`. Later steps are variations of it.
         steps: How many time steps to run.
         state: As for `wrap`.
         tolerance: Largest difference, relative to the scale of the values, that counts as equal; by
@@ -101,24 +102,26 @@ def verify(
         A report that prints as a table; `.ok` tells whether everything agrees.
     """
     module = unwrapped(module)
-    items = example_input if isinstance(example_input, tuple) else (example_input,)
-    examples = tuple(
-        x.detach() if isinstance(x, torch.Tensor) else torch.tensor(np.asarray(x)) for x in items
+    example_input = map_input(
+        lambda x: x.detach() if isinstance(x, torch.Tensor) else torch.tensor(np.asarray(x)),
+        example_input,
     )
+    examples, form = read_input(module.forward, example_input)
     sequences = [_vary(x, steps) for x in examples]
     notes: list[str] = []
     with restored(module):
-        net = _bridge(module, examples, state, options)
+        net = _bridge(module, example_input, state, options)
         if net.traced_step(*[to_jax(x) for x in examples]).uses_key:
             notes.append("the step is random, so both sides were compared in eval mode")
             module.eval()
-            net = _bridge(module, examples, state, options)
+            net = _bridge(module, example_input, state, options)
         inputs = [x.clone().requires_grad_(x.is_floating_point()) for x in sequences]
         layout = [x.transpose(0, 1) if net.batch_first else x for x in inputs]
         run = run_torch(
             module,
             tuple(layout),
             state,
+            form=form,
             sequence=options.get("sequence"),
             batch_first=options.get("batch_first"),
         )
@@ -139,9 +142,10 @@ def verify(
     )
 
 
-def _bridge(module: nn.Module, examples: tuple, state: Any, options: dict) -> BridgedModule:
-    net = wrap(module, state, example_input=examples, **options)
-    net.init_state(batch_size=examples[0].shape[0] if examples[0].dim() else None)
+def _bridge(module: nn.Module, example: Any, state: Any, options: dict) -> BridgedModule:
+    net = wrap(module, state, example_input=example, **options)
+    first = net.read_inputs(example)[0]
+    net.init_state(batch_size=first.shape[0] if first.dim() else None)
     return net
 
 

@@ -177,8 +177,9 @@ class ElementLoss:
     def _refuse(self, reason: str) -> Any:
         raise InputError(
             f"The loss `{self._name}` cannot leave out single sequences: {reason}. A mask of "
-            "single sequences needs a loss that is a mean or a sum over the batch. Write it so, "
-            "or weight the whole batch with a mask (T,), one weight for each time step."
+            "single sequences, and labels that are to be ignored, need a loss that is a mean or a "
+            "sum over the batch. Write it so; or leave out whole time steps by a mask (T,), with "
+            "labels that all count."
         )
 
 

@@ -124,7 +124,7 @@ def export_learner(
         "batch": batch,
         "weights": list(store.compiled.weight_names),
         "state": [_row(n, s) for n, s in zip(names, state, strict=True)],
-        "inputs": [_row(f"input {n}", s) for n, s in enumerate(inputs)],
+        "inputs": [_row(n, s) for n, s in zip(_input_names(store), inputs, strict=True)],
         "targets": [_row(f"target {n}", s) for n, s in enumerate(targets)],
         "programs": {name: [_facts(name, e) for e in some] for name, some in programs.items()},
         "compiler_options": {"cpu": compiler_options(one_step=True)},
@@ -200,6 +200,11 @@ def _any_batch(runtime: Runtime, target: Any, loss: JaxLoss) -> _Parts:
         (lambda platform: mapped.tuned_for(platform).infer),
     )
     return _flat(runtime, state, jax.tree.leaves(each), target, learn, infer)
+
+
+def _input_names(store: Any) -> Sequence[str]:
+    named = getattr(store.net, "input_names", ())
+    return named or [f"input {n}" for n in range(len(store.compiled.signature))]
 
 
 def _flat(

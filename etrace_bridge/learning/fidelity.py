@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from etrace_bridge._errors import BridgeError, InputError
 from etrace_bridge._tables import html_table, text_table
-from etrace_bridge.learning.inputs import as_inputs
+from etrace_bridge.learning.inputs import read_inputs
 from etrace_bridge.learning.results import StepInfo
 from etrace_bridge.learning.slopes import MeterState, MeterWindow
 
@@ -117,7 +117,7 @@ class FidelityMeter:
         """
         runtime, stream = learner.runtime, self._stream
         stream.enter(learner)
-        args = x if type(x) is tuple else as_inputs(x)
+        args = read_inputs(runtime.net, x)
         loss, output, state = runtime.metered_step(args, target, mask, stream.window())
         stream.leave(learner, state, 1, learner.steps)
         return StepInfo(loss, output, runtime.watch.look)
@@ -131,16 +131,14 @@ class FidelityMeter:
         if targets is None:
             return {}  # the update says what is wrong
         self._batches += 1
-        count = len(self.readings)
+        count, inputs = len(self.readings), read_inputs(learner.runtime.net, xs, sequence=True)
         if carry:
             stream = self._stream
             stream.enter(learner)
-            state, steps = learner.runtime.stream_slope(
-                as_inputs(xs), targets, mask, stream.window()
-            )
+            state, steps = learner.runtime.stream_slope(inputs, targets, mask, stream.window())
             stream.leave(learner, state, steps, learner.steps + steps)
         elif (self._batches - 1) % self.every == 0:
-            slope, predicted = learner.runtime.own_slope(as_inputs(xs), targets, mask)
+            slope, predicted = learner.runtime.own_slope(inputs, targets, mask)
             self.readings.append(Reading(learner.steps, slope, predicted))
         new = [r for r in self.readings[count:] if r.predicted]
         if not new:

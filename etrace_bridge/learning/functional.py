@@ -16,7 +16,7 @@ from etrace_bridge._errors import InputError
 from etrace_bridge.compiler.graph import ETraceGraph
 from etrace_bridge.frontend import wrap
 from etrace_bridge.learning.compiled_step import CompiledStep
-from etrace_bridge.learning.inputs import as_array
+from etrace_bridge.learning.inputs import as_array, read_inputs
 from etrace_bridge.learning.online_core import NamedCore, OnlineCarry, OnlineCore, Params
 from etrace_bridge.rules import Rule, make_rule
 
@@ -59,7 +59,9 @@ def functional(
 
     Args:
         net: a torch module, a `BridgedModule`, or any brainstate module.
-        *x: one time step of each input, `(batch, …)`, for shapes and dtypes.
+        *x: one time step of each input, `(batch, …)`, for shapes and dtypes. For a torch model also
+            dicts and tuples of them, and one dict by the names of `forward`'s arguments; `step` and
+            `chunk` then take the same, or the tensors in a row.
         rule: a rule's name or object, see `etrace_bridge.rules`.
         seed: seed of a torch model's random ops.
 
@@ -73,7 +75,8 @@ def functional(
         ...     return jnp.mean((out - y) ** 2), carry
         >>> grads, carry = jax.grad(loss, has_aux=True)(params, carry, x, y)
     """
-    core = NamedCore(OnlineCore(compile_step(net, x, seed), make_rule(rule)))
+    compiled = compile_step(net, x, seed)
+    core = NamedCore(OnlineCore(compiled, make_rule(rule)))
 
     @jax.custom_vjp
     def run(params: Params, carry: OnlineCarry, args: list[Any]) -> tuple[Any, OnlineCarry]:
@@ -102,13 +105,14 @@ def functional(
         return core.start()
 
     def chunk(params: Params, carry: OnlineCarry, *xs: Any) -> tuple[Any, OnlineCarry]:
-        args = [jnp.asarray(as_array(a)) for a in xs]
+        args = [jnp.asarray(as_array(a)) for a in _tensors(compiled.net, xs)]
         core.check_inputs(args)
         output, new = run(dict(params), lax.stop_gradient(carry), args)
         return output, lax.stop_gradient(new)
 
     def step(params: Params, carry: OnlineCarry, *x: Any) -> tuple[Any, OnlineCarry]:
-        outputs, new = chunk(params, carry, *(jnp.asarray(as_array(a))[None] for a in x))
+        args = [jnp.asarray(as_array(a))[None] for a in _tensors(compiled.net, x)]
+        outputs, new = chunk(params, carry, *args)
         return jax.tree.map(lambda o: o[0], outputs), new
 
     return Functional(init, step, chunk, core.reset, core.params(), core.program.graph)
@@ -123,4 +127,8 @@ def compile_step(net: Any, x: tuple, seed: int = 0) -> CompiledStep:
         )
     if not x:
         raise InputError("`functional` needs an example of one time step: `eb.functional(net, x)`.")
-    return CompiledStep(net, [as_array(a) for a in x])
+    return CompiledStep(net, [as_array(a) for a in _tensors(net, x)])
+
+
+def _tensors(net: brainstate.nn.Module, x: tuple) -> tuple:
+    return read_inputs(net, x[0] if len(x) == 1 and isinstance(x[0], dict) else x)

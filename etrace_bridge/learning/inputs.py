@@ -9,18 +9,32 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
 
 from etrace_bridge._errors import InputError
-from etrace_bridge.frontend import InputRange, input_name, living, to_host
+from etrace_bridge.frontend import BridgedModule, InputRange, input_name, living, to_host
 
 
 def as_inputs(x: Any) -> tuple:
-    """The inputs of a model as a tuple."""
+    """The inputs of a program that takes arrays by position, as a tuple."""
+    if isinstance(x, dict):
+        raise InputError(
+            f"The input is a dict with the keys {', '.join(map(repr, x))}. A brainstate module and "
+            "an exported learner take arrays by position: pass a tuple of them. (A torch model "
+            "takes dicts.)"
+        )
     return tuple(x) if isinstance(x, (tuple, list)) else (x,)
+
+
+def read_inputs(net: brainstate.nn.Module, x: Any, sequence: bool = False) -> tuple:
+    """The tensors of a model's input in a row: of a torch model's, whatever its form is."""
+    if isinstance(net, BridgedModule):
+        return net.read_inputs(x, sequence)
+    return as_inputs(x)
 
 
 def as_targets(targets: Any) -> Any:
@@ -78,8 +92,8 @@ def check_batch(args: Sequence[Any], axis: int) -> None:
     """Raises if there is no input, or nothing in the batch."""
     if not args:
         raise InputError(
-            "There is no input. Pass a tensor, or a tuple of tensors for a model with several "
-            "inputs."
+            "There is no input. Pass a tensor, or a tuple or dict of tensors for a model with "
+            "several inputs."
         )
     for n, a in enumerate(args):
         if np.ndim(a) > axis and np.shape(a)[axis] == 0:

@@ -20,7 +20,7 @@ from etrace_bridge.learning.batches import split_batch
 from etrace_bridge.learning.checkpoint import read_learner, restore_learner, rule_of, save_learner
 from etrace_bridge.learning.export import PLATFORMS, export_learner
 from etrace_bridge.learning.fit import Callback, EarlyStopping, FitOptions, History, run_fit
-from etrace_bridge.learning.inputs import as_inputs
+from etrace_bridge.learning.inputs import read_inputs
 from etrace_bridge.learning.masks import pack_like, unpack_sequences
 from etrace_bridge.learning.metrics import Metrics
 from etrace_bridge.learning.options import Options
@@ -198,14 +198,13 @@ class OnlineLearner:
         """One time step: forward, trace, gradient, update.
 
         Args:
-            x: the input, `(batch, …)`, or a tuple of inputs.
+            x: the input, `(batch, …)`; a tuple of inputs; a dict of them, by the names of
+                `forward`'s arguments or as its only argument.
             target: the target; None advances states and trace only.
             mask: (batch,) weights of the batch elements' losses.
         """
         runtime = self.runtime
-        loss, output, discarded = runtime.step(
-            x if type(x) is tuple else as_inputs(x), target, mask
-        )
+        loss, output, discarded = runtime.step(read_inputs(runtime.net, x), target, mask)
         return StepInfo(loss, output, runtime.watch.look, discarded, self._is_plain)
 
     def gradients(
@@ -214,8 +213,8 @@ class OnlineLearner:
         """Gradients of a whole sequence, without an update.
 
         Args:
-            xs: inputs `(T, batch, …)`, or `(batch, T, …)` for a `batch_first` module; a tuple for
-                several inputs.
+            xs: inputs `(T, batch, …)`, or `(batch, T, …)` for a `batch_first` module; a tuple or
+                dict for several inputs, as for `step`.
             targets: targets, time where the inputs have it; with `loss_at`, one for each sequence,
                 `(batch, …)`.
             mask: weights of the steps' losses, `(T,)`; or of each step of each sequence, `(T,
@@ -226,7 +225,7 @@ class OnlineLearner:
                 they are. Running statistics and the random key move on either way, as in torch.
         """
         xs, targets, mask = self._unpacked(xs, targets, mask)
-        grads, *rest, discarded = self.runtime.gradients(as_inputs(xs), targets, mask, carry)
+        grads, *rest, discarded = self.runtime.gradients(xs, targets, mask, carry)
         return GradientResult(
             grads, self._after_hooks, discarded, *rest, self.runtime.batch_first, self._is_plain
         )
@@ -245,7 +244,7 @@ class OnlineLearner:
                 `"step"`.
         """
         xs, targets, mask = self._unpacked(xs, targets, mask)
-        found = self.runtime.update(as_inputs(xs), targets, mask, carry, every)
+        found = self.runtime.update(xs, targets, mask, carry, every)
         if self._is_plain:
             self.runtime.store.lend()  # the user's own module has the new weights
         return SequenceResult(*found, self.runtime.batch_first, self._is_plain)
@@ -260,9 +259,10 @@ class OnlineLearner:
             xs: inputs, as for `gradients`.
             carry: start from the current states instead of initial ones.
         """
+        xs = read_inputs(self.runtime.net, xs, sequence=True)
         batch_first = self.runtime.batch_first
         padded, _, _ = self._unpacked(xs, None, None)
-        outputs = self.runtime.predict(as_inputs(padded), carry)
+        outputs = self.runtime.predict(padded, carry)
         if self._is_plain:
             return outputs
         return jax.tree.map(
@@ -277,7 +277,7 @@ class OnlineLearner:
         losses = []
         for batch in batches:
             xs, targets, mask = self._unpacked(*split_batch(batch))
-            found, weights = self.runtime.evaluate(as_inputs(xs), targets, mask)
+            found, weights = self.runtime.evaluate(xs, targets, mask)
             losses.append(SequenceResult(found, None, weights, False).loss)
         if not losses:
             raise InputError("There was no batch to evaluate.")
@@ -485,8 +485,10 @@ class OnlineLearner:
         """
         return export_learner(self, path, platforms, batch)
 
-    def _unpacked(self, xs: Any, targets: Any, mask: Any) -> tuple[Any, Any, Any]:
-        return unpack_sequences(xs, targets, mask, self.runtime.batch_first)
+    def _unpacked(self, xs: Any, targets: Any, mask: Any) -> tuple[tuple, Any, Any]:
+        """A sequence's input tensors in a row, its targets and its mask, with nothing packed."""
+        inputs = read_inputs(self.runtime.net, xs, sequence=True)
+        return unpack_sequences(inputs, targets, mask, self.runtime.batch_first)
 
     @property
     def _is_plain(self) -> bool:

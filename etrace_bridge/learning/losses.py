@@ -50,18 +50,11 @@ class JaxLoss:
         )
 
     def ignores(self, targets: Any) -> bool:
-        """Whether labels of a sequence are to be ignored, and the loss is a mean or a sum of the
-        others'.
-        """
+        """Whether labels of a sequence are to be ignored, so that `by_element` must weigh the rest."""
         ignored = ignored_value(self.ranges)
-        if ignored is None or not np.any(
-            np.asarray(jax.tree.leaves(targets)[ignored[0]]) == ignored[1]
-        ):
-            return False
-        try:
-            return self.by_element is not None
-        except InputError:  # the step's own loss is then all that is known
-            return False
+        return ignored is not None and bool(
+            np.any(np.asarray(jax.tree.leaves(targets)[ignored[0]]) == ignored[1])
+        )
 
     def __call__(self, output: Any, target: Any) -> Any:
         """The loss of one step."""

@@ -38,29 +38,25 @@ def length_mask(lengths: Any, steps: int | None = None, batch_first: bool = Fals
     return (mask.t() if batch_first else mask).float().contiguous()
 
 
-def unpack_sequences(xs: Any, targets: Any, mask: Any, batch_first: bool) -> tuple[Any, Any, Any]:
+def unpack_sequences(
+    inputs: tuple, targets: Any, mask: Any, batch_first: bool
+) -> tuple[tuple, Any, Any]:
     """Inputs, targets and mask with torch's packed sequences padded; their lengths become a mask."""
-    inputs, several = (xs, True) if type(xs) in (tuple, list) else ((xs,), False)
     if isinstance(targets, PackedSequence):
         targets, lengths = pad_packed_sequence(targets, batch_first)
         mask = _both(mask, length_mask(lengths, batch_first=batch_first))
-    if not any(isinstance(x, PackedSequence) for x in inputs):
-        return xs, targets, mask
     padded = []
     for x in inputs:
         if isinstance(x, PackedSequence):
             x, lengths = pad_packed_sequence(x, batch_first)
             mask = _both(mask, length_mask(lengths, batch_first=batch_first))
         padded.append(x)
-    return tuple(padded) if several else padded[0], targets, mask
+    return tuple(padded), targets, mask
 
 
-def pack_like(output: Any, xs: Any, batch_first: bool) -> Any:
-    """An output as a packed sequence, if the inputs were one."""
-    packed = next(
-        (x for x in (xs if type(xs) in (tuple, list) else (xs,)) if isinstance(x, PackedSequence)),
-        None,
-    )
+def pack_like(output: Any, inputs: tuple, batch_first: bool) -> Any:
+    """An output as a packed sequence, if one of the inputs was."""
+    packed = next((x for x in inputs if isinstance(x, PackedSequence)), None)
     if packed is None or not isinstance(output, torch.Tensor):
         return output
     lengths = pad_packed_sequence(packed)[1]

@@ -12,7 +12,7 @@ import torch
 from etrace_bridge._errors import InputError
 from etrace_bridge.frontend import to_torch
 from etrace_bridge.learning.batches import split_batch
-from etrace_bridge.learning.inputs import as_inputs, as_targets
+from etrace_bridge.learning.inputs import as_targets
 from etrace_bridge.learning.masks import last_of
 from etrace_bridge.learning.processes import own_part
 
@@ -146,7 +146,7 @@ def evaluate_with(
         losses.append(learner.evaluate([batch]))
         if metrics:
             xs, targets, mask = learner._unpacked(*split_batch(batch))
-            outputs = learner.runtime.predict(as_inputs(xs), False)
+            outputs = learner.runtime.predict(xs, False)
             found, count = measure(metrics, outputs, targets, mask, learner.runtime)
             weights += count
             for name, value in found.items():

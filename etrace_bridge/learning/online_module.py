@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from etrace_bridge._errors import InputError, StateError
 from etrace_bridge.compiler.graph import ETraceGraph
+from etrace_bridge.frontend import InputForm, read_call
 from etrace_bridge.learning.inputs import as_array, show_signature
 from etrace_bridge.learning.online_core import OnlineCarry
 from etrace_bridge.learning.torch_mirror import TensorMirror, view_tensor
@@ -139,21 +140,24 @@ class OnlineModule(nn.Module):
 
     # -- a call -----------------------------------------------------------------------------------
 
-    def forward(self, *inputs: Any, sequence: bool | None = None) -> Any:
+    def forward(self, *args: Any, sequence: bool | None = None, **kwargs: Any) -> Any:
         """Run one time step, or a sequence.
 
         Args:
-            *inputs: one time step of each input, `(batch, …)`; or, where the model itself takes
-                sequences, a sequence in its layout, `(T, batch, …)` or `(batch, T, …)`.
+            *args: one time step of each input, `(batch, …)`; or, where the model itself takes
+                sequences, a sequence in its layout, `(T, batch, …)` or `(batch, T, …)`; or dicts
+                and tuples of them, as the model's own `forward` takes them.
+            **kwargs: inputs that the model takes by keyword.
             sequence: which of the two it is; by default told from the number of axes.
 
         Returns:
             The model's output, as the model's own structure of torch tensors.
         """
+        inputs, form = read_call(self.model.forward, args, kwargs)
         if not inputs:
             raise InputError("`OnlineModule` was called without an input.")
         inputs = tuple(map(_as_tensor, inputs))
-        compiled, is_sequence = self._compiled_for(inputs, sequence)
+        compiled, is_sequence = self._compiled_for(inputs, form, sequence)
         flip = is_sequence and compiled.batch_first
         if flip:
             inputs = tuple(x.transpose(0, 1) for x in inputs)
@@ -202,20 +206,22 @@ class OnlineModule(nn.Module):
         return flat
 
     def _compiled_for(
-        self, inputs: Sequence[torch.Tensor], sequence: bool | None
+        self, inputs: Sequence[torch.Tensor], form: InputForm, sequence: bool | None
     ) -> tuple[TorchStep, bool]:
         """The compiled step for these inputs, and whether they are a sequence."""
         if self._mirror.find_again():
             self._steps.clear()
-        key = (self._mirror.kind(), sequence, *[(x.shape, x.dtype) for x in inputs])
+        key = (self._mirror.kind(), sequence, form, *[(x.shape, x.dtype) for x in inputs])
         found = self._steps.get(key)
         if found is None:
             step, is_sequence = find_step(
-                self.model, self.rule, self._seed, inputs, sequence, self._dims
+                self.model, self.rule, self._seed, inputs, form, sequence, self._dims
             )
             self._dims = tuple(len(shape) for shape, _ in step.inputs)
             same = (
-                s for k, (s, _) in self._steps.items() if k[0] == key[0] and s.inputs == step.inputs
+                s
+                for k, (s, _) in self._steps.items()
+                if (k[0], k[2], s.inputs) == (key[0], form, step.inputs)
             )
             self._steps[key] = found = next(same, step), is_sequence
         return found

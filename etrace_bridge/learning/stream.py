@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import torch
 
+from etrace_bridge.frontend import map_input
 from etrace_bridge.learning.learner import OnlineLearner
 
 
@@ -30,12 +31,14 @@ class StreamLearner:
     def predict_one(self, x: Any) -> Any:
         """The output for the next example, in evaluation mode, without the batch axis."""
         axis = 1 if self.learner.runtime.batch_first else 0
-        outputs = self.learner.predict(_as_tensor(x)[None, None], carry=True)
+        outputs = self.learner.predict(
+            map_input(lambda a: _as_tensor(a)[None, None], x), carry=True
+        )
         return jax.tree.map(lambda y: y.select(axis, 0)[0], outputs)
 
     def learn_one(self, x: Any, y: Any) -> StreamLearner:
         """One time step with update; returns the learner itself."""
-        self.learner.step(_as_tensor(x)[None], _as_tensor(y)[None])
+        self.learner.step(map_input(lambda a: _as_tensor(a)[None], x), _as_tensor(y)[None])
         return self
 
     def reset(self) -> None:

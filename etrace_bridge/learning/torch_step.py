@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from etrace_bridge._errors import BridgeError, InputError
-from etrace_bridge.frontend import to_torch, wrap
+from etrace_bridge.frontend import InputForm, to_torch, wrap
 from etrace_bridge.learning.compiled_step import CompiledStep
 from etrace_bridge.learning.inputs import as_array, check_float_dtypes
 from etrace_bridge.learning.online_core import NamedCore, OnlineCore
@@ -29,7 +29,8 @@ class TorchStep:
         model: the model.
         rule: the learning rule.
         seed: seed of its random ops.
-        args: one time step of each input.
+        args: one time step of each input tensor.
+        form: how these stand in a call of the model.
 
     Attributes:
         core: the step as pure functions.
@@ -46,8 +47,11 @@ class TorchStep:
         reset: `(carry, mask) -> carry`, jitted.
     """
 
-    def __init__(self, model: nn.Module, rule: Rule, seed: int, args: Sequence[Any]) -> None:
+    def __init__(
+        self, model: nn.Module, rule: Rule, seed: int, args: Sequence[Any], form: InputForm
+    ) -> None:
         net = wrap(model, seed=seed)
+        net.expect(tuple(args), form)
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         if len(dtypes) == 1:
             check_float_dtypes(args, as_array(torch.empty(0, dtype=dtypes.pop())).dtype)
@@ -146,6 +150,7 @@ def find_step(
     rule: Rule,
     seed: int,
     inputs: Sequence[Any],
+    form: InputForm,
     sequence: bool | None,
     dims: tuple[int, ...] | None,
 ) -> tuple[TorchStep, bool]:
@@ -156,7 +161,8 @@ def find_step(
         model: the model.
         rule: the learning rule.
         seed: seed of its random ops.
-        inputs: the inputs of a call.
+        inputs: the tensors of a call.
+        form: how these stand in the call.
         sequence: whether they are a sequence, if the user says.
         dims: the numbers of axes of one time step, where known.
     """
@@ -166,7 +172,7 @@ def find_step(
         sequence = given != dims
 
     def as_step() -> TorchStep:
-        return TorchStep(model, rule, seed, arrays)
+        return TorchStep(model, rule, seed, arrays, form)
 
     def as_sequence() -> TorchStep:
         axis = 1 if wrap(model).batch_first else 0
@@ -177,7 +183,7 @@ def find_step(
             )
         if not all(a.shape[axis] for a in arrays):
             raise InputError("The sequence has no time steps.")
-        return TorchStep(model, rule, seed, [a.take(0, axis) for a in arrays])
+        return TorchStep(model, rule, seed, [a.take(0, axis) for a in arrays], form)
 
     if sequence is not None:
         return (as_sequence() if sequence else as_step()), sequence
