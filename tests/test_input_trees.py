@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import etrace_bridge as eb
 
-pytestmark = pytest.mark.usefixtures("quick_compile", "without_single_steps")
+pytestmark = pytest.mark.usefixtures("without_single_steps")
 IN, H, B, T = 3, 4, 3, 4
 Pair = tuple[Tensor, Tensor]
 
