@@ -24,8 +24,6 @@ import etrace_bridge as eb
 from etrace_bridge.cli import commands as cli
 from share import FULL
 
-pytestmark = pytest.mark.usefixtures("users_compiler")
-
 T, B, IN, H, CLASSES, LR = 8, 3, 3, 4, 5, 0.5
 
 
