@@ -27,7 +27,7 @@ from etrace_bridge.frontend.state import (
 from etrace_bridge.frontend.tensor import INPUT, STATE
 
 if TYPE_CHECKING:
-    from etrace_bridge.frontend.time.loop import LoopStep
+    from etrace_bridge.frontend.time.step import LoopStep
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,20 @@ out for XLA's CPU compiler. No file outside this folder speaks of XLA, of a CPU 
 tests/test_house.py holds this.
 """
 
-from etrace_bridge.lowering.compile import compiler_options, jit, keep_programs
+from etrace_bridge.lowering.compile import as_call, compiler_options, jit, keep_programs
 from etrace_bridge.lowering.cpu import CPUTuning
 from etrace_bridge.lowering.tuning import Bind, Tuning
 
-__all__ = ["Bind", "CPUTuning", "Tuning", "compiler_options", "jit", "keep_programs", "tuning_for"]
+__all__ = [
+    "Bind",
+    "CPUTuning",
+    "Tuning",
+    "as_call",
+    "compiler_options",
+    "jit",
+    "keep_programs",
+    "tuning_for",
+]
 
 
 def tuning_for(platform: str | None = None) -> Tuning:

@@ -1,4 +1,4 @@
-"""Compiling: the one call of `jax.jit` in the package."""
+"""Compiling: the one place that calls `jax.jit`."""
 
 from __future__ import annotations
 
@@ -47,6 +47,13 @@ def jit(
         if known
         else jax.jit(function, **options)
     )
+
+
+def as_call(function: Callable) -> Callable:
+    """Make a function one call of its name in the program that is being traced, with which it is
+    compiled.
+    """
+    return jax.jit(function)
 
 
 def keep_programs(folder: str | PathLike) -> None:

@@ -12,6 +12,7 @@ import torch
 from jax import lax
 
 from etrace_bridge._errors import NotSupportedError
+from etrace_bridge._jax_compat import is_concrete
 from etrace_bridge.frontend.ops.arrays import (
     Values,
     axes,
@@ -31,6 +32,7 @@ from etrace_bridge.frontend.ops.elementwise import power
 from etrace_bridge.frontend.ops.indexing import take_along
 from etrace_bridge.frontend.ops.mathematics import absolute
 from etrace_bridge.frontend.ops.registry import implements
+from etrace_bridge.lowering import as_call
 
 Dim = int | Sequence[int] | None
 
@@ -228,13 +230,27 @@ def argmin(input: Any, dim: int | None = None, keepdim: bool = False) -> Any:
     return _arg_extremum(input, dim, keepdim, lax.argmin)
 
 
-def _extremum_along(x: Any, dim: int, keepdim: bool, find: Callable) -> Values:
-    """Value and index along one dimension; the gradient goes to the entry picked."""
+def pick_extremum(name: str, find: Callable, d: int) -> Callable[[Any], tuple[Any, Any]]:
+    """Make the function that gives the extremum along an axis, and its index; the gradient goes to
+    the entry picked.
+
+    It is one call of that name in the traced program, where `frontend.time` looks for it.
+    """
+
+    def pick(x: Any) -> tuple[Any, Any]:
+        index = find(x, d, True)
+        return take_along(x, index, d), index
+
+    pick.__name__ = name
+    return pick
+
+
+def _extremum_along(x: Any, dim: int, keepdim: bool, name: str, find: Callable) -> Values:
     if np.ndim(x) == 0:
         return Values(x, full((), 0, torch.int64))
     d = axis(dim, np.ndim(x))
-    index = find(x, d, True)
-    value = take_along(x, index, d)
+    pick = pick_extremum(name, find, d)
+    value, index = pick(x) if is_concrete(x) else as_call(pick)(x)
     return (
         Values(value, index)
         if keepdim
@@ -253,7 +269,9 @@ def _enter_extremum(name: str, pairwise: Callable, overall: Callable, find: Call
         )
         if second is not None:
             return pairwise(*same_shape(*together(input, second)))
-        return overall(input) if dim is None else _extremum_along(input, dim, keepdim, find)
+        if dim is None:
+            return overall(input)
+        return _extremum_along(input, dim, keepdim, f"{name}_along", find)
 
     implements(name)(rule)
 

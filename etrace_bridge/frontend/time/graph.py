@@ -140,11 +140,13 @@ class Graph:
         return self._known[key]
 
     def make(self, function: Callable, *operands: Node, source: JaxprEqn | None = None) -> Node:
-        """Give what a JAX function of one equation computes."""
+        """Give what a JAX function computes, if all its equations have one result."""
         closed = jax.make_jaxpr(function)(
             *[jax.ShapeDtypeStruct(o.shape, o.dtype) for o in operands]
         )
         known = dict(zip(closed.jaxpr.invars, operands, strict=True))
+        for variable, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+            known[variable] = self.constant(value)
         result = operands[0]
         for eqn in closed.jaxpr.eqns:
             if source is not None:

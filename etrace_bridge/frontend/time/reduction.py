@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from etrace_bridge.frontend.time.graph import Graph, Node
-from etrace_bridge.frontend.time.sequences import Reduced
+from etrace_bridge.frontend.time.rows import Reduced
 
 _LINEAR = frozenset(
     "dot_general reshape squeeze expand_dims broadcast_in_dim transpose slice "
@@ -16,17 +16,18 @@ _AFFINE = frozenset(("add", "sub"))
 
 
 def find_addends(
-    graph: Graph, node: Node, reductions: dict[int, Reduced], length: int, batch: int = 1
+    graph: Graph, node: Node, reductions: dict[int, Reduced], length: int, batch: float = 1
 ) -> Reduced | None:
     """Give a sum or mean over time as its addends, if all that follows the sum is linear in it;
     else None.
 
-    A mean over time and other axes divides by `batch` times the length, where `batch` is the number
-    of their elements.
+    A total that a loop adds up is `"total"` until it is divided by the length, which makes it a
+    mean. A mean over time and other axes divides by `batch` times the length, where `batch` is the
+    number of their elements; if that is infinite, nothing is a mean.
     """
-    known = reductions.get(id(node))
+    known = reductions.get(id(node)) or _running_total(node, length)
     if known is not None:
-        return known if known.kind == "sum" and len(known.parts) == length else None
+        return _as_mean(known, length * batch) if len(known.parts) == length else None
     timed = [i for i, o in enumerate(node.operands) if o.level]
     if len(timed) != 1 or node.eqn is None or node.kind not in _LINEAR | _AFFINE:
         return None
@@ -34,7 +35,7 @@ def find_addends(
     if found is None or (node.kind == "div" and timed[0] != 0):
         return None
     kind = found.kind
-    if kind == "sum" and _divides_by(node, length * batch):
+    if kind != "mean" and _divides_by(node, length * batch):
         share = np.asarray(1 / batch, node.dtype)
         return Reduced(
             "mean",
@@ -49,6 +50,37 @@ def find_addends(
         operands = [part if i == timed[0] else o for i, o in enumerate(node.operands)]
         parts.append(graph.apply(node.eqn, operands, [node.shape], node.params)[0])
     return Reduced(kind, tuple(parts))
+
+
+def _running_total(node: Node, length: int) -> Reduced | None:
+    """Give what a loop adds to a total, one addend a step; None if a node is not such a total.
+
+    The total stands at the same side of every addition, and starts at zero or at the first addend.
+    """
+    for side in (0, 1):
+        total, parts = node, []
+        while total.kind == "add" and len(parts) < length - 1:
+            parts.append(total.operands[1 - side])
+            total = total.operands[side]
+        if len(parts) < length - 1:
+            continue
+        start = [i for i, o in enumerate(total.operands) if total.kind == "add" and _is_zero(o)]
+        parts.append(total.operands[1 - start[0]] if start else total)
+        parts.reverse()
+        if any(part.level for part in parts) and all(
+            part.level <= step and part.shape == node.shape for step, part in enumerate(parts, 1)
+        ):
+            return Reduced("total", tuple(parts))
+    return None
+
+
+def _as_mean(known: Reduced, length: float) -> Reduced:
+    """Give a sum of addends that are divided by the length as a mean."""
+    if not all(_divides_by(part, length) for part in known.parts):
+        return known
+    sides = [0 if part.operands[0].level else 1 for part in known.parts]
+    parts = [part.operands[side] for part, side in zip(known.parts, sides, strict=True)]
+    return Reduced("mean", tuple(parts))
 
 
 def divisors(node: Node, length: int) -> list[int]:
@@ -71,19 +103,25 @@ def divisors(node: Node, length: int) -> list[int]:
 
 def _constant_factor(node: Node) -> float | None:
     """Give the one number by which a node multiplies or divides."""
-    other = node.operands[1 if node.operands[0].level else 0]
-    while other.kind in ("broadcast_in_dim", "convert_element_type", "reshape"):
-        other = other.operands[0]
-    return (
-        float(other.value.flat[0])
-        if other.kind == "constant" and np.ptp(other.value) == 0
-        else None
-    )
+    return _constant_value(node.operands[1 if node.operands[0].level else 0])
 
 
-def _divides_by(node: Node, length: int) -> bool:
+def _constant_value(node: Node) -> float | None:
+    """Give the number that a constant repeats."""
+    while node.kind in ("broadcast_in_dim", "convert_element_type", "reshape"):
+        node = node.operands[0]
+    if node.kind != "constant" or not node.value.size or np.ptp(node.value):
+        return None
+    return float(node.value.flat[0])
+
+
+def _is_zero(node: Node) -> bool:
+    return _constant_value(node) == 0
+
+
+def _divides_by(node: Node, length: float) -> bool:
     """Whether a node divides by the number of steps."""
-    if node.kind not in ("div", "mul"):
+    if node.kind not in ("div", "mul") or (node.kind == "div" and not node.operands[0].level):
         return False
     value = _constant_factor(node)
     return value is not None and bool(

@@ -9,11 +9,11 @@ state's next value, and its value before the first step, are known.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from etrace_bridge._errors import BridgeError, NotSupportedError
-from etrace_bridge._jax_compat import user_line
+from etrace_bridge._jax_compat import JaxprEqn, user_line
 from etrace_bridge.frontend.time.cut import find_cut
 from etrace_bridge.frontend.time.graph import Node, keys_of
 
@@ -128,11 +128,11 @@ def looks_ahead(node: Node, step: int) -> BridgeError:
 
 def place_of(node: Node) -> str:
     """Describe where in the user's code a value is computed."""
-    line = (
-        ""
-        if node.eqn is None
-        else user_line(node.eqn, ("etrace_bridge/frontend", "/adapters/", "/torch/", "torch2jax"))
-    )
+    return "" if node.eqn is None else _line_of(node.eqn)
+
+
+def _line_of(eqn: JaxprEqn) -> str:
+    line = user_line(eqn, ("etrace_bridge/frontend", "/adapters/", "/torch/", "torch2jax"))
     return f" at {line}" if line else ""
 
 
@@ -233,4 +233,30 @@ def unequal_steps(a: Node, b: Node) -> BridgeError:
         f"stands where another step has `{b.kind}`{place_of(b)} (an `if` on the step's number, a "
         "clock, a list that grows). One step is compiled for all steps. Write the choice with "
         "tensors (`torch.where`), or pass what differs as an input."
+    )
+
+
+def check_joins(output: Node, joins: Mapping[int, tuple[Node, JaxprEqn]]) -> None:
+    """Raise if an output is computed from all steps at once.
+
+    Args:
+        output: The output of the last step.
+        joins: Arrays of all steps by `id`, and what reads them.
+    """
+    seen: set[int] = set()
+    stack = [output]
+    while stack:
+        node = stack.pop()
+        if id(node) not in seen:
+            seen.add(id(node))
+            stack.extend(node.operands)
+    found = [joins[key] for key in seen if key in joins]
+    if not found:
+        return
+    _, eqn = min(found, key=lambda join: join[0].number)
+    raise NotSupportedError(
+        f"`{eqn.primitive.name}`{_line_of(eqn)} reads all steps of the sequence at once, and an "
+        "online learner sees one after the other. Over time, these can be computed step by step: "
+        "the last step, a sum or mean, the values of a maximum or minimum (not the step where it "
+        "is), `cumsum` and its like. Use one of them, or train this model offline with torch."
     )

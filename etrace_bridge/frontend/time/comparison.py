@@ -1,0 +1,174 @@
+"""Comparing a step that was found in a loop with torch on whole sequences."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch import nn
+
+from etrace_bridge._errors import StateError
+from etrace_bridge.frontend import messages
+from etrace_bridge.frontend.borders import to_jax
+from etrace_bridge.frontend.examples import random_like, scaled
+from etrace_bridge.frontend.names import NamedTensor
+from etrace_bridge.frontend.plan import StepPlan
+from etrace_bridge.frontend.snapshot import restored
+from etrace_bridge.frontend.state import flatten_state
+from etrace_bridge.frontend.time.draws import same_draws
+from etrace_bridge.frontend.time.step import LoopStep
+from etrace_bridge.lowering import jit
+
+_CHECKED = 9  # the length of the sequence on which a step is compared with torch
+_MOVED = 0.02  # by how much weights are moved for the comparison
+_LOUDER = (5.0, 30.0)  # by how much inputs are enlarged where an output is all zeros
+# Inputs on which exploding models are compared; values from which on they count as such
+_SMALL, _LARGE = 0.03, 1e3
+
+
+def find_difference(
+    model: nn.Module,
+    tensors: Sequence[NamedTensor],
+    inputs: tuple,
+    plan: StepPlan,
+    given: tuple | None,
+    step: LoopStep,
+) -> StateError | None:
+    """Run a step over a random sequence of another length, and torch on it and its beginnings;
+    describe the first difference.
+
+    The weights are moved a little, since a step must be right for all of them: a state that starts
+    at minus a bias starts at zero while the bias is zero, and its gradient is wrong. Where the
+    values explode on such numbers, so that rounding errors do too, smaller inputs decide.
+    """
+    steps = [tuple(random_like(x, 100 + t) for x in inputs) for t in range(_CHECKED)]
+    with _moved_weights(tensors):
+        for scale in (1.0, *_LOUDER):  # a spiking model that is silent agrees with everything
+            problem, silent = _difference(
+                model, tensors, [scaled(x, scale) for x in steps], plan, given, step
+            )
+            if isinstance(problem, _Exploded):
+                return (
+                    _difference(
+                        model, tensors, [scaled(x, _SMALL) for x in steps], plan, given, step
+                    )[0]
+                    if scale == 1
+                    else None
+                )
+            if problem is not None or not silent:
+                return problem
+        return None
+
+
+@contextlib.contextmanager
+def _moved_weights(tensors: Sequence[NamedTensor]) -> Iterator[None]:
+    """Within this, all trained parameters differ by a few percent, and at least by a little, in
+    memory of their own.
+    """
+    generator = torch.Generator().manual_seed(0)
+    saved = [(named.tensor, named.tensor.data) for named in tensors if named.trained]
+    try:
+        for tensor, data in saved:
+            noise = torch.randn(data.shape, generator=generator, dtype=torch.float64)
+            tensor.data = data + (_MOVED * noise * data.abs().clamp(min=0.5)).to(data.dtype)
+        yield
+    finally:
+        for tensor, data in saved:
+            tensor.data = data
+
+
+class _Exploded(messages.NotChained):
+    """A difference between values so large that rounding errors may be the reason."""
+
+
+def _difference(
+    model: nn.Module,
+    tensors: Sequence[NamedTensor],
+    steps: list[tuple],
+    plan: StepPlan,
+    given: tuple | None,
+    step: LoopStep,
+) -> tuple[StateError | None, bool]:
+    """Compare one sequence; give the first difference, and whether an output is all zeros."""
+    silent = False
+    values = [to_jax(named.tensor) for named in tensors]
+    run = jit(lambda t, s, x: step(t, s, lambda: jnp.zeros(2, jnp.uint32), x), one_step=True)
+    states, outputs = [to_jax(leaf.initial) for leaf in step.leaves], []
+    for x in steps:
+        now, states = run(values, states, [to_jax(v) for v in x])
+        outputs.append([np.asarray(y) for y in now])
+    lengths = [_CHECKED] if all(axis is not None for axis in step.axes) else [1, 2, 3, _CHECKED]
+    for length in lengths:
+        whole = tuple(
+            torch.stack(x, min(step.time_axis, x[0].dim()))
+            for x in zip(*steps[:length], strict=True)
+        )
+        try:
+            wanted = _run_whole(model, whole, plan, given)
+        except Exception:  # some models do not take sequences as short as this
+            if length == _CHECKED:
+                raise
+            continue
+        for i, (target, axis, reduction) in enumerate(
+            zip(wanted, step.axes, step.reductions, strict=True)
+        ):
+            column, expected = (
+                np.stack([y[i] for y in outputs[:length]]),
+                np.asarray(to_jax(target)),
+            )
+            if axis is None:
+                total = {"sum": column.sum(0), "mean": column.mean(0), "last": column[-1]}[
+                    reduction or "last"
+                ]
+                pairs = [(length, total, expected)]
+            else:
+                pairs = [(t + 1, column[t], axis.select(expected, t)) for t in range(length)]
+            for number, found, value in pairs:
+                if not _agree(found, value):
+                    problem = not_chained(
+                        type(model).__name__,
+                        i,
+                        number,
+                        [".".join(leaf.path) for leaf in step.leaves],
+                    )
+                    return (
+                        problem if np.abs(expected).max() < _LARGE else _Exploded(str(problem))
+                    ), False
+            silent |= length == _CHECKED and not np.any(expected)
+    return None, silent
+
+
+def _run_whole(
+    model: nn.Module, whole: tuple, plan: StepPlan, given: tuple | None
+) -> list[torch.Tensor]:
+    """Run torch on a whole sequence from the initial state; give the output tensors."""
+    with (
+        restored(model, values=False),
+        torch.no_grad(),
+        same_draws(lambda: jnp.zeros(2, jnp.uint32)),
+    ):
+        returned = plan.call_from(model, whole, given)
+        return [t.detach() for _, t in flatten_state(plan.output_of(model, returned))[0]]
+
+
+def _agree(found: np.ndarray, value: np.ndarray) -> bool:
+    scale = max(1.0, float(np.abs(value).max(initial=0.0)))
+    tolerance = 1e-9 if value.dtype == np.float64 else 1e-4
+    return found.shape == value.shape and np.allclose(
+        found, value, rtol=0, atol=tolerance * scale, equal_nan=True
+    )
+
+
+def not_chained(model: str, output: int, step: int, states: list[str]) -> StateError:
+    """A step that does not give what the whole sequence gives."""
+    return messages.NotChained(
+        f"`{model}.forward` takes sequences, and the step that was found in it does not give what "
+        f"it gives for a whole sequence: output {output} differs from step {step} on. States: "
+        f"{', '.join(f'`{s}`' for s in states) or 'none'}. The loop depends on the length of the "
+        "sequence, on the step's number or on something that is in no tensor. Write one time step "
+        "as `forward(x, state) -> (output, state)`, or pass `wrap(model, sequence=False)` if "
+        "`forward` takes one time step."
+    )

@@ -1,0 +1,112 @@
+"""One step of a model that loops over time, as a program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from etrace_bridge.frontend.ops.ranges import InputRange
+from etrace_bridge.frontend.plan import StateLeaf, TimeAxis
+from etrace_bridge.frontend.time.graph import Graph, Node, evaluate, keys_of
+from etrace_bridge.frontend.time.split import Split
+
+
+@dataclass
+class LoopStep:
+    """One step of a model that loops over time.
+
+    Attributes:
+        split: Outputs and new states in terms of inputs and old states.
+        axes: Where each output tensor has its steps; None for one without.
+        reductions: How each output tensor was reduced over time: `"sum"`, `"mean"`, `"last"` or
+            None.
+        skeleton: The output with holes for tensors.
+        leaves: The states, and whether this is the first step if that matters.
+        starts: For each state, what it is computed from at the first step; None if it starts as a
+            constant.
+        first_differs: The first step has a program of its own.
+        tensor_nodes: Parameters and buffers.
+        input_shapes: Shapes of one step of the inputs, with the time axis.
+        batch: Batch size, or None.
+        ranges: What the step demands of inputs that it uses as indices.
+    """
+
+    split: Split
+    axes: tuple[TimeAxis | None, ...]
+    reductions: tuple[str | None, ...]
+    skeleton: Any
+    leaves: list[StateLeaf]
+    starts: list[Node | None]
+    first_differs: bool
+    tensor_nodes: list[Node]
+    graph: Graph
+    time_axis: int
+    batch: int | None
+    ranges: list[InputRange]
+
+    def __call__(
+        self,
+        tensors: Sequence[Any],
+        states: Sequence[Any],
+        keys: Callable[[], Any],
+        inputs: Sequence[Any],
+    ) -> tuple[list, list]:
+        """Compute outputs and new states."""
+        split = self.split
+        first, states = (states[-1], states[:-1]) if self.has_first else (None, states)
+        known = {id(node): value for node, value in zip(self.tensor_nodes, tensors, strict=True)}
+        parts = [lax.expand_dims(x, (min(self.time_axis, x.ndim),)) for x in inputs]
+
+        def inputs_at(step: int) -> dict[int, Any]:
+            return {id(self.graph.input(i, step, p.shape, p.dtype)): p for i, p in enumerate(parts)}
+
+        chosen = list(states)
+        own = (
+            [*split.first_outputs, *[state.column[1] for state in split.states]]
+            if self.first_differs
+            else []
+        )
+        at_first = {**known, **inputs_at(1)}
+        at_first.update(
+            {id(key): keys() for key in keys_of([n for n in (*self.starts, *own) if n is not None])}
+        )
+        for i, (state, start) in enumerate(zip(states, self.starts, strict=True)):
+            if start is not None:
+                chosen[i] = self._select(first, evaluate([start], at_first)[0], state)
+        here = {**known, **inputs_at(split.step)}
+        here.update(
+            {id(state.before): value for state, value in zip(split.states, chosen, strict=True)}
+        )
+        here.update({id(key): keys() for key in split.keys})
+        wanted = [*split.outputs, *[state.after for state in split.states]]
+        results = evaluate(wanted, here)
+        if self.first_differs:
+            at_start = evaluate(own, at_first)  # type: ignore[arg-type]
+            results = [self._select(first, a, b) for a, b in zip(at_start, results, strict=True)]
+        count = len(split.outputs)
+        outputs = [
+            y if axis is None else axis.select(y, 0)
+            for y, axis in zip(results[:count], self.axes, strict=True)
+        ]
+        return outputs, [*results[count:], *([jnp.zeros_like(first)] if self.has_first else [])]
+
+    @property
+    def has_first(self) -> bool:
+        """Whether a state tells that a step is the first."""
+        return self.first_differs or any(start is not None for start in self.starts)
+
+    def _select(self, first: Any, a: Any, b: Any) -> Any:
+        """Choose `a` in the first step of a sequence, for each sample by itself where the batch
+        axis is known.
+        """
+        axis = next((i for i, size in enumerate(b.shape) if size == self.batch), None)
+        which = (
+            jnp.all(first)
+            if axis is None or first.ndim == 0
+            else first.reshape([-1 if i == axis else 1 for i in range(b.ndim)])
+        )
+        return lax.select(jnp.broadcast_to(which, b.shape), jnp.asarray(a, b.dtype), b)
