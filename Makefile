@@ -77,6 +77,7 @@ format: setup ## Let ruff format the code and fix what it can.
 bench: setup ## Run the benchmarks.
 	$(BIN)/python benchmarks/compile_cost.py
 	$(BIN)/python benchmarks/bridge_cost.py
+	$(BIN)/python benchmarks/loop_cost.py
 	$(BIN)/python -m benchmarks
 
 reproduce: setup ## Run published experiments with every rule (hours; TASK=A SEEDS=3 for part of it).

@@ -33,6 +33,17 @@ def test_compile_cost(capsys):
 
 
 @pytest.mark.x32
+def test_loop_cost(monkeypatch):
+    """Both forms of the GRU have the same gradients, which `gradient_seconds` compares."""
+    loop_cost = importlib.import_module("benchmarks.loop_cost")
+    for name, size in {"STEPS": 5, "BATCH": 2, "INPUTS": 3, "HIDDEN": 4}.items():
+        monkeypatch.setattr(loop_cost, name, size)
+    assert min(loop_cost.gradient_seconds(True, 5, 1, loop_cost.CLOCKS["cpu"])) > 0
+    equations, seconds = loop_cost.wrap_seconds(1, loop_cost.CLOCKS["cpu"])
+    assert equations > 15 and seconds > 0
+
+
+@pytest.mark.x32
 def test_the_online_step_grows_linearly_with_layers():
     """The second four layers add as many lines as the first four; a guard that repeats its verdict
     everywhere adds more.
