@@ -122,7 +122,7 @@ def wrap_seconds(layers: int, clock: Callable[[], float]) -> tuple[int, float]:
 
 def main() -> int:
     """Print the rows; 1 if a target is missed."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Cost of a loop over time.")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: processor time")
     clock, missed = CLOCKS[parser.parse_args().clock], False
     for batch_first in (True, False):
