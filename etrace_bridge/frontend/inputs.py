@@ -174,7 +174,7 @@ def _name(path: Sequence[Any], positional: Sequence[str]) -> str:
     which, first, *rest = path
     if which.idx == 0:
         known = first.idx < len(positional)
-        name = positional[first.idx] if known else f"argument {first.idx}"
+        name = str(positional[first.idx]) if known else f"argument {first.idx}"
     else:
         name = str(first.key)
     return name + jax.tree_util.keystr(tuple(rest))
