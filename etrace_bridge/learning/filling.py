@@ -43,9 +43,10 @@ def full_batch_size(batches: Any, batch_first: bool) -> int | None:
         getattr(as_inputs(split_batch(item)[0])[0], "shape", ())[axis : axis + 1]
         for item in batches
     ]
-    sizes = [shape[0] if shape else None for shape in shapes]
-    is_known = None not in sizes and len(set(sizes[:-1])) == 1
-    return sizes[0] if is_known and sizes[-1] < sizes[0] else None
+    if not all(shapes) or len(set(shapes[:-1])) != 1:  # a packed sequence has no shape
+        return None
+    full, last = int(shapes[0][0]), int(shapes[-1][0])
+    return full if last < full else None
 
 
 def _of_loader(loader: DataLoader) -> int | None:
