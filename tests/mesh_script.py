@@ -16,10 +16,13 @@ import torch
 from torch.nn.functional import mse_loss
 
 import etrace_bridge as eb
+from etrace_bridge.lowering.compile import OPTIONS
 from etrace_bridge.schedule.chunk_plan import divide
 from learner_models import make_data, make_net
+from share import FULL
 
 BATCH, UNITS = 8, 16
+RULES = ["d_rtrl", "rtrl", "ostl", "pp_prop", *(["snap_n"] if FULL else [])]  # as `ostl` inside
 
 
 def train(**where) -> tuple[eb.OnlineLearner, dict[str, list]]:
@@ -101,7 +104,7 @@ def divided(rule: str) -> dict:
             if x.size >= UNITS * UNITS
         ],
         "collectives": collectives(learner, "step", xs[0], ys[0])
-        + (chunk_collectives(learner, xs, ys) if rule == "rtrl" else []),
+        + (chunk_collectives(learner, xs, ys) if rule != "pp_prop" else []),
         "largest trace": max(
             (x.addressable_shards[0].data.size for x in jax.tree.leaves(states[1].trace)), default=0
         ),
@@ -124,8 +127,8 @@ def learner_loss(learner: eb.OnlineLearner):
 def collectives(
     learner: eb.OnlineLearner, name: str, x: torch.Tensor, y: torch.Tensor
 ) -> list[tuple[str, int]]:
-    """The collectives of one of a learner's programs, each with the elements that it gives a
-    device.
+    """The collectives of one of a learner's programs, one for each array that they give a device,
+    with its elements.
     """
     store = learner.runtime.store
     call = next(p for key, p in store.compiled.programs.items() if key[0][0] == name)
@@ -137,15 +140,13 @@ def collectives(
     for shapes, name in re.findall(
         r"= (.*?) (all-\w+|collective-permute|reduce-scatter)(?:-start)?\(", text
     ):
-        sizes = [
-            math.prod(int(n) for n in dims.split(",") if n)
-            for dims in re.findall(r"\w+\[([\d,]*)\]", shapes)
-        ]
-        found.append((name, sum(sizes)))
+        for dims in re.findall(r"\w+\[([\d,]*)\]", shapes):  # several arrays may move together
+            found.append((name, math.prod(int(n) for n in dims.split(",") if n)))
     return found
 
 
 def main() -> None:
+    OPTIONS["xla_backend_optimization_level"] = 0  # as the fixture `quick_compile`
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("batch",))
     _, alone = train()
     learner, together = train(mesh=mesh)
@@ -190,7 +191,7 @@ def main() -> None:
         ),
         "error": message,
         "batch only": collectives(learner, "step", xs[0], ys[0]),
-        "divided": {rule: divided(rule) for rule in ("d_rtrl", "rtrl", "pp_prop")},
+        "divided": {rule: divided(rule) for rule in RULES},
     }
     print(json.dumps(report))
 

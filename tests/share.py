@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
+TESTS = Path(__file__).parent
 FULL = bool(os.environ.get("FULL_TESTS"))
 Case = TypeVar("Case")
 
@@ -19,3 +21,8 @@ def in_turn(
     parts act on each other.
     """
     return [case for n, case in enumerate(cases) if FULL or n % every == 0 or always(case)]
+
+
+def path_of_scripts() -> str:
+    """PYTHONPATH for scripts of this folder that a test starts: with it, and what is there now."""
+    return os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -68,3 +68,28 @@ def test_an_update_of_any_length() -> None:
         learner.update(xs * float("inf"), ys)
     for old, new in zip(before, learner.runtime.store.state.theta, strict=True):
         np.testing.assert_array_equal(old, new)
+
+
+def test_predict_and_evaluate_of_any_length() -> None:
+    """Outputs and losses are torch's, and only the first length is compiled for."""
+    learner, net = make_learner(any_length=True), make_net()
+    learner.predict(make_data(steps=5)[0]), learner.evaluate([make_data(steps=5)])
+    for steps in (100, 130, 1_000, 10_000):
+        xs, ys = make_data(steps=steps, seed=steps)
+        outputs, made = count_programs(learner.predict, xs)
+        expected = net(xs).detach()
+        torch.testing.assert_close(outputs, expected, rtol=1e-9, atol=1e-12)
+        loss, again = count_programs(learner.evaluate, [(xs, ys)])
+        assert made == again == 0
+        assert loss == pytest.approx(float(mse_loss(expected, ys)), rel=1e-9)
+    # from the states of a stream, which stay as they are
+    xs, ys = make_data(steps=13)
+    for n in range(5):
+        learner.step(xs[n])
+    found, made = count_programs(learner.predict, xs[5:], True)
+    torch.testing.assert_close(found, net(xs)[5:].detach(), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(learner.predict(xs[5:7], True), found[:2])
+    mask = (torch.arange(13) % 3 != 0).double()
+    errors = mse_loss(net(xs).detach(), ys, reduction="none").mean((1, 2))
+    weighted = (errors * mask).sum() / mask.sum()
+    assert learner.evaluate([(xs, ys, mask)]) == pytest.approx(float(weighted), rel=1e-9)

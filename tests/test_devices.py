@@ -20,6 +20,8 @@ import etrace_bridge as eb
 from etrace_bridge.learning.placement import Placement, find_device
 from etrace_bridge.lowering import CPUTuning, Tuning
 from learner_models import make_data, make_net
+from mesh_script import RULES
+from share import path_of_scripts
 
 
 def test_devices_by_name_and_as_objects():
@@ -80,7 +82,7 @@ SCRIPT = Path(__file__).with_name("mesh_script.py")
 @pytest.fixture(scope="module")
 def on_four_devices() -> dict:
     environment = os.environ | {
-        "PYTHONPATH": str(SCRIPT.parent),
+        "PYTHONPATH": path_of_scripts(),
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4",
     }
     done = subprocess.run(
@@ -132,7 +134,7 @@ def test_a_divided_batch_gathers_no_trace(on_four_devices):
     assert max((size for name, size in found if name != "all-reduce"), default=0) <= 8 * 3, found
 
 
-@pytest.mark.parametrize("rule", ["d_rtrl", "rtrl", "pp_prop"])
+@pytest.mark.parametrize("rule", RULES)
 def test_units_are_divided_beside_the_batch(on_four_devices, rule):
     """As on one device; each device has a quarter of a trace and half of the weights."""
     found = on_four_devices["divided"][rule]
@@ -141,11 +143,12 @@ def test_units_are_divided_beside_the_batch(on_four_devices, rule):
     assert found["shards"] and set(found["shards"]) == {0.25}
 
 
-@pytest.mark.parametrize("rule", ["d_rtrl", "rtrl"])
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule != "pp_prop"])
 def test_no_collective_moves_a_trace(on_four_devices, rule):
-    """In a step, and in chunks of `rtrl`, which gathered its whole influence matrix, 98,304
-    elements: gradients are added up, and no more is moved than weights and Jacobians have. The
-    filters of `pp_prop` are no larger than hidden states, which move.
+    """In a step, and in chunks: gradients are added up, and no more is moved than weights and
+    Jacobians have. `rtrl` once gathered its whole influence matrix, 98,304 elements, and `snap_n`
+    and `ostl` parts of theirs. The filters of `pp_prop` are no larger than hidden states, which
+    move.
     """
     found = on_four_devices["divided"][rule]
     sizes = [size for _, size in found["collectives"]]

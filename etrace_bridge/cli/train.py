@@ -29,6 +29,7 @@ from etrace_bridge.cli.arguments import (
     at_least_one,
     existing_file,
 )
+from etrace_bridge.cli.data import Sequences
 from etrace_bridge.cli.model import load_loss, load_net
 from etrace_bridge.cli.processes import Part, is_worker, join_processes, run_processes
 from etrace_bridge.cli.trained import evaluate_sequences, load_metrics, load_sequences
@@ -36,6 +37,7 @@ from etrace_bridge.frontend import BridgedModule
 from etrace_bridge.learning.autosave import Checkpoints
 from etrace_bridge.learning.checkpoint_files import check_writable, weights_file
 from etrace_bridge.learning.fidelity import FidelityMeter
+from etrace_bridge.learning.filling import size_to_fill
 from etrace_bridge.learning.fit import History
 from etrace_bridge.learning.learner import OnlineLearner
 from etrace_bridge.rules import make_rule
@@ -103,14 +105,11 @@ def run_train(args: argparse.Namespace) -> int:
         )
     metrics = load_metrics(settings.metric, settings.loss)
     learner = _make_learner(net, settings, part)
-    sequences, batch_first = load_sequences(net, settings), learner.runtime.batch_first
+    sequences = load_sequences(net, settings)
     learned, kept = (part.whole(index) for index in _divide(len(sequences), settings))
     part.check_batch(settings.batch)
 
-    def batches() -> Iterator[tuple]:
-        order = _order_of_epoch(learner, learned, settings.seed)
-        for index in order.split(settings.batch):
-            yield sequences.pick(part.own(index), batch_first)
+    batches = _Batches(learner, sequences, learned, settings, part)
 
     def validate(held: OnlineLearner) -> dict[str, float]:
         found = evaluate_sequences(held, sequences, kept, settings.batch, metrics, part)
@@ -142,6 +141,27 @@ def run_train(args: argparse.Namespace) -> int:
     if settings.fidelity and not args.json:
         print(f"\n{meter.report()}")
     return OK if checkpoint == part.checkpoint(settings.output) else NOT_OK
+
+
+@dataclass(frozen=True)
+class _Batches:
+    """The batches of an epoch, in an order of its own."""
+
+    learner: OnlineLearner
+    sequences: Sequences
+    learned: torch.Tensor
+    settings: Settings
+    part: Part
+
+    @property
+    def full_batch_size(self) -> int | None:
+        """The size of all batches but the last, if that is shorter."""
+        return size_to_fill(len(self.learned), self.settings.batch)
+
+    def __iter__(self) -> Iterator[tuple]:
+        order = _order_of_epoch(self.learner, self.learned, self.settings.seed)
+        for index in order.split(self.settings.batch):
+            yield self.sequences.pick(self.part.own(index), self.learner.runtime.batch_first)
 
 
 def _order_of_epoch(learner: OnlineLearner, learned: torch.Tensor, seed: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ from etrace_bridge.cli.data import CLASS_LOSSES, Sequences, make_sequences, read
 from etrace_bridge.cli.model import load_loss, load_net, load_object
 from etrace_bridge.cli.processes import Part
 from etrace_bridge.frontend import to_torch
+from etrace_bridge.learning.filling import size_to_fill
 from etrace_bridge.learning.learner import OnlineLearner
 from etrace_bridge.learning.metrics import Metric, evaluate_with, named_metrics
 
@@ -65,7 +66,8 @@ def run_predict(args: argparse.Namespace) -> int:
     )
     parts = []
     for index in torch.arange(len(sequences)).split(settings.batch):
-        outputs = learner.predict(sequences.pick(index, batch_first)[0])
+        with learner.runtime.filling.up_to(size_to_fill(len(sequences), settings.batch)):
+            outputs = learner.predict(sequences.pick(index, batch_first)[0])
         if isinstance(outputs, jax.Array):  # of a brainstate module
             outputs = to_torch(outputs)
         if not isinstance(outputs, torch.Tensor):
@@ -138,10 +140,11 @@ def evaluate_sequences(
     of each batch.
     """
     totals: dict[str, float] = {}
-    for some in index.split(batch):
-        found = evaluate_with(
-            learner, [sequences.pick(part.own(some), learner.runtime.batch_first)], metrics
-        )
-        for name, value in found.items():
-            totals[name] = totals.get(name, 0.0) + value * len(some)
+    with learner.runtime.filling.up_to(size_to_fill(len(index), batch)):
+        for some in index.split(batch):
+            found = evaluate_with(
+                learner, [sequences.pick(part.own(some), learner.runtime.batch_first)], metrics
+            )
+            for name, value in found.items():
+                totals[name] = totals.get(name, 0.0) + value * len(some)
     return {name: total / len(index) for name, total in totals.items()}

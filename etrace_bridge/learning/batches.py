@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -29,6 +29,38 @@ def split_batch(item: Any) -> tuple[Any, Any, Any]:
     )
 
 
+class ReadAhead:
+    """Reads batches, and can read one before its turn.
+
+    Args:
+        batches: an iterator.
+        unpack: what is done with the inputs, targets and mask of each batch.
+    """
+
+    def __init__(self, batches: Iterator[Any], unpack: Callable[..., tuple]) -> None:
+        self._batches, self._unpack = batches, unpack
+        self._error: BaseException | None = None
+        self.next: tuple | None = None
+
+    def fetch(self) -> None:
+        """Reads the next batch; what goes wrong is raised when it is taken."""
+        if self.next is None and self._error is None:
+            try:
+                self.next = self._unpack(*split_batch(next(self._batches)))
+            except BaseException as error:
+                self._error = error
+
+    def take(self) -> tuple | None:
+        """Inputs, targets and mask of the next batch; None after the last."""
+        self.fetch()
+        if isinstance(self._error, StopIteration):
+            return None
+        if self._error is not None:
+            raise self._error
+        found, self.next = self.next, None
+        return found
+
+
 def count_batches(source: Any, most: int | None) -> int | None:
     """How many batches there will be, if that is known."""
     try:
@@ -39,5 +71,8 @@ def count_batches(source: Any, most: int | None) -> int | None:
 
 
 def batch_shapes(item: Any) -> tuple:
-    """The shapes in a batch: a batch of new shapes is compiled for."""
-    return tuple(np.shape(x) if hasattr(x, "shape") else type(x) for x in jax.tree.leaves(item))
+    """Shapes and dtypes in a batch: one of new shapes is compiled for."""
+    return tuple(
+        (np.shape(x), str(x.dtype)) if hasattr(x, "shape") else type(x)
+        for x in jax.tree.leaves(item)
+    )

@@ -18,12 +18,14 @@ import numpy as np
 
 from etrace_bridge._errors import BridgeError, InputError, StateError
 from etrace_bridge.compiler.diagnostics import show_path
+from etrace_bridge.compiler.extraction import extract_module_info
 from etrace_bridge.compiler.graph import ETraceGraph, compile_etrace_graph
 from etrace_bridge.frontend import BridgedModule
 from etrace_bridge.learning.frozen import FrozenStep
 from etrace_bridge.learning.inputs import show_signature, signature
 from etrace_bridge.learning.placement import private_copy
 from etrace_bridge.lowering import tuning_for
+from etrace_bridge.step.batch_rows import is_same_for_any_batch
 from etrace_bridge.step.program import make_program
 
 Path = tuple[Any, ...]
@@ -102,6 +104,7 @@ class CompiledStep:
             net.traced_step(*self._examples).ranges if isinstance(net, BridgedModule) else []
         )
         self.programs: dict[Any, Callable] = {}
+        self._mode = contextlib.nullcontext
 
     # -- names and lists --------------------------------------------------------------------------
 
@@ -143,6 +146,31 @@ class CompiledStep:
         """Whether a gradient can reach any parameter."""
         return any(c.kind != "unused" for c in self.program.graph.certificate().values())
 
+    @cached_property
+    def serves_any_batch(self) -> bool:
+        """Whether what it makes of a batch element is the same in a batch of any size.
+
+        Known for torch models; the model is traced for one element more. False if a step leaves
+        something in the model, such as running means or a random key.
+        """
+        pairs = zip(self.resets, self.program.other_vars, strict=True)
+        if (
+            not isinstance(self.net, BridgedModule)
+            or self._freezes
+            or any(not resets and after is not before for resets, (before, after) in pairs)
+            or not all(_has_equal_rows(x, self.batch) for x in jax.tree.leaves(self.initial))
+        ):
+            return False
+        with self._mode(self.net):
+            self.fit_states()
+            own = extract_module_info(self.net, *map(jax.numpy.asarray, self._examples))
+            more = [np.zeros((x.shape[0] + 1, *x.shape[1:]), x.dtype) for x in self._examples]
+            self.net.init_state(batch_size=len(more[0]))
+            self.net.ensure_state(*more)
+            larger = extract_module_info(self.net, *map(jax.numpy.asarray, more))
+        self.fit_states()
+        return is_same_for_any_batch(own, larger)
+
     @property
     def is_evaluation(self) -> bool:
         """Whether evaluation would run the same step: nothing in it depends on the mode."""
@@ -170,6 +198,7 @@ class CompiledStep:
             made = CompiledStep(
                 self.net, [*self._examples, *self._keep], self.platform, self._freezes
             )
+        made._mode = evaluation_mode
         self.fit_states()
         return made
 
@@ -331,6 +360,13 @@ def evaluation_mode(net: brainstate.nn.Module) -> Iterator[None]:
     finally:
         for m, flag in zip(modules, flags, strict=True):
             m.training = flag
+
+
+def _has_equal_rows(x: Any, batch: int | None) -> bool:
+    """Whether an array that has the batch first is the same for every element."""
+    if _is_key(x) or np.shape(x)[:1] != (batch,):
+        return True
+    return bool((np.asarray(x) == np.asarray(x)[:1]).all())
 
 
 def _array_of(state: brainstate.State) -> Any:

@@ -134,10 +134,33 @@ class ElementLoss:
             self._refuse("its output and target do not share a batch axis")
         draw = np.random.default_rng(0)
         count = max(2, next(iter(sizes))[0])
-        outputs = jax.tree.map(
-            lambda s: jnp.asarray(draw.uniform(0.1, 0.9, (count, *s.shape[1:])), s.dtype), output
+        # Probabilities, which every loss takes, and numbers of other sizes and signs, where the
+        # loss may have other branches; what it cannot take is NaN or infinite there.
+        ranges = (0.1, 0.9), (-2.0, 2.0), (-40.0, 40.0)
+        trials = [self._try(draw, count, output, target, *limits) for limits in ranges]
+        for is_mean in (True, False):
+            if trials[0][is_mean] and all(agrees[is_mean] for agrees in trials):
+                return is_mean
+        return self._refuse(
+            "the loss of a batch is neither the mean nor the sum of the losses of its elements"
         )
-        targets = self._draw_targets(draw, count, target)
+
+    def _try(
+        self,
+        draw: np.random.Generator,
+        count: int,
+        output: Any,
+        target: Any,
+        low: float,
+        high: float,
+    ) -> dict[bool, bool]:
+        """Whether the loss of random numbers is the mean of its elements' losses (True), and
+        whether it is their sum (False); both if it is not finite for numbers below zero.
+        """
+        outputs = jax.tree.map(
+            lambda s: jnp.asarray(draw.uniform(low, high, (count, *s.shape[1:])), s.dtype), output
+        )
+        targets = self._draw_targets(draw, count, target, low, high)
         try:
             whole = self.function(outputs, targets)
             losses = self.of_elements(outputs, targets)
@@ -148,16 +171,18 @@ class ElementLoss:
             labels = np.asarray(jax.tree.leaves(targets)[self._ignored[0]])
             share = self._weights[labels].reshape(count, -1).mean(-1)
         whole, losses = np.float64(whole), np.asarray(losses, np.float64)
-        tolerance = 1e3 * float(jnp.finfo(jax.tree.leaves(outputs)[0].dtype).eps)
-        if np.isclose(whole, losses @ share / share.sum(), rtol=tolerance):
-            return True
-        if np.isclose(whole, losses.sum(), rtol=tolerance):
-            return False
-        return self._refuse(
-            "the loss of a batch is neither the mean nor the sum of the losses of its elements"
-        )
+        if not np.isfinite(whole) or not np.isfinite(losses).all():
+            return dict.fromkeys((True, False), low < 0)
+        eps = 1e3 * float(jnp.finfo(jax.tree.leaves(outputs)[0].dtype).eps)
+        sums = {True: losses * share / share.sum(), False: losses}
+        return {
+            kind: bool(abs(whole - each.sum()) <= eps * max(abs(each).sum(), 1e-8))
+            for kind, each in sums.items()
+        }
 
-    def _draw_targets(self, draw: np.random.Generator, count: int, target: Any) -> Any:
+    def _draw_targets(
+        self, draw: np.random.Generator, count: int, target: Any, low: float, high: float
+    ) -> Any:
         leaves, tree = jax.tree.flatten(target)
         limits = {r.position: (r.range.low, r.range.high) for r in self.ranges}
         ignored = {} if self._ignored is None else {self._ignored[0]: self._ignored[1]}
@@ -165,12 +190,12 @@ class ElementLoss:
         for n, s in enumerate(leaves):
             shape = (count, *s.shape[1:])
             if jnp.issubdtype(s.dtype, jnp.inexact):
-                made.append(jnp.asarray(draw.uniform(0.1, 0.9, shape), s.dtype))
+                made.append(jnp.asarray(draw.uniform(low, high, shape), s.dtype))
             else:
-                low, high = limits.get(n, (0, 2))
-                drawn = draw.integers(low, high, shape)
+                first, end = limits.get(n, (0, 2))
+                drawn = draw.integers(first, end, shape)
                 # The value that is ignored may be one of the classes; none of it is drawn.
-                other = low if ignored.get(n) != low else high - 1
+                other = first if ignored.get(n) != first else end - 1
                 made.append(jnp.asarray(np.where(drawn == ignored.get(n), other, drawn), s.dtype))
         return jax.tree.unflatten(tree, made)
 

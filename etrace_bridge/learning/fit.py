@@ -12,11 +12,13 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import DataLoader
 
 from etrace_bridge._errors import InputError
 from etrace_bridge._tables import html_table
 from etrace_bridge.learning.autosave import Autosave, Checkpoints
-from etrace_bridge.learning.batches import batch_shapes, count_batches, split_batch
+from etrace_bridge.learning.batches import ReadAhead, batch_shapes, count_batches
+from etrace_bridge.learning.filling import full_batch_size
 from etrace_bridge.learning.metrics import (
     Metric,
     Metrics,
@@ -206,6 +208,7 @@ class _Run:
         self.early = _Early(self.options, self.place)
         self.shapes: set[tuple] = set()
         self.stream = iter(self.batches) if isinstance(self.batches, Iterator) else None
+        self.full = full_batch_size(self.batches, self.learner.runtime.batch_first)
 
     def all_epochs(self) -> None:
         """What is left of an interrupted epoch, then the others."""
@@ -272,16 +275,17 @@ class _Run:
         place, most = self.place, self.options.max_batches
         try:
             iterator = self._skip_done(source) if resumed and self.stream is None else iter(source)
+            batches = ReadAhead(iterator, self.learner._unpacked)
             begun, first = (
                 time.perf_counter() - record.get("seconds", 0.0),
                 self.learner.steps - record["steps"],
             )
             while most is None or place.batch < most:
-                try:
-                    item = next(iterator)
-                except StopIteration:
+                given = batches.take()
+                if given is None:
                     break
-                self.one_batch(item, record, begun, first)
+                with self.learner.runtime.filling.up_to(self.full):
+                    self.one_batch(given, batches, record, begun, first)
         except BaseException as error:
             error.add_note(
                 f"In `fit`: epoch {place.epoch}, after {place.batch} batches. The learner's state "
@@ -313,16 +317,21 @@ class _Run:
                 ) from None
         return iterator
 
-    def one_batch(self, item: Any, record: dict[str, Any], begun: float, first: int) -> None:
-        """One update, and what is recorded of it."""
+    def one_batch(
+        self, given: tuple, batches: ReadAhead, record: dict[str, Any], begun: float, first: int
+    ) -> None:
+        """One update, and what is recorded of it; `batches` has those to come."""
         learner, place, options = self.learner, self.place, self.options
-        xs, targets, mask = learner._unpacked(*split_batch(item))
-        shapes = batch_shapes((xs, targets, mask))
+        xs, targets, mask = given
+        shapes = batch_shapes(given)
         if shapes not in self.shapes:
             self.bar.say(COMPILING)
         with self.shield.busy():
             self._ask_callbacks(xs, targets, mask)
-            result = learner.update(xs, targets, mask, carry=options.carry, every=options.every)
+            with learner.runtime.while_computing(
+                (lambda: self._read_ahead(batches, shapes)) if self.reads_ahead else None
+            ):
+                result = learner.update(xs, targets, mask, carry=options.carry, every=options.every)
             place.batch += 1
             place.total += result.loss
             self.history.batch_losses.append(result.loss)
@@ -341,6 +350,30 @@ class _Run:
             self.bar.say(TRAINING)
         self.bar.advance(record)
         self.shield.check()
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether the next batch may be read before the results of this one are known.
+
+        Not from a stream, which would lose a batch at an interruption and may have none yet, nor
+        from the user's own generator, which may look at the learner; and not where callbacks run
+        between two batches.
+        """
+        return (
+            isinstance(self.batches, (DataLoader, list, tuple))
+            and self.learner.runtime.store.placement.is_single
+            and not any(hasattr(callback, "before_batch") for callback in self.options.callbacks)
+        )
+
+    def _read_ahead(self, batches: ReadAhead, shapes: tuple) -> None:
+        """Reads the next batch while the device computes this one, of these shapes."""
+        most = self.options.max_batches
+        if most is not None and self.place.batch + 1 >= most:
+            return
+        batches.fetch()
+        if batches.next is not None and batch_shapes(batches.next) == shapes:
+            xs, targets, mask = batches.next
+            self.learner.runtime.stage(xs, targets, mask, self.options.carry)
 
     def _ask_callbacks(self, xs: Any, targets: Any, mask: Any) -> None:
         for callback in self.options.callbacks:

@@ -7,6 +7,7 @@ states and the trace after it are not used.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -70,25 +71,20 @@ class ChunkRunner:
             and not store.rule.needs_loss
         )
 
+    def serves_evaluation(self, loss: Any) -> bool:
+        """Whether a sequence can be run so in evaluation mode: on one device, with a loss of every
+        step or none.
+        """
+        is_single = self._store.placement.is_single
+        return self._options.any_length and is_single and not isinstance(loss, SequenceLoss)
+
     def run(self, data: SequenceData, loss: Any) -> SequenceGradient:
         """Gradients of a sequence from the initial states."""
-        store, options = self._store, self._options
-        steps = store.core.plan(MAX_CHUNK, options.chunk, options.budget).steps
-        theta = store.state.theta
-        weights = np.ones(data.length) if data.mask is None else np.asarray(data.mask, float)
-        weights = weights / weights.sum() if options.reduction == "mean" else weights
-        weights = weights.astype(theta[0].dtype)
-        missing = -data.length % steps
-        arrays = jax.tree.map(lambda x: _padded(x, missing), (data.args, data.targets))
-        factors = np.concatenate([weights, np.zeros(missing, weights.dtype)])
+        store, theta, weights = self._store, self._store.state.theta, self.weights(data)
         call, (hidden, other) = self._programs.part(loss), store.start_states()
         kept, made = self._programs.first_part()(theta), []
-        for at in range(0, len(factors), steps):
-            part = slice(at, at + steps)
-            args, targets = jax.tree.map(lambda x, part=part: x[part], arrays)
-            hidden, other, kept, result = call(
-                theta, hidden, other, kept, args, targets, factors[part]
-            )
+        for args, targets, factors in self._chunks(data.args, data.targets, weights):
+            hidden, other, kept, result = call(theta, hidden, other, kept, args, targets, factors)
             made.append(result)
         losses, outputs, discarded = zip(*made, strict=True)
         cut = lambda *xs: np.concatenate(xs)[: data.length]
@@ -101,6 +97,39 @@ class ChunkRunner:
             weights,
             None if discarded[0] is None else np.sum(discarded, 0),
         )
+
+    def evaluate(self, data: SequenceData, start: tuple[Any, Any], loss: Any) -> tuple[Any, Any]:
+        """Outputs of a sequence in evaluation mode, and its losses.
+
+        Args:
+            data: the sequence.
+            start: hidden states and other arrays before it.
+            loss: the loss of a step; None where no losses are wanted.
+        """
+        theta, (hidden, other), made = self._store.state.theta, start, []
+        call = self._programs.predict_part()
+        find_losses = None if loss is None else self._programs.losses(loss)
+        targets = None if loss is None else data.targets
+        for args, wanted, _ in self._chunks(data.args, targets, self.weights(data)):
+            outputs, hidden, other = call(theta, hidden, other, args)
+            made.append((outputs, None if find_losses is None else find_losses(outputs, wanted)))
+        return jax.tree.map(lambda *xs: np.concatenate(xs)[: data.length], *made)
+
+    def weights(self, data: SequenceData) -> np.ndarray:
+        """(T,) factors of the losses."""
+        weights = np.ones(data.length) if data.mask is None else np.asarray(data.mask, float)
+        weights = weights / weights.sum() if self._options.reduction == "mean" else weights
+        return weights.astype(self._store.state.theta[0].dtype)
+
+    def _chunks(self, args: Any, targets: Any, weights: np.ndarray) -> Iterator[tuple]:
+        """Inputs, targets and weights of one chunk after the other."""
+        steps = self._store.core.plan(MAX_CHUNK, self._options.chunk, self._options.budget).steps
+        missing = -len(weights) % steps
+        arrays = jax.tree.map(lambda x: _padded(x, missing), (args, targets))
+        factors = np.concatenate([weights, np.zeros(missing, weights.dtype)])
+        for at in range(0, len(factors), steps):
+            part = slice(at, at + steps)
+            yield *jax.tree.map(lambda x, part=part: x[part], arrays), factors[part]
 
 
 def _padded(x: Any, count: int) -> np.ndarray:

@@ -152,6 +152,12 @@ class JittedPrograms:
 
         return self._jit("predict", make)
 
+    def predict_part(self) -> Callable:
+        """`(theta, hidden, other, args) -> (outputs, hidden, other)` of a chunk in evaluation mode,
+        on one device.
+        """
+        return self._jit("predict part", lambda: self._store.evaluation().run)
+
     def losses(self, loss: Any) -> Callable:
         """`(outputs, targets) -> losses` of a sequence."""
 

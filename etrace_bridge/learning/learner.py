@@ -16,13 +16,12 @@ from etrace_bridge._errors import InputError
 from etrace_bridge.compiler.graph import ETraceGraph
 from etrace_bridge.frontend import BridgedModule, wrap
 from etrace_bridge.learning.autosave import Checkpoints
-from etrace_bridge.learning.batches import split_batch
 from etrace_bridge.learning.checkpoint import read_learner, restore_learner, rule_of, save_learner
 from etrace_bridge.learning.export import PLATFORMS, export_learner
 from etrace_bridge.learning.fit import Callback, EarlyStopping, FitOptions, History, run_fit
 from etrace_bridge.learning.inputs import read_inputs
 from etrace_bridge.learning.masks import pack_like, unpack_sequences
-from etrace_bridge.learning.metrics import Metrics
+from etrace_bridge.learning.metrics import Metrics, evaluate_with
 from etrace_bridge.learning.options import Options
 from etrace_bridge.learning.place_in_fit import PlaceInFit
 from etrace_bridge.learning.placement import Placement
@@ -75,8 +74,8 @@ class OnlineLearner:
         freeze: where a mask of single sequences is zero, their states and traces stay as they are,
             as if the step had not been; for rules whose trace moves with the states alone.
         any_length: run sequences of every length through one program, that of a chunk, instead of
-            compiling one for each length; for sequences that begin anew (`carry=False`), in
-            `gradients`, `update` and `fit`.
+            compiling one for each length; in `predict` and `evaluate`, and for sequences that
+            begin anew (`carry=False`) in `gradients`, `update` and `fit`.
         seq_loss: a loss of all outputs in place of `loss`: `(outputs, target) -> scalar`, outputs
             `(T, batch, …)` as the model lays out sequences; for `gradients`, `update`, `evaluate`
             and `fit`.
@@ -264,7 +263,7 @@ class OnlineLearner:
         padded, _, _ = self._unpacked(xs, None, None)
         outputs = self.runtime.predict(padded, carry)
         if self._is_plain:
-            return outputs
+            return jax.tree.map(jax.numpy.asarray, outputs)
         return jax.tree.map(
             lambda x: pack_like(sequence_to_torch(x, batch_first), xs, batch_first), outputs
         )
@@ -274,14 +273,7 @@ class OnlineLearner:
         as it is.
         """
         _check_batches(batches)
-        losses = []
-        for batch in batches:
-            xs, targets, mask = self._unpacked(*split_batch(batch))
-            found, weights = self.runtime.evaluate(xs, targets, mask)
-            losses.append(SequenceResult(found, None, weights, False).loss)
-        if not losses:
-            raise InputError("There was no batch to evaluate.")
-        return sum(losses) / len(losses)
+        return evaluate_with(self, batches, {})["loss"]
 
     def fit(
         self,

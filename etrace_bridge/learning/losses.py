@@ -42,12 +42,21 @@ class JaxLoss:
     shapes: tuple[Any, Any]
     given: Callable
 
-    @cached_property
+    @property
     def by_element(self) -> ElementLoss:
         """The loss of single batch elements; raises if the batch's loss is not made of those."""
-        return ElementLoss(
-            self.function, *self.shapes, self.ranges, class_weights(self.given), _name(self.given)
-        )
+        if isinstance(self._by_element, str):
+            raise InputError(self._by_element)
+        return self._by_element
+
+    @cached_property
+    def _by_element(self) -> ElementLoss | str:
+        """The same, or why there is none: trying takes time, and `fit` asks for every batch."""
+        name, weights = _name(self.given), class_weights(self.given)
+        try:
+            return ElementLoss(self.function, *self.shapes, self.ranges, weights, name)
+        except InputError as error:
+            return str(error)
 
     def ignores(self, targets: Any) -> bool:
         """Whether labels of a sequence are to be ignored, so that `by_element` must weigh the rest."""

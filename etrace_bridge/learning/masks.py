@@ -127,6 +127,24 @@ def split_mask(mask: Any) -> tuple[Any, Any]:
     return steps, factors
 
 
+def split_filled_mask(
+    mask: Any, shape: tuple[int, int], rows: int, is_mean: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """`split_mask` of a batch's first `rows` elements, with factors for all of it: zero for the rest.
+
+    Args:
+        mask: weights (T,) or (T, B); None: ones.
+        shape: (T, B).
+        rows: how many of B count.
+        is_mean: the loss is a mean over B; it becomes that over the elements that count.
+    """
+    mask = np.ones(shape[0]) if mask is None else np.asarray(mask, np.float64)
+    steps, some = split_mask(mask if mask.ndim == 1 else mask[:, :rows])
+    factors = np.zeros(shape)
+    factors[:, :rows] = (1 if some is None else some) * (shape[1] / rows if is_mean else 1)
+    return steps, factors
+
+
 def blank_masked(target: Any, mask: Any) -> Any:
     """Targets with zeros where a mask (T, B) has zeros: what stands there does not matter."""
     if mask is None or np.ndim(mask) != 2:

@@ -12,9 +12,11 @@ import torch
 from etrace_bridge._errors import InputError
 from etrace_bridge.frontend import to_torch
 from etrace_bridge.learning.batches import split_batch
+from etrace_bridge.learning.filling import full_batch_size
 from etrace_bridge.learning.inputs import as_targets
 from etrace_bridge.learning.masks import last_of
 from etrace_bridge.learning.processes import own_part
+from etrace_bridge.learning.results import SequenceResult
 
 if TYPE_CHECKING:
     from etrace_bridge.learning.learner import OnlineLearner
@@ -141,16 +143,18 @@ def evaluate_with(
     learner: OnlineLearner, batches: Iterable[Any], metrics: Mapping[str, Metric]
 ) -> dict[str, float]:
     """The mean loss over batches, and the metrics, in evaluation mode."""
-    losses, sums, weights = [], dict.fromkeys(metrics, 0.0), 0
-    for batch in batches:
-        losses.append(learner.evaluate([batch]))
-        if metrics:
+    losses, sums, weights, runtime = [], dict.fromkeys(metrics, 0.0), 0, learner.runtime
+    with runtime.filling.up_to(full_batch_size(batches, runtime.batch_first)):
+        for batch in batches:
             xs, targets, mask = learner._unpacked(*split_batch(batch))
-            outputs = learner.runtime.predict(xs, False)
-            found, count = measure(metrics, outputs, targets, mask, learner.runtime)
-            weights += count
-            for name, value in found.items():
-                sums[name] += value * count
+            found = runtime.evaluate(xs, targets, mask)
+            losses.append(SequenceResult(found[0], None, found[1], False).loss)
+            if metrics:
+                outputs = runtime.predict(xs, False)
+                numbers, count = measure(metrics, outputs, targets, mask, runtime)
+                weights += count
+                for name, value in numbers.items():
+                    sums[name] += value * count
     if not losses:
         raise InputError("There was no batch to evaluate.")
     return {"loss": sum(losses) / len(losses)} | (

@@ -52,6 +52,8 @@ class SequenceData:
         targets: the targets.
         mask: weights of the steps; None if all count alike.
         length: time steps.
+        rows: batch elements of the user's, where the batch is that of `filling.fill_batch`; the
+            others count nothing. None: it is not.
     """
 
     args: list[Any]
@@ -59,6 +61,7 @@ class SequenceData:
     targets: Any
     mask: Any
     length: int
+    rows: int | None = None
 
 
 class DataReader:

@@ -143,7 +143,7 @@ class SequenceResult:
         Of this process's part of the batch, if there are several.
         """
         if self._as_jax:
-            return self.raw_outputs
+            return jax.tree.map(jax.numpy.asarray, self.raw_outputs)
         return jax.tree.map(lambda x: sequence_to_torch(x, self._batch_first), self.raw_outputs)
 
     def __repr__(self) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import brainstate
 import jax
@@ -15,11 +16,13 @@ import torch
 from etrace_bridge._errors import InputError, NotSupportedError
 from etrace_bridge.frontend import BridgedModule
 from etrace_bridge.learning.element_loss import ElementLoss
+from etrace_bridge.learning.filling import Filling, cut_outputs
 from etrace_bridge.learning.host_update import HostUpdate
 from etrace_bridge.learning.in_chunks import ChunkRunner
 from etrace_bridge.learning.inputs import read_mask
 from etrace_bridge.learning.jitted import JittedPrograms
 from etrace_bridge.learning.losses import LossTable
+from etrace_bridge.learning.online_core import OnlineCore
 from etrace_bridge.learning.optimizers import make_updater
 from etrace_bridge.learning.options import Options
 from etrace_bridge.learning.placement import Placement
@@ -37,6 +40,28 @@ from etrace_bridge.schedule.chunk_plan import ChunkPlan, divide
 from etrace_bridge.schedule.sequence import step_weights
 
 
+class Staged(NamedTuple):
+    """A sequence that was read before its turn.
+
+    Attributes:
+        given: the user's inputs, targets and mask.
+        carry: whether it continues the stream.
+        core: the compiled step that it was read for.
+        data: the sequence.
+        loss: its loss.
+    """
+
+    given: tuple
+    carry: bool
+    core: OnlineCore
+    data: SequenceData
+    loss: Any
+
+
+def _nothing() -> None:
+    pass
+
+
 class Runtime:
     """Runs a learner's programs on its state.
 
@@ -51,6 +76,8 @@ class Runtime:
         programs: the jitted programs.
         watch: reads the guard's alarm.
         reader: reads users' data.
+        filling: fills up short batches.
+        meanwhile: what `update` calls while the device computes; see `while_computing`.
     """
 
     def __init__(
@@ -96,6 +123,8 @@ class Runtime:
         over_time = LossTable(seq_loss, is_torch)
         self._weighting = Weighting(self.losses, over_time, options, rule)
         self._per_sequence = options.loss_at is not None or seq_loss is not None
+        by_step = options.loss_at != "model" and seq_loss is None
+        self.filling = Filling(rule, self._per_sequence, by_step)
         self.programs = JittedPrograms(self.store, options)
         self.watch = Watch(self.store, self.programs, self.losses, options.guard)
         self.reader = DataReader(self.store, options.check_inputs)
@@ -103,6 +132,8 @@ class Runtime:
         self._in_chunks = ChunkRunner(self.store, self.programs, options)
         self._quick = QuickSteps(self.store, LOOK_EVERY)
         self._warned = False
+        self.meanwhile: Callable[[], None] = _nothing
+        self._staged: Staged | None = None
 
     @property
     def batch_first(self) -> bool:
@@ -242,26 +273,63 @@ class Runtime:
         """The division of a sequence."""
         return self.store.core.plan(length, self.options.chunk, self.options.budget)
 
-    def _sequence(
-        self, xs: tuple, targets: Any, mask: Any, carry: bool
-    ) -> tuple[SequenceData, Any]:
-        """A checked sequence on the device, with its compiled step active, and its loss."""
+    def _sequence(self, xs: tuple, *rest: Any, **options: Any) -> tuple[SequenceData, Any]:
+        """`_read` after a look at the alarm."""
         self.watch.look()
+        return self._read(xs, *rest, **options)
+
+    def _read(
+        self,
+        xs: tuple,
+        targets: Any,
+        mask: Any,
+        carry: bool,
+        evaluates: bool = False,
+        fills: bool = True,
+    ) -> tuple[SequenceData, Any]:
+        """A checked sequence on the device, with its compiled step active, and its loss.
+
+        Args:
+            xs: the inputs.
+            targets: the targets; None without a loss.
+            mask: weights of the steps.
+            carry: it continues the stream.
+            evaluates: it is for evaluation mode.
+            fills: its batch may be filled up.
+        """
         store = self.store
         place = store.placement
         read = lambda: self.reader.sequence(xs, targets, mask, self._per_sequence)
         data = place.together("sequence", read, lambda d: [*d.args, *jax.tree.leaves(d.targets)])
         data = self._with_keep(data, data.mask, np.shape(data.args[0])[:2])
-        inputs = place.join(data.args, 1)
-        compiled = store.prepare([a[0] for a in inputs], carry).compiled
-        data = replace(data, target=place.stand_in(data.target))
-        loss, data = self._weigh(lambda: self._weighting.of_sequence(compiled, data), mask)
-        args, axis = (
-            place.put_batch(inputs, 1, compiled.batch),
-            0 if isinstance(loss, SequenceLoss) else 1,
-        )
+        found = self._filled(data, evaluates) if fills and not carry else None
+        if found is None:
+            inputs = place.join(data.args, 1)
+            compiled = store.prepare([a[0] for a in inputs], carry).compiled
+            data = replace(data, target=place.stand_in(data.target))
+            loss, data = self._weigh(lambda: self._weighting.of_sequence(compiled, data), mask)
+        else:
+            loss, data = found
+            inputs, compiled = data.args, store.compiled
+        axis = 0 if isinstance(loss, SequenceLoss) else 1
         targets = place.put_batch(place.join(data.targets, axis), axis, compiled.batch)
-        return SequenceData(args, data.target, targets, place.put(data.mask), data.length), loss
+        args = place.put_batch(inputs, 1, compiled.batch)
+        return replace(data, args=args, targets=targets, mask=place.put(data.mask)), loss
+
+    def _filled(self, data: SequenceData, evaluates: bool) -> tuple[Any, SequenceData] | None:
+        """Loss and data of a sequence whose batch is filled up; None if it must stay as it is."""
+        store = self.store
+        filled = self.filling.fill(data, not evaluates) if store.placement.is_single else None
+        if filled is None:
+            return None
+        compiled = store.prepare([a[0] for a in filled.args], False).compiled
+        step = store.evaluation().compiled if evaluates else compiled
+        if not step.serves_any_batch:
+            return None
+        try:
+            return self._weighting.of_sequence(compiled, filled)
+        except InputError:  # the batch as it is has the error too, or a loss that mixes it
+            return None
 
     def _with_keep(self, data: Any, mask: Any, shape: tuple[int, ...]) -> Any:
         """Data with one input more, if sequences may stand still: which of them move."""
@@ -299,7 +367,7 @@ class Runtime:
             store.steps += data.length
             named = self._host.all_gradients(grads)
             store.return_to_stream()
-            return named, losses, outputs, weights, discarded
+            return named, losses, cut_outputs(outputs, data), weights, discarded
 
     def _gradients_in_chunks(self, data: SequenceData, loss: Any):
         """`gradients` of a checked sequence of any length."""
@@ -307,8 +375,8 @@ class Runtime:
         store.steps += data.length
         named = self._host.all_gradients(found.grads)
         store.return_to_stream()
-        discarded = discarded_share(found.discarded, found.grads)
-        return named, found.losses, found.outputs, found.weights, discarded
+        discarded, outputs = discarded_share(found.discarded, found.grads), found.outputs
+        return named, found.losses, cut_outputs(outputs, data), found.weights, discarded
 
     def update(self, xs: tuple, targets: Any, mask: Any, carry: bool, every: str):
         """Gradients and updates; losses, outputs and the steps' weights."""
@@ -321,7 +389,7 @@ class Runtime:
         with store.transaction():
             if self._host.is_needed:
                 return self._host_sequence(xs, targets, mask, carry, every)
-            data, loss = self._sequence(xs, targets, mask, carry)
+            data, loss = self._take_staged(xs, targets, mask, carry)
             if every != "sequence" and isinstance(loss, SequenceLoss):
                 raise InputError(
                     "A loss over the whole sequence allows one update for it, `every='sequence'`, "
@@ -341,6 +409,7 @@ class Runtime:
                     call, start, data.args, data.targets, data.mask
                 )
             before, each = watch.good, data.length if every == "sequence" else plan.steps
+            self.meanwhile()
             try:
                 watch.look(losses, each)
             finally:
@@ -348,7 +417,46 @@ class Runtime:
                 store.updates += made
                 store.steps += min(made * each, data.length)
                 store.return_to_stream()
-            return losses, outputs, weights
+            return losses, cut_outputs(outputs, data), weights
+
+    @contextmanager
+    def while_computing(self, call: Callable[[], None] | None) -> Iterator[None]:
+        """Within this, `update` makes a call after it has started the device and before it waits."""
+        self.meanwhile = call or _nothing
+        try:
+            yield
+        finally:
+            self.meanwhile = _nothing
+
+    def stage(self, xs: tuple, targets: Any, mask: Any, carry: bool) -> None:
+        """Reads the sequence of the next `update`, and puts it on the device; to be called while it
+        computes another of the same shape.
+        """
+        core, is_single = self.store.core, self.store.placement.is_single
+        if not is_single or self._host.is_needed or self.options.any_length:
+            return
+        given = (*xs, targets, mask)
+        try:
+            data, loss = self._read(xs, targets, mask, carry)
+        except Exception:  # the update itself will say what is wrong
+            return
+        data = replace(data, args=jax.device_put(data.args, self.store.placement.device))
+        self._staged = Staged(given, carry, core, data, loss)
+
+    def _take_staged(
+        self, xs: tuple, targets: Any, mask: Any, carry: bool
+    ) -> tuple[SequenceData, Any]:
+        """`_sequence`, or what `stage` has read of the same objects."""
+        staged, self._staged = self._staged, None
+        if staged is None or staged.core is not self.store.active or staged.carry != carry:
+            return self._sequence(xs, targets, mask, carry)
+        given = (*xs, targets, mask)
+        if len(given) != len(staged.given) or any(
+            a is not b for a, b in zip(given, staged.given, strict=True)
+        ):
+            return self._sequence(xs, targets, mask, carry)
+        self.watch.look()
+        return staged.data, staged.loss
 
     def _host_sequence(self, xs: tuple, targets: Any, mask: Any, carry: bool, every: str):
         if every != "sequence":
@@ -405,29 +513,35 @@ class Runtime:
     def predict(self, xs: tuple, carry: bool) -> Any:
         """Outputs of a sequence in evaluation mode; the learner stays as it is."""
         with self.store.transaction():
-            return self._predict(
-                self._sequence(xs, None, None, carry and self.store.stream is not None)[0], carry
-            )
+            continues = carry and self.store.stream is not None
+            data, _ = self._sequence(xs, None, None, continues, evaluates=True, fills=not carry)
+            return cut_outputs(self._evaluate(data, None, carry)[0], data)
 
-    def _predict(self, data: SequenceData, carry: bool) -> Any:
-        store, call = self.store, self.programs.predict()
-        state = store.state
-        hidden, other = state.hidden, state.other
+    def _evaluate(self, data: SequenceData, loss: Any, carry: bool) -> tuple[Any, Any]:
+        """Outputs of a sequence in evaluation mode, and its losses if there is a loss."""
+        store, state = self.store, self.store.state
+        hidden, other, losses = state.hidden, state.other, None
         if not carry:
             hidden, first = self.store.start_states()
             other = store.compiled.join_other(first, other)
-        outputs = call(state.theta, hidden, other, data.args)
+        if self._in_chunks.serves_evaluation(loss):
+            outputs, losses = self._in_chunks.evaluate(data, (hidden, other), loss)
+        else:
+            outputs = self.programs.predict()(state.theta, hidden, other, data.args)
+            if loss is not None:
+                losses = self.programs.losses(loss)(outputs, data.targets)
         store.return_to_stream()
-        return outputs
+        return outputs, losses
 
     def evaluate(self, xs: tuple, targets: Any, mask: Any):
         """Losses and the steps' weights of a sequence in evaluation mode."""
         if targets is None:
             raise InputError("`targets` is missing: an evaluation needs a loss.")
         with self.store.transaction():
-            data, loss = self._sequence(xs, targets, mask, False)
-            call = self.programs.losses(loss)
-            losses = call(self._predict(data, False), data.targets)
+            data, loss = self._sequence(xs, targets, mask, False, evaluates=True)
+            _, losses = self._evaluate(data, loss, False)
+            if self._in_chunks.serves_evaluation(loss):
+                return losses, self._in_chunks.weights(data)
             return losses, step_weights(data.length, data.mask, self.programs.spec(loss).reduction)
 
     # -- what can be learned ----------------------------------------------------------------------

@@ -20,6 +20,7 @@ from etrace_bridge.learning.masks import (
     combine_masks,
     last_of,
     repeat_targets,
+    split_filled_mask,
     split_mask,
 )
 from etrace_bridge.learning.options import Options
@@ -144,11 +145,15 @@ class Weighting:
     ) -> tuple[Any, SequenceData]:
         """The same for a mask of single sequences, or labels that are to be ignored."""
         found: Any = loss
-        if np.ndim(0 if data.mask is None else data.mask) == 2 or loss.ignores(data.targets):
+        by_element = np.ndim(0 if data.mask is None else data.mask) == 2 or data.rows is not None
+        if by_element or loss.ignores(data.targets):
             found = loss.by_element
-            steps, factors = split_mask(
-                combine_masks([data.mask, found.counts(jax.tree.leaves(data.targets))])
-            )
+            mask = combine_masks([data.mask, found.counts(jax.tree.leaves(data.targets))])
+            if data.rows is None:
+                steps, factors = split_mask(mask)
+            else:
+                shape = data.length, np.shape(data.args[0])[1]
+                steps, factors = split_filled_mask(mask, shape, data.rows, found.is_mean)
             data = replace(
                 data,
                 targets=Weighted(data.targets, _like(compiled, factors)),

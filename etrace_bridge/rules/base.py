@@ -115,6 +115,8 @@ class Rule:
         needs_loss: the gradient is not linear in the loss's derivative by the outputs, or reads
             values of the loss, so the rule needs a learner that knows the loss.
         needs_slope: the rule learns from derivatives of the loss, so a loss without one is refused.
+        mixes_batch: what a batch element adds to the gradient depends on the others, by a random
+            draw or a prediction for all of them.
     """
 
     name: ClassVar[str] = ""
@@ -122,6 +124,7 @@ class Rule:
     follows_states: ClassVar[bool] = False
     needs_loss: ClassVar[bool] = False
     needs_slope: ClassVar[bool] = True
+    mixes_batch: ClassVar[bool] = False
 
     @property
     def own_signal(self) -> bool:

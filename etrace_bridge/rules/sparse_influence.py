@@ -29,8 +29,8 @@ from etrace_bridge.step.connectivity import family_reach, step_connectivity
 from etrace_bridge.step.influence import Influence, step_influence, weights_of_views
 from etrace_bridge.step.program import StepProgram, make_program
 from etrace_bridge.step.time import scan_time
-from etrace_bridge.step.unit_arrays import at_elements, flat_rows, spread_features, to_view
-from etrace_bridge.step.units import Family, Layout, find_layout, single_block
+from etrace_bridge.step.unit_arrays import at_elements, flat_rows, spread_features, take
+from etrace_bridge.step.units import Family, Layout, Piece, Sum, find_layout, single_block
 
 Memory = list[list[Any]]  # [family][piece]: (m, *shape of the trace)
 
@@ -64,11 +64,12 @@ class SparseInfluence(ReverseRule):
         for family, S, old in zip(layout.families, self.sets(program, layout), memory, strict=True):
             if not S.shape[1]:
                 continue
-            b = jnp.where(S >= 0, jnp.take(flat, np.maximum(S, 0), axis=1), 0)
-            b = b.reshape(family.units, -1).T  # (m, units)
             for (summed, piece), J in zip(family.pieces, old, strict=True):
-                asked = jnp.sum(at_elements(single_block(summed, piece), b) * J, axis=0)
-                by_part[piece.part.var] = to_view(single_block(summed, piece), asked)
+                form, (sets, letters) = piece.part.form, _sets_at(family, S, summed, piece)
+                b = jnp.where(sets >= 0, flat[:, np.maximum(sets, 0)], 0)
+                b = b.reshape(*form.shape(letters), -1)
+                terms = f"{letters}N,N{form.trace}->{form.view}"
+                by_part[piece.part.var] = jnp.einsum(terms, b, J)
         return weights_of_views(program, theta, by_part)
 
     def advance(
@@ -142,26 +143,41 @@ class SparseInfluence(ReverseRule):
         return paths
 
 
+def _sets_at(family: Family, S: np.ndarray, summed: Sum, piece: Piece) -> tuple[np.ndarray, str]:
+    """The sets of a piece's elements in a row, (elements, m), and the letters of the elements; one
+    set, and the letter of the row alone, where all units have the same.
+    """
+    form, rows = piece.part.form, family.rows
+    has_row = rows == 1 or form.sizes[form.out[0]] == rows
+    if has_row and (S[:1] == S).all():
+        return S[:1], "" if rows == 1 else form.out[0]
+    return S[summed.unit[: len(summed.unit) // rows]], form.out
+
+
 def _move(family: Family, S: np.ndarray, made: Influence, old: Sequence[Any]) -> list[Any]:
-    """`F[S, S] J + G[S] ⊗ x` of a family's pieces."""
+    """`F[S, S] J + G[S] ⊗ x` of a family's pieces.
+
+    Batch and units stay axes of their own, so that a mesh that divides them moves no influence.
+    """
     m = S.shape[1]
     if not m:
         return list(old)
-    at, real = np.maximum(S, 0), S >= 0
-    F = made.F[:, at[:, :, None], at[:, None, :]]  # (rows, units of a row, m, m)
-    F = jnp.where(real[:, :, None] & real[:, None, :], F, 0)
-    F = jnp.moveaxis(F.reshape(family.units, m, m), 0, 2)
-    rows = np.tile(at, (family.rows, 1)).T  # (m, units)
     new = []
     for (summed, piece), J in zip(family.pieces, old, strict=True):
-        form = piece.part.form
-        flat = J.reshape(m, -1, int(np.prod(form.shape(form.contracted), dtype=int)))
-        mix = at_elements(single_block(summed, piece), F).reshape(m, m, -1)
-        moved = jnp.einsum("kjo,jof->kof", mix, flat).reshape(J.shape)
-        G = jnp.take_along_axis(made.G[summed.var], rows, axis=0)
-        G = jnp.where(np.tile(real, (family.rows, 1)).T, G, 0)
-        added = at_elements(single_block(summed, piece), G) * spread_features(
-            single_block(summed, piece), made.data
-        )
-        new.append((moved + added).astype(J.dtype))
+        form, (sets, letters) = piece.part.form, _sets_at(family, S, summed, piece)
+        at, real = np.maximum(sets, 0), sets >= 0
+        F = made.F[:, at[:, :, None], at[:, None, :]]  # (rows, elements of a row, m, m)
+        F = jnp.where(real[:, :, None] & real[:, None, :], F, 0)
+        F = F.reshape(*form.shape(letters), m, m)
+        moved = jnp.einsum(f"{letters}NM,M{form.trace}->N{form.trace}", F, J)
+        G = take(made.G[summed.var], summed.unit, 1)
+        G = G.reshape(len(G), family.rows, -1)  # (n, rows, elements of a row)
+        if len(sets) == 1:
+            G = take(G, at[0], 0)
+        else:
+            G = jnp.take_along_axis(G, np.broadcast_to(at.T[:, None], (m, *G.shape[1:])), axis=0)
+        G = jnp.where(real.T[:, None], G, 0).reshape(m, *form.shape(form.out))
+        x = spread_features(single_block(summed, piece), made.data)
+        terms = f"N{form.out},{form.trace}->N{form.trace}"
+        new.append((moved + jnp.einsum(terms, G, x)).astype(J.dtype))
     return new

@@ -56,6 +56,7 @@ class UORO(ReverseRule):
 
     seed: int = 0
     name: ClassVar[str] = "uoro"
+    mixes_batch: ClassVar[bool] = True
 
     def init(self, program: StepProgram) -> dict[str, Any]:
         """`s` by hidden leaf, `theta` by weight that reaches a state, and how many draws were made."""

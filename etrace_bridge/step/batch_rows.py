@@ -3,17 +3,22 @@
 Each element of a value has a *row*: the batch element whose hidden states and weight products it
 depends on (-1: none). Element-wise equations keep rows, structural ones carry them along, sums and
 products keep them where they sum over one row only. Where a value would depend on two rows, the
-batch is one element as far as derivatives go.
+batch is one element as far as derivatives go (`independent_rows`).
+
+`is_same_for_any_batch` asks for more: that the values themselves of a batch element are the same in
+a batch of any size. It reads two traces of the step, of which one has an element more.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
 
 from etrace_bridge._jax_compat import JaxprEqn, Literal, Var
 from etrace_bridge.compiler.jaxpr import variables
+from etrace_bridge.compiler.module_info import ModuleInfo
 from etrace_bridge.compiler.primitives import (
     index_maps,
     is_elementwise,
@@ -60,6 +65,92 @@ def independent_rows(program: StepProgram, sources: list[Var]) -> int:
     return count if kept else 1
 
 
+def is_same_for_any_batch(one: ModuleInfo, other: ModuleInfo) -> bool:
+    """Whether what a step makes of a batch element depends neither on the other elements nor on
+    their number; False where that is not certain.
+
+    Args:
+        one: the step.
+        other: the same step, traced for a batch that is one element larger.
+    """
+    a, b = one.jaxpr, other.jaxpr
+    sizes = [j.invars[0].aval.shape[:1] for j in (a, b)]
+    if sizes[0] == () or not _same_text(a, b, sizes[0][0], sizes[1][0]):
+        return False
+    known = dict(zip(a.constvars, one.closed_jaxpr.consts, strict=True))
+    rows: Rows = {}
+    for (v, x), y in zip(known.items(), other.closed_jaxpr.consts, strict=True):
+        if np.shape(x) != np.shape(y):
+            if not _is_spread(x, y):
+                return False
+            rows[v] = _first_axis(v.aval.shape)
+        elif not np.array_equal(x, y):
+            return False
+    for v, w in zip(a.invars, b.invars, strict=True):
+        if v.aval.shape != w.aval.shape:
+            if v.aval.shape[1:] != w.aval.shape[1:]:
+                return False
+            rows[v] = _first_axis(v.aval.shape)
+    for eqn, larger in zip(a.eqns, b.eqns, strict=True):
+        if any(v in rows for v in variables(eqn.invars)):
+            found = _rows_of(eqn, rows, known)
+            if found is None:
+                return False
+            rows.update(zip(eqn.outvars, found, strict=True))
+        elif not _add_spread(eqn, larger, rows):
+            return False
+    return all(
+        _is_by_row(v, w, rows, n < one.num_var_out)
+        for n, (v, w) in enumerate(zip(a.outvars, b.outvars, strict=True))
+    )
+
+
+def _same_text(a: Any, b: Any, size: int, larger: int) -> bool:
+    """Whether two programs differ in numbers alone that are sizes of the batch or multiples of it."""
+    texts = [re.sub(r"0x[0-9a-f]+", "", " ".join(str(jaxpr).split())) for jaxpr in (a, b)]
+    literals = [re.findall(r"(\S+):[a-z]+\d*\[\]", text) for text in texts]
+    tokens = [re.findall(r"\d+\.[\de+-]*|\d+|\D+", text) for text in texts]
+    return (
+        literals[0] == literals[1]
+        and len(tokens[0]) == len(tokens[1])
+        and all(
+            x == y or (x.isdigit() and y.isdigit() and int(x) * larger == int(y) * size)
+            for x, y in zip(*tokens, strict=True)
+        )
+    )
+
+
+def _is_spread(x: Any, y: Any) -> bool:
+    """Whether constants for two sizes of the batch have the same values for every element."""
+    is_first = np.shape(x)[1:] == np.shape(y)[1:]
+    return is_first and bool((np.asarray(y) == np.asarray(x)[:1]).all() and (x == x[:1]).all())
+
+
+def _add_spread(eqn: JaxprEqn, larger: JaxprEqn, rows: Rows) -> bool:
+    """Gives rows to a value that is spread over the batch without depending on it; False if it was
+    made in another way, as random numbers are.
+    """
+    for v, w in zip(eqn.outvars, larger.outvars, strict=True):
+        axes = [
+            n for n, (x, y) in enumerate(zip(v.aval.shape, w.aval.shape, strict=True)) if x != y
+        ]
+        if not axes:
+            continue
+        if len(axes) > 1 or eqn.primitive.name not in ("broadcast_in_dim", "iota"):
+            return False
+        shape = [-1 if n == axes[0] else 1 for n in range(len(v.aval.shape))]
+        count = np.arange(v.aval.shape[axes[0]]).reshape(shape)
+        rows[v] = np.broadcast_to(count, v.aval.shape)
+    return True
+
+
+def _is_by_row(v: Any, w: Any, rows: Rows, is_output: bool) -> bool:
+    """Whether a result has the batch first, each row from its own; a state may be without it."""
+    if v.aval.shape == w.aval.shape:
+        return not is_output and (isinstance(v, Literal) or v not in rows)
+    return v in rows and bool((rows[v] == _first_axis(v.aval.shape)).all())
+
+
 def _first_axis(shape: tuple[int, ...]) -> np.ndarray:
     return np.broadcast_to(np.arange(shape[0]).reshape(-1, *(1,) * (len(shape) - 1)), shape)
 
@@ -84,7 +175,7 @@ def _rows_of(eqn: JaxprEqn, rows: Rows, constants: dict[Var, Any]) -> list[np.nd
     if is_structural(eqn):
         maps = index_maps(eqn, constants)
         if maps is None:
-            return None
+            return _looked_up(eqn, operands)
         flat = np.concatenate(
             [
                 np.full(v.aval.size, -1) if a is None else a.reshape(-1)
@@ -112,6 +203,23 @@ def _rows_of(eqn: JaxprEqn, rows: Rows, constants: dict[Var, Any]) -> list[np.nd
         )
         return [np.broadcast_to(lead, shape)]
     return None
+
+
+def _looked_up(eqn: JaxprEqn, operands: list[Any]) -> list[np.ndarray] | None:
+    """Rows of a look-up: of the indices, in a table that has none."""
+    if eqn.primitive.name != "gather" or operands[0] is not None:
+        return None
+    numbers, indices, shape = (
+        eqn.params["dimension_numbers"],
+        operands[1],
+        eqn.outvars[0].aval.shape,
+    )
+    if numbers.operand_batching_dims or not _constant(indices, (indices.ndim - 1,)):
+        return None
+    lead = [d for d in range(len(shape)) if d not in numbers.offset_dims]
+    wide = np.ones(len(shape), int)
+    wide[lead] = indices.shape[:-1]
+    return [np.broadcast_to(_reduced(indices, (indices.ndim - 1,)).reshape(wide), shape)]
 
 
 def _constant(array: Any, axes: Any) -> bool:
