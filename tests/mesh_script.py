@@ -16,7 +16,6 @@ import torch
 from torch.nn.functional import mse_loss
 
 import etrace_bridge as eb
-from etrace_bridge.lowering.compile import OPTIONS
 from etrace_bridge.schedule.chunk_plan import divide
 from learner_models import make_data, make_net
 from share import FULL
@@ -146,7 +145,6 @@ def collectives(
 
 
 def main() -> None:
-    OPTIONS["xla_backend_optimization_level"] = 0  # as the fixture `quick_compile`
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("batch",))
     _, alone = train()
     learner, together = train(mesh=mesh)

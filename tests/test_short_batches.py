@@ -25,8 +25,6 @@ from learner_models import I, O, T, make_data, make_net
 from share import in_turn
 from test_any_length import count_programs
 
-pytestmark = pytest.mark.usefixtures("quick_compile")
-
 FULL, SHORT = 5, 2
 
 
