@@ -772,3 +772,32 @@ def test_the_reason_is_that_of_the_layout_that_keeps_samples_apart(how: str, rea
     with pytest.raises(eb.NotSupportedError, match=reason):
         net.init_state(B)
         net(torch.randn(B, IN, dtype=torch.float64))
+
+
+class RunningMaximum(nn.Module):
+    """The largest value of spikes so far: from zeros it has the same values as from the first
+    spikes, and other derivatives.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.out = nn.Linear(3, 4).double(), nn.Linear(4, 2).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        v, most = x.new_zeros(x.shape[0], 4), None
+        for t in range(x.shape[1]):
+            v = 0.8 * v + self.inp(x[:, t])
+            spikes = Spike.apply(v - 0.3)
+            v = v - 0.3 * spikes
+            most = spikes if most is None else torch.maximum(most, spikes)
+        return self.out(most)
+
+
+def test_a_first_step_with_equal_values_and_other_derivatives() -> None:
+    model, xs, target = RunningMaximum(), torch.randn(5, 7, 3).double(), torch.randn(5, 2).double()
+    expected = torch.autograd.grad(F.mse_loss(model(xs), target), list(model.parameters()))
+    learner = eb.OnlineLearner(model, "rtrl", F.mse_loss, loss_at="last")
+    found = learner.gradients(xs, target).grads
+    for (name, _), grad in zip(model.named_parameters(), expected, strict=True):
+        assert grad.abs().max() > 0.1
+        torch.testing.assert_close(found[name], grad, rtol=1e-9, atol=1e-12)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -23,6 +25,7 @@ from etrace_bridge.frontend.time.step import LoopStep
 from etrace_bridge.lowering import jit
 
 _CHECKED = 9  # the length of the sequence on which a step is compared with torch
+_DIFFERENTIATED = 3  # that of the one on which derivatives are compared
 _MOVED = 0.02  # by how much weights are moved for the comparison
 _LOUDER = (5.0, 30.0)  # by how much inputs are enlarged where an output is all zeros
 # Inputs on which exploding models are compared; values from which on they count as such
@@ -43,6 +46,9 @@ def find_difference(
     The weights are moved a little, since a step must be right for all of them: a state that starts
     at minus a bias starts at zero while the bias is zero, and its gradient is wrong. Where the
     values explode on such numbers, so that rounding errors do too, smaller inputs decide.
+
+    Where a start is guessed, derivatives are compared as well: a running maximum of spikes, say,
+    has the same values from zeros as from its first spikes, but not the same derivatives.
     """
     steps = [tuple(random_like(x, 100 + t) for x in inputs) for t in range(_CHECKED)]
     with _moved_weights(tensors):
@@ -59,8 +65,11 @@ def find_difference(
                     else None
                 )
             if problem is not None or not silent:
-                return problem
-        return None
+                break
+        if problem is None and step.start_is_guessed:
+            first = [scaled(x, scale) for x in steps[:_DIFFERENTIATED]]
+            problem = _difference_of_derivatives(model, tensors, first, plan, given, step)
+        return problem
 
 
 @contextlib.contextmanager
@@ -102,10 +111,7 @@ def _difference(
         outputs.append([np.asarray(y) for y in now])
     lengths = [_CHECKED] if all(axis is not None for axis in step.axes) else [1, 2, 3, _CHECKED]
     for length in lengths:
-        whole = tuple(
-            torch.stack(x, min(step.time_axis, x[0].dim()))
-            for x in zip(*steps[:length], strict=True)
-        )
+        whole = _joined(steps[:length], step)
         try:
             wanted = _run_whole(model, whole, plan, given)
         except Exception:  # some models do not take sequences as short as this
@@ -120,10 +126,7 @@ def _difference(
                 np.asarray(to_jax(target)),
             )
             if axis is None:
-                total = {"sum": column.sum(0), "mean": column.mean(0), "last": column[-1]}[
-                    reduction or "last"
-                ]
-                pairs = [(length, total, expected)]
+                pairs = [(length, _reduced(column, reduction), expected)]
             else:
                 pairs = [(t + 1, column[t], axis.select(expected, t)) for t in range(length)]
             for number, found, value in pairs:
@@ -141,17 +144,97 @@ def _difference(
     return None, silent
 
 
+def _joined(steps: Sequence[tuple], step: LoopStep) -> tuple[torch.Tensor, ...]:
+    """Inputs of several steps as sequences."""
+    return tuple(torch.stack(x, min(step.time_axis, x[0].dim())) for x in zip(*steps, strict=True))
+
+
+def _reduced(column: Any, reduction: str | None) -> Any:
+    """The outputs of all steps as the model reduces them over time."""
+    if reduction in ("sum", "mean"):
+        return getattr(column, reduction)(0)
+    return column[-1]
+
+
 def _run_whole(
-    model: nn.Module, whole: tuple, plan: StepPlan, given: tuple | None
+    model: nn.Module, whole: tuple, plan: StepPlan, given: tuple | None, with_grad: bool = False
 ) -> list[torch.Tensor]:
     """Run torch on a whole sequence from the initial state; give the output tensors."""
     with (
         restored(model, values=False),
-        torch.no_grad(),
+        torch.set_grad_enabled(with_grad),
         same_draws(lambda: jnp.zeros(2, jnp.uint32)),
     ):
         returned = plan.call_from(model, whole, given)
-        return [t.detach() for _, t in flatten_state(plan.output_of(model, returned))[0]]
+        return [t for _, t in flatten_state(plan.output_of(model, returned))[0]]
+
+
+def _difference_of_derivatives(
+    model: nn.Module,
+    tensors: Sequence[NamedTensor],
+    steps: list[tuple],
+    plan: StepPlan,
+    given: tuple | None,
+    step: LoopStep,
+) -> StateError | None:
+    """Compare gradients by weights and inputs of a weighted sum of a short sequence's outputs."""
+    whole = [x.detach().requires_grad_(_is_inexact(x)) for x in _joined(steps, step)]
+    try:
+        outputs = _run_whole(model, tuple(whole), plan, given, with_grad=True)
+    except Exception:  # some models do not take sequences as short as this
+        return None
+    generator = torch.Generator().manual_seed(1)
+    factors = [
+        torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.real.dtype)
+        for y in outputs
+    ]
+    seen = [_is_inexact(y) and y.requires_grad for y in outputs]
+    total = sum((f * y.real).sum() for f, y, s in zip(factors, outputs, seen, strict=True) if s)
+    weights = [i for i, named in enumerate(tensors) if named.tensor.requires_grad]
+    inputs = [i for i, x in enumerate(whole) if x.requires_grad]
+    wanted = [*(tensors[i].tensor for i in weights), *(whole[i] for i in inputs)]
+    if not isinstance(total, torch.Tensor) or not wanted:
+        return None
+    expected = torch.autograd.grad(total, wanted, allow_unused=True)
+    values, rows = [to_jax(named.tensor) for named in tensors], [to_jax(x) for x in whole]
+
+    def in_jax(chosen: list[Any]) -> Any:
+        now, given_rows = list(values), list(rows)
+        for i, value in zip(weights, chosen[: len(weights)], strict=True):
+            now[i] = value
+        for i, value in zip(inputs, chosen[len(weights) :], strict=True):
+            given_rows[i] = value
+        states: list[Any] = [to_jax(leaf.initial) for leaf in step.leaves]
+        found = []
+        for t in range(len(steps)):
+            at = [jnp.take(x, t, min(step.time_axis, x.ndim - 1)) for x in given_rows]
+            y, states = step(now, states, lambda: jnp.zeros(2, jnp.uint32), at)
+            found.append(y)
+        result = 0.0
+        for i, (axis, reduction) in enumerate(zip(step.axes, step.reductions, strict=True)):
+            if seen[i]:
+                factor, column = to_jax(factors[i]), jnp.stack([y[i] for y in found])
+                parts = (
+                    [factor * _reduced(column, reduction).real]
+                    if axis is None
+                    else [axis.select(factor, t) * column[t].real for t in range(len(steps))]
+                )
+                result = result + sum(jnp.sum(part) for part in parts)
+        return result
+
+    chosen = [*(values[i] for i in weights), *(rows[i] for i in inputs)]
+    for found, gradient in zip(jit(jax.grad(in_jax))(chosen), expected, strict=True):
+        right = np.zeros(found.shape) if gradient is None else gradient.resolve_conj().numpy()
+        if np.isfinite(right).all() and not _agree(
+            np.conj(np.asarray(found)), right.astype(found.dtype)
+        ):
+            names = [".".join(leaf.path) for leaf in step.leaves]
+            return not_differentiated_alike(type(model).__name__, names)
+    return None
+
+
+def _is_inexact(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _agree(found: np.ndarray, value: np.ndarray) -> bool:
@@ -159,6 +242,16 @@ def _agree(found: np.ndarray, value: np.ndarray) -> bool:
     tolerance = 1e-9 if value.dtype == np.float64 else 1e-4
     return found.shape == value.shape and np.allclose(
         found, value, rtol=0, atol=tolerance * scale, equal_nan=True
+    )
+
+
+def not_differentiated_alike(model: str, states: list[str]) -> StateError:
+    """A step with the right values and other derivatives."""
+    return messages.NotChained(
+        f"`{model}.forward` takes sequences, and the step that was found in it gives the same "
+        "outputs as a whole sequence, but other gradients: the first step is unlike the others. "
+        f"States: {', '.join(f'`{s}`' for s in states) or 'none'}. Start them from tensors that "
+        "are made before the loop."
     )
 
 

@@ -157,7 +157,9 @@ class _Finder:
         split = step.split
         first = [*split.first_outputs, *[state.column[1] for state in split.states]]
         if all(node is not None and node.level <= 1 for node in first):
-            yield self._complete(dataclasses.replace(step, first_differs=True))
+            yield self._complete(
+                dataclasses.replace(step, first_differs=True, start_is_guessed=False)
+            )
 
     def _complete(self, step: LoopStep) -> LoopStep:
         """Add the state that tells that a step is the first, where it matters."""
@@ -192,7 +194,7 @@ class _Finder:
 
     def _as_read(self, step: LoopStep) -> LoopStep:
         """Let states start as the first step shows them."""
-        leaves, starts = [], []
+        leaves, starts, guessed = [], [], False
         for leaf, state in zip(step.leaves, step.split.states, strict=True):
             start = state.column[0]
             fits = (
@@ -209,9 +211,10 @@ class _Finder:
                 leaf = dataclasses.replace(
                     leaf, initial=to_torch(np.asarray(evaluate([start], self._values())[0]))
                 )
+            guessed |= not fits
             starts.append(start if fits and not fixed else None)
             leaves.append(leaf)
-        return dataclasses.replace(step, leaves=leaves, starts=starts)
+        return dataclasses.replace(step, leaves=leaves, starts=starts, start_is_guessed=guessed)
 
     def _values(self) -> dict[int, Any]:
         return {

@@ -29,6 +29,7 @@ class LoopStep:
         starts: For each state, what it is computed from at the first step; None if it starts as a
             constant.
         first_differs: The first step has a program of its own.
+        start_is_guessed: A state starts from zeros though no first step shows them.
         tensor_nodes: Parameters and buffers.
         input_shapes: Shapes of one step of the inputs, with the time axis.
         batch: Batch size, or None.
@@ -47,6 +48,7 @@ class LoopStep:
     time_axis: int
     batch: int | None
     ranges: list[InputRange]
+    start_is_guessed: bool = True
 
     def __call__(
         self,
