@@ -95,6 +95,17 @@ def test_a_start_as_the_author_set_it_is_no_left_over(start: Tensor | None) -> N
     assert hidden(net) == {"h"}
 
 
+def test_a_registered_buffer_may_hold_any_start() -> None:
+    model = Keeper()
+    del model.h
+    model.register_buffer("h", torch.randn(B, H))
+    net = eb.wrap(model)
+    net.init_state(B)
+    assert hidden(net) == {"h"}
+    x = torch.randn(B, H)
+    np.testing.assert_allclose(np.asarray(net(x)), model(x).detach(), atol=1e-6)
+
+
 def test_left_over_state_of_another_batch_size_is_named_in_the_error() -> None:
     model = Keeper()
     model(torch.randn(B, H))

@@ -222,13 +222,14 @@ def find_left_over(plan: StepPlan) -> dict[str, torch.Tensor]:
     to torch's graph, or their elements differ.
 
     Libraries' own layers are reset before a plan is made. What a model's author sets before the
-    first run is zeros or another constant, as a rule.
+    first run is zeros or another constant, as a rule; but a registered buffer is part of the
+    model's `state_dict`, and may hold any start.
     """
-    places = [(slot.path, slot.module, slot.name) for slot in plan.attributes]
+    slots = [(slot.path, slot.module, slot.name) for slot in plan.attributes]
+    by_value = [place for place in slots if place[2] not in place[1]._buffers]
     return {
-        name: tensor.detach()
-        for name, tensor in _own_tensors(places)
-        if tensor.grad_fn is not None or _elements_differ(tensor)
+        **{n: t.detach() for n, t in _own_tensors(slots) if t.grad_fn is not None},
+        **{n: t.detach() for n, t in _own_tensors(by_value) if _elements_differ(t)},
     }
 
 
