@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +20,7 @@ from etrace_bridge.schedule.sequence import run_sequence
 from etrace_bridge.step.program import StepProgram, make_program
 from fuzz_models import STEPS, Program
 from oracle_compiler import Unrolled
-
-# A program runs once on tiny arrays: compiling it is all of the cost.
-QUICK_COMPILE = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,
-}
+from quick_jit import quick_jit
 
 
 def runs_of(seed: int) -> dict[str, tuple[Rule, int]]:
@@ -139,10 +132,9 @@ def measure(program: Program) -> Measured:
         return grads, jax.tree.leaves(outputs)
 
     # One program in three is compiled as a user's is, so that what XLA gets wrong is found too.
-    quick = functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
-    compiled = (quick if len(program.source) % 3 else jit)(all_rules)
+    compiled = (quick_jit if len(program.source) % 3 else jit)(all_rules)
     grads, outputs = jax.tree.map(np.array, compiled(theta, hidden, other, inputs))
-    brute = jax.tree.map(np.array, quick(unrolled.d_rtrl)())
+    brute = jax.tree.map(np.array, quick_jit(unrolled.d_rtrl)())
     named = {run: dict(zip(names, values, strict=True)) for run, values in grads.items()}
     brute = {credit: dict(zip(names, values, strict=True)) for credit, values in brute.items()}
     return Measured(graph, torch_outputs, outputs, torch_grads, named, brute)

@@ -18,7 +18,7 @@ import etrace_bridge as eb
 from etrace_bridge.learning.compiled_step import CompiledStep
 from etrace_bridge.rules import Carry, Chunk, Rule
 from etrace_bridge.schedule.chunk import run_chunk
-from zoo.online import QUICK_COMPILE
+from quick_jit import quick_jit
 
 INPUTS = 3
 
@@ -292,7 +292,7 @@ def engine(
         )
         return done.grads, (done.carry.hidden, done.carry.other, done.carry.trace), done.discarded
 
-    call = jax.jit(run, compiler_options=QUICK_COMPILE)
+    call = quick_jit(run)
     carry, total, lost = (hidden, other, rule.init(session.program)), None, []
     for t in range(0, len(ref.xs), chunk):
         some = slice(t, t + chunk)

@@ -15,15 +15,8 @@ from torch.testing._internal.common_methods_invocations import op_db
 
 from etrace_bridge.frontend.ops import OpRule, lookup
 from etrace_bridge.frontend.ops.dtypes import cast, to_jax_dtype
+from quick_jit import quick_jit
 
-# These programs run once: compiling them is what takes time (3 x less with these; results do not
-# depend on them).
-QUICK_COMPILE = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,
-    "xla_cpu_parallel_codegen_split_count": 1,
-}
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
@@ -205,7 +198,7 @@ def compare(
             answers.append((values, list(pull(seeds))))
         return answers
 
-    answers = jax.jit(everything, compiler_options=QUICK_COMPILE)(inputs)
+    answers = quick_jit(everything)(inputs)
     for (values, grads), (results, cotangents, torch_grads), (rule, call) in zip(
         answers, expected, calls, strict=True
     ):

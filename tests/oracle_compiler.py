@@ -16,17 +16,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from etrace_bridge._jax_compat import Literal, bind_equation
-
-# Each program runs once, so compiling it is all that costs; these options make that four times
-# faster.
-QUICK = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+from quick_jit import quick_jit
 
 
 def compute(fun: Callable) -> Any:
     """The results of `fun()`, on the host, as one program (eager mode would compile every
     operation).
     """
-    return jax.device_get(jax.jit(fun, compiler_options=QUICK)())
+    return jax.device_get(quick_jit(fun)())
 
 
 class Step:

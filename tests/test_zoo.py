@@ -14,10 +14,11 @@ import torch
 from brainstate.transform import StatefulFunction
 
 import etrace_bridge as eb
+from quick_jit import quick_jit
 from share import in_turn
 from test_zoo_rules import TRAINED
 from torch_zoo import CASES, STEPS, Case, Reference, check_live, find, reference, tensors
-from zoo.online import QUICK_COMPILE, after_hooks
+from zoo.online import after_hooks
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -98,7 +99,7 @@ def bridged_result(
 
     values = [states[i].value for i in trained]
     argnums = (0, 1) if xs.is_floating_point() else (0,)
-    run = jax.jit(jax.value_and_grad(loss, argnums, has_aux=True), compiler_options=QUICK_COMPILE)
+    run = quick_jit(jax.value_and_grad(loss, argnums, has_aux=True))
     (total, (outputs, trajectory)), grads = run(values, xs_jax)
     by_name = dict(zip((paths[id(states[i])] for i in trained), grads[0], strict=True))
     return {

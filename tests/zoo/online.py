@@ -17,10 +17,8 @@ from etrace_bridge.learning.compiled_step import CompiledStep
 from etrace_bridge.rules import DRTRL, Carry, Chunk, Rule
 from etrace_bridge.schedule.chunk import run_chunk
 from etrace_bridge.step.slope import run_slope, zero_tangent
+from quick_jit import quick_jit
 from zoo.case import STEPS, Case, Reference, reference
-
-# Each program runs once on tiny arrays: compiling it is all of the cost.
-QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 
 
 def step_loss(output: Any, weights: list[Any]) -> Any:
@@ -89,7 +87,7 @@ class OnlineCase:
             done = run_chunk(rule, program, theta, Carry(hidden, other, trace), data, False, False)
             return done.grads, (done.carry.hidden, done.carry.other, done.carry.trace)
 
-        call = jax.jit(run, compiler_options=QUICK_COMPILE)
+        call = quick_jit(run)
         carry, total = (hidden, other, rule.init(program)), None
         for at in range(0, STEPS, chunk):
             some = slice(at, at + chunk)
@@ -139,7 +137,7 @@ class OnlineCase:
                 program, theta, along, (hidden, other), zero_tangent(program), data, step_loss
             ).slopes
 
-        call = jax.jit(run, compiler_options=QUICK_COMPILE)
+        call = quick_jit(run)
         return np.asarray(call(*self.compiled.read(), along, self.xs.numpy(), targets))
 
     def meter_error(self, rule: Rule | None = None) -> float:
