@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -316,3 +317,11 @@ def test_a_brainstate_module_takes_arrays_by_position() -> None:
     learner = eb.OnlineLearner(Plain(), loss=lambda y, t: jnp.mean((y - t) ** 2))
     with pytest.raises(eb.InputError, match=r"dict with the keys 'x'.*pass a tuple"):
         learner.step({"x": jnp.zeros((B, IN))}, jnp.zeros((B, 2)))
+
+
+def test_the_guess_before_the_first_input_warns_of_nothing() -> None:
+    """A model that wants a dict is tried with a tensor to tell its layout."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert not eb.wrap(DictLoop()).batch_first
+    assert not caught, caught[0].message

@@ -5,6 +5,7 @@ far.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,7 +103,9 @@ class Core:
         if inputs is None:
             return False
         try:
-            return self.find_plan(inputs, 2).layout == "batch_first"
+            with warnings.catch_warnings():  # of a model that is given something else
+                warnings.simplefilter("ignore")
+                return self.find_plan(inputs, 2).layout == "batch_first"
         except Exception:  # the guess may be wrong; the first input will tell
             return False
 
