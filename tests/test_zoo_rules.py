@@ -66,7 +66,7 @@ def special(name: str) -> bool:
     return name.removeprefix("snntorch-") in FLOAT32_TRACES
 
 
-EXACT = in_turn(TRAINED, 3, special)
+EXACT = in_turn(TRAINED, 2, special)
 
 
 @pytest.mark.parametrize("name", EXACT)
