@@ -334,9 +334,8 @@ class _OnlineStep(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple:
         call: Call = ctx.saved_tensors[0].call
-        # torch's gradient by a complex value is the conjugate of JAX's.
         y_bar = [
-            view_tensor(c.conj() if c.is_complex() else c)
+            view_tensor(c)
             for c, wanted in zip(cotangents, call.compiled.core.float_outputs, strict=True)
             if wanted
         ]
@@ -349,9 +348,7 @@ class _OnlineStep(torch.autograd.Function):
             grads = call.compiled.run("inputs", call.plan)(
                 call.params, call.carry, call.args, y_bar
             )
-            found[: ctx.num_inputs] = [
-                None if g is None else to_tensor(g.conj(), device) for g in grads
-            ]
+            found[: ctx.num_inputs] = [None if g is None else to_tensor(g, device) for g in grads]
         return (
             None,
             None,

@@ -106,7 +106,8 @@ class TorchStep:
         def run(
             params: Any, carry: Any, args: Sequence[Any], cotangents: Sequence[Any] = ()
         ) -> Any:
-            args, y_bar = lift(args), lift(cotangents)
+            # torch's gradient by a complex value is the conjugate of JAX's.
+            args, y_bar = lift(args), [jnp.conj(c) for c in lift(cotangents)]
             if kind == "infer":
                 outputs, new = core.infer(params, carry, args)
                 return lower(jax.tree.leaves(outputs)), new
@@ -125,7 +126,8 @@ class TorchStep:
             if kind == "gradients":
                 grads = core.gradients(params, carry, args, y_bar, plan)
                 return [grads[n] for n in self.weight_names]
-            return lower(core.input_gradients(params, carry, args, y_bar))
+            found = core.input_gradients(params, carry, args, y_bar)
+            return lower([None if g is None else jnp.conj(g) for g in found])
 
         return run
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -51,25 +52,27 @@ def find_difference(
     has the same values from zeros as from its first spikes, but not the same derivatives.
     """
     steps = [tuple(random_like(x, 100 + t) for x in inputs) for t in range(_CHECKED)]
+    pair = _Pair(model, tensors, plan, given, step)
     with _moved_weights(tensors):
-        for scale in (1.0, *_LOUDER):  # a spiking model that is silent agrees with everything
-            problem, silent = _difference(
-                model, tensors, [scaled(x, scale) for x in steps], plan, given, step
-            )
-            if isinstance(problem, _Exploded):
-                return (
-                    _difference(
-                        model, tensors, [scaled(x, _SMALL) for x in steps], plan, given, step
-                    )[0]
-                    if scale == 1
-                    else None
-                )
-            if problem is not None or not silent:
-                break
+        problem, scale = _difference_of_values(pair, steps)
         if problem is None and step.start_is_guessed:
-            first = [scaled(x, scale) for x in steps[:_DIFFERENTIATED]]
-            problem = _difference_of_derivatives(model, tensors, first, plan, given, step)
+            problem = pair.difference_of_derivatives([scaled(x, scale) for x in steps])
         return problem
+
+
+def _difference_of_values(pair: _Pair, steps: list[tuple]) -> tuple[StateError | None, float]:
+    """The first difference on inputs that make the model fire and do not make it explode, and by
+    how much they were enlarged.
+    """
+    for scale in (1.0, *_LOUDER):  # a spiking model that is silent agrees with everything
+        problem, silent = pair.difference([scaled(x, scale) for x in steps])
+        if isinstance(problem, _Exploded):
+            if scale != 1:
+                return None, 1.0  # where it was silent
+            return pair.difference([scaled(x, _SMALL) for x in steps])[0], _SMALL
+        if problem is not None or not silent:
+            return problem, scale
+    return None, scale
 
 
 @contextlib.contextmanager
@@ -93,55 +96,130 @@ class _Exploded(messages.NotChained):
     """A difference between values so large that rounding errors may be the reason."""
 
 
-def _difference(
-    model: nn.Module,
-    tensors: Sequence[NamedTensor],
-    steps: list[tuple],
-    plan: StepPlan,
-    given: tuple | None,
-    step: LoopStep,
-) -> tuple[StateError | None, bool]:
-    """Compare one sequence; give the first difference, and whether an output is all zeros."""
-    silent = False
-    values = [to_jax(named.tensor) for named in tensors]
-    run = jit(lambda t, s, x: step(t, s, lambda: jnp.zeros(2, jnp.uint32), x), one_step=True)
-    states, outputs = [to_jax(leaf.initial) for leaf in step.leaves], []
-    for x in steps:
-        now, states = run(values, states, [to_jax(v) for v in x])
-        outputs.append([np.asarray(y) for y in now])
-    lengths = [_CHECKED] if all(axis is not None for axis in step.axes) else [1, 2, 3, _CHECKED]
-    for length in lengths:
-        whole = _joined(steps[:length], step)
-        try:
-            wanted = _run_whole(model, whole, plan, given)
-        except Exception:  # some models do not take sequences as short as this
-            if length == _CHECKED:
-                raise
-            continue
-        for i, (target, axis, reduction) in enumerate(
-            zip(wanted, step.axes, step.reductions, strict=True)
+@dataclass(frozen=True)
+class _Pair:
+    """A step and the model that it was found in; attributes as in `find_difference`."""
+
+    model: nn.Module
+    tensors: Sequence[NamedTensor]
+    plan: StepPlan
+    given: tuple | None
+    step: LoopStep
+
+    def difference(self, steps: list[tuple]) -> tuple[StateError | None, bool]:
+        """Compare one sequence; give the first difference, and whether an output is all zeros."""
+        model, tensors, step, silent = self.model, self.tensors, self.step, False
+        values = [to_jax(named.tensor) for named in tensors]
+        run = jit(lambda t, s, x: step(t, s, lambda: jnp.zeros(2, jnp.uint32), x), one_step=True)
+        states, outputs = [to_jax(leaf.initial) for leaf in step.leaves], []
+        for x in steps:
+            now, states = run(values, states, [to_jax(v) for v in x])
+            outputs.append([np.asarray(y) for y in now])
+        lengths = [_CHECKED] if all(axis is not None for axis in step.axes) else [1, 2, 3, _CHECKED]
+        for length in lengths:
+            whole = _joined(steps[:length], step)
+            try:
+                wanted = self.run_whole(whole)
+            except Exception:  # some models do not take sequences as short as this
+                if length == _CHECKED:
+                    raise
+                continue
+            for i, (target, axis, reduction) in enumerate(
+                zip(wanted, step.axes, step.reductions, strict=True)
+            ):
+                column, expected = (
+                    np.stack([y[i] for y in outputs[:length]]),
+                    np.asarray(to_jax(target)),
+                )
+                if axis is None:
+                    pairs = [(length, _reduced(column, reduction), expected)]
+                else:
+                    pairs = [(t + 1, column[t], axis.select(expected, t)) for t in range(length)]
+                for number, found, value in pairs:
+                    if not _agree(found, value):
+                        problem = not_chained(
+                            type(model).__name__,
+                            i,
+                            number,
+                            [".".join(leaf.path) for leaf in step.leaves],
+                        )
+                        return (
+                            problem if np.abs(expected).max() < _LARGE else _Exploded(str(problem))
+                        ), False
+                silent |= length == _CHECKED and not np.any(expected)
+        return None, silent
+
+    def run_whole(self, whole: tuple, with_grad: bool = False) -> list[torch.Tensor]:
+        """Run torch on a whole sequence from the initial state; give the output tensors."""
+        with (
+            restored(self.model, values=False),
+            torch.set_grad_enabled(with_grad),
+            same_draws(lambda: jnp.zeros(2, jnp.uint32)),
         ):
-            column, expected = (
-                np.stack([y[i] for y in outputs[:length]]),
-                np.asarray(to_jax(target)),
-            )
-            if axis is None:
-                pairs = [(length, _reduced(column, reduction), expected)]
-            else:
-                pairs = [(t + 1, column[t], axis.select(expected, t)) for t in range(length)]
-            for number, found, value in pairs:
-                if not _agree(found, value):
-                    problem = not_chained(
-                        type(model).__name__,
-                        i,
-                        number,
-                        [".".join(leaf.path) for leaf in step.leaves],
+            returned = self.plan.call_from(self.model, whole, self.given)
+            return [t for _, t in flatten_state(self.plan.output_of(self.model, returned))[0]]
+
+    def difference_of_derivatives(self, steps: list[tuple]) -> StateError | None:
+        """Compare gradients by weights and inputs of a weighted sum of a short sequence's outputs."""
+        model, tensors, step = self.model, self.tensors, self.step
+        try:
+            whole, outputs = self._run_with_grad(steps[:_DIFFERENTIATED])
+            steps = steps[:_DIFFERENTIATED]
+        except Exception:  # some models do not take sequences as short as this
+            whole, outputs = self._run_with_grad(steps)
+        generator = torch.Generator().manual_seed(1)
+        factors = [
+            torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.real.dtype)
+            for y in outputs
+        ]
+        seen = [_is_inexact(y) and y.requires_grad for y in outputs]
+        total = sum((f * y.real).sum() for f, y, s in zip(factors, outputs, seen, strict=True) if s)
+        weights = [i for i, named in enumerate(tensors) if named.tensor.requires_grad]
+        inputs = [i for i, x in enumerate(whole) if x.requires_grad]
+        wanted = [*(tensors[i].tensor for i in weights), *(whole[i] for i in inputs)]
+        if not isinstance(total, torch.Tensor) or not wanted:
+            return None
+        expected = torch.autograd.grad(total, wanted, allow_unused=True)
+        values, rows = [to_jax(named.tensor) for named in tensors], [to_jax(x) for x in whole]
+
+        def in_jax(chosen: list[Any]) -> Any:
+            now, given_rows = list(values), list(rows)
+            for i, value in zip(weights, chosen[: len(weights)], strict=True):
+                now[i] = value
+            for i, value in zip(inputs, chosen[len(weights) :], strict=True):
+                given_rows[i] = value
+            states: list[Any] = [to_jax(leaf.initial) for leaf in step.leaves]
+            found = []
+            for t in range(len(steps)):
+                at = [jnp.take(x, t, min(step.time_axis, x.ndim - 1)) for x in given_rows]
+                y, states = step(now, states, lambda: jnp.zeros(2, jnp.uint32), at)
+                found.append(y)
+            result = 0.0
+            for i, (axis, reduction) in enumerate(zip(step.axes, step.reductions, strict=True)):
+                if seen[i]:
+                    factor, column = to_jax(factors[i]), jnp.stack([y[i] for y in found])
+                    parts = (
+                        [factor * _reduced(column, reduction).real]
+                        if axis is None
+                        else [axis.select(factor, t) * column[t].real for t in range(len(steps))]
                     )
-                    return (
-                        problem if np.abs(expected).max() < _LARGE else _Exploded(str(problem))
-                    ), False
-            silent |= length == _CHECKED and not np.any(expected)
-    return None, silent
+                    result = result + sum(jnp.sum(part) for part in parts)
+            return result
+
+        chosen = [*(values[i] for i in weights), *(rows[i] for i in inputs)]
+        for found, gradient in zip(jit(jax.grad(in_jax))(chosen), expected, strict=True):
+            right = np.zeros(found.shape) if gradient is None else gradient.resolve_conj().numpy()
+            if np.isfinite(right).all() and not _agree(
+                np.conj(np.asarray(found)), right.astype(found.dtype)
+            ):
+                names = [".".join(leaf.path) for leaf in step.leaves]
+                return not_differentiated_alike(type(model).__name__, names)
+        return None
+
+    def _run_with_grad(self, steps: list[tuple]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Inputs of several steps as sequences, and torch's outputs, in torch's graph."""
+        whole = [x.detach().requires_grad_(_is_inexact(x)) for x in _joined(steps, self.step)]
+        return whole, self.run_whole(tuple(whole), with_grad=True)
 
 
 def _joined(steps: Sequence[tuple], step: LoopStep) -> tuple[torch.Tensor, ...]:
@@ -154,83 +232,6 @@ def _reduced(column: Any, reduction: str | None) -> Any:
     if reduction in ("sum", "mean"):
         return getattr(column, reduction)(0)
     return column[-1]
-
-
-def _run_whole(
-    model: nn.Module, whole: tuple, plan: StepPlan, given: tuple | None, with_grad: bool = False
-) -> list[torch.Tensor]:
-    """Run torch on a whole sequence from the initial state; give the output tensors."""
-    with (
-        restored(model, values=False),
-        torch.set_grad_enabled(with_grad),
-        same_draws(lambda: jnp.zeros(2, jnp.uint32)),
-    ):
-        returned = plan.call_from(model, whole, given)
-        return [t for _, t in flatten_state(plan.output_of(model, returned))[0]]
-
-
-def _difference_of_derivatives(
-    model: nn.Module,
-    tensors: Sequence[NamedTensor],
-    steps: list[tuple],
-    plan: StepPlan,
-    given: tuple | None,
-    step: LoopStep,
-) -> StateError | None:
-    """Compare gradients by weights and inputs of a weighted sum of a short sequence's outputs."""
-    whole = [x.detach().requires_grad_(_is_inexact(x)) for x in _joined(steps, step)]
-    try:
-        outputs = _run_whole(model, tuple(whole), plan, given, with_grad=True)
-    except Exception:  # some models do not take sequences as short as this
-        return None
-    generator = torch.Generator().manual_seed(1)
-    factors = [
-        torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.real.dtype)
-        for y in outputs
-    ]
-    seen = [_is_inexact(y) and y.requires_grad for y in outputs]
-    total = sum((f * y.real).sum() for f, y, s in zip(factors, outputs, seen, strict=True) if s)
-    weights = [i for i, named in enumerate(tensors) if named.tensor.requires_grad]
-    inputs = [i for i, x in enumerate(whole) if x.requires_grad]
-    wanted = [*(tensors[i].tensor for i in weights), *(whole[i] for i in inputs)]
-    if not isinstance(total, torch.Tensor) or not wanted:
-        return None
-    expected = torch.autograd.grad(total, wanted, allow_unused=True)
-    values, rows = [to_jax(named.tensor) for named in tensors], [to_jax(x) for x in whole]
-
-    def in_jax(chosen: list[Any]) -> Any:
-        now, given_rows = list(values), list(rows)
-        for i, value in zip(weights, chosen[: len(weights)], strict=True):
-            now[i] = value
-        for i, value in zip(inputs, chosen[len(weights) :], strict=True):
-            given_rows[i] = value
-        states: list[Any] = [to_jax(leaf.initial) for leaf in step.leaves]
-        found = []
-        for t in range(len(steps)):
-            at = [jnp.take(x, t, min(step.time_axis, x.ndim - 1)) for x in given_rows]
-            y, states = step(now, states, lambda: jnp.zeros(2, jnp.uint32), at)
-            found.append(y)
-        result = 0.0
-        for i, (axis, reduction) in enumerate(zip(step.axes, step.reductions, strict=True)):
-            if seen[i]:
-                factor, column = to_jax(factors[i]), jnp.stack([y[i] for y in found])
-                parts = (
-                    [factor * _reduced(column, reduction).real]
-                    if axis is None
-                    else [axis.select(factor, t) * column[t].real for t in range(len(steps))]
-                )
-                result = result + sum(jnp.sum(part) for part in parts)
-        return result
-
-    chosen = [*(values[i] for i in weights), *(rows[i] for i in inputs)]
-    for found, gradient in zip(jit(jax.grad(in_jax))(chosen), expected, strict=True):
-        right = np.zeros(found.shape) if gradient is None else gradient.resolve_conj().numpy()
-        if np.isfinite(right).all() and not _agree(
-            np.conj(np.asarray(found)), right.astype(found.dtype)
-        ):
-            names = [".".join(leaf.path) for leaf in step.leaves]
-            return not_differentiated_alike(type(model).__name__, names)
-    return None
 
 
 def _is_inexact(tensor: torch.Tensor) -> bool:
