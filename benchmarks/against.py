@@ -84,7 +84,7 @@ def compare(other: Path, workload: str, turns: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Print one line a row."""
+    """Print one line per row."""
     parser = argparse.ArgumentParser(description=__doc__, prog="python -m benchmarks.against")
     parser.add_argument("tree", type=Path, help="another checkout of this repository")
     parser.add_argument("--only", nargs="+", default=[w.name for w in WORKLOADS], metavar="ROW")

@@ -279,7 +279,7 @@ threshold, b: traced, exact
 """
 
 EXPECTED["scalar_gate"] = """
-# h = g h + (1 - g) tanh(x w), g = sigmoid(x gate) one a row: it is spread over the row first
+# h = g h + (1 - g) tanh(x w), g = sigmoid(x gate) one per row: it is spread over the row first
 group h (2, 4)
 product w -> h
 product gate -> h
@@ -494,7 +494,7 @@ w: traced, exact
 """
 
 EXPECTED["narrow_state"] = """
-# g = g/2 + x w, one a row; h = sigmoid(new g) h + x v
+# g = g/2 + x w, one per row; h = sigmoid(new g) h + x v
 group h (2, 4)
 group g (2, 1)
 product v -> h

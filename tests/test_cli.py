@@ -218,7 +218,7 @@ def test_recommend(capsys, file):
         (("check", "{}:broken", "--input", "2,3"), "failed: ValueError: no such dataset"),
         (("check", "{}:number", "--input", "2,3"), "is a int; it must be a torch module"),
         (("check", "{}:make_state", "--input", "2,3"), "It is called without arguments"),
-        (("check", "{}:make_model", "--input", "two"), "is no shape"),
+        (("check", "{}:make_model", "--input", "two"), "is not a shape"),
         (("check", "{}:make_model", "--input", "2,3", "--steps", "0"), "--steps is 0"),
         (("check", "{}:make_model", "--input", "2,3", "--chunk", "some"), "--chunk is 'some'"),
         (

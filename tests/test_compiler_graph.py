@@ -35,7 +35,7 @@ TOLD_ELSEWHERE = {
 
 
 def written_lines(text: str) -> list[str]:
-    """The lines of an expectation; one line a parameter, its drops one by one."""
+    """The lines of an expectation; one line per parameter, its drops one by one."""
     lines = [
         line for line in text.strip().replace("\n  ", " ").splitlines() if not line.startswith("#")
     ]

@@ -21,7 +21,7 @@ class RuleComparison:
     """The reports of several rules on one model and one sequence.
 
     Attributes:
-        reports: one a rule, in the order asked for.
+        reports: one per rule, in the order requested.
     """
 
     reports: tuple[GradientReport, ...]

@@ -1,4 +1,4 @@
-"""What a gradient check found: one row a parameter, a verdict, and everything that makes the
+"""What a gradient check found: one row per parameter, a verdict, and everything that makes the
 comparison empty.
 """
 

@@ -30,7 +30,7 @@ def short(reference: str) -> str:
 
 
 def render_report(report: GradientReport) -> str:
-    """A headline, what is wrong, a row a parameter, and the reasons of what is not exact."""
+    """A headline, what is wrong, a row per parameter, and the reasons of what is not exact."""
     lines = [
         f"{report.rule} against {report.reference}: {'ok' if report.ok else 'NOT OK'}",
         f"{report.steps} steps in chunks of {report.chunk}, {report.dtype}, equal means within "
@@ -84,7 +84,7 @@ def rule_header(reference: str) -> tuple[str, ...]:
 
 
 def render_comparison(comparison: RuleComparison) -> str:
-    """A row a rule: fidelity, time, memory."""
+    """A row per rule: fidelity, time, memory."""
     lines = [
         f"{len(comparison.reports)} rules on {comparison.steps} steps, {comparison.dtype}; "
         f"{comparison.reference} takes {seconds(comparison.torch_seconds)}",
@@ -110,7 +110,7 @@ def report_html(report: GradientReport) -> str:
 
 
 def comparison_html(comparison: RuleComparison) -> str:
-    """A row a rule, for a notebook."""
+    """A row per rule, for a notebook."""
     title = f"{len(comparison.reports)} rules on {comparison.steps} steps, {comparison.dtype}"
     problems = [f"{r.rule}: {text}" for r in comparison for text in r.mismatches()]
     return html_table(

@@ -121,7 +121,7 @@ def make_sequences(
 
     Args:
         xs: inputs: `(T, N, …)`, `(N, T, …)` if `batch_first`, or `(T, …)` if `stream`.
-        targets: targets: one a step, laid out as the inputs, or one a sequence, `(N, …)`.
+        targets: one per step, laid out as the inputs, or one per sequence, `(N, …)`.
         stream: the arrays are one long sequence.
         window: cuts a long sequence into sequences of so many steps; what is left at the end is not
             used.

@@ -181,7 +181,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
         sizes = ()
     if not sizes or min(sizes) < 1:
         raise InputError(
-            f"`--input {text}` is no shape; write the sizes of one time step, batch first, such as "
+            f"`--input {text}` is not a shape; write the sizes of one time step, batch first, such as "
             "`8,32`."
         )
     return sizes

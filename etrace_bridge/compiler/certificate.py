@@ -142,7 +142,7 @@ def collect_facts(
 
 
 def _leaving_edges(minfo: ModuleInfo, alignment: Alignment, matter: set[Var]) -> frozenset[Edge]:
-    """Edges from old states, and from core values that are no piece of a new state, out of the core
+    """Edges from old states, and from core values that are not part of a new state, out of the core
     and back to the same group.
     """
     eqns, core = minfo.jaxpr.eqns, set(alignment.core)

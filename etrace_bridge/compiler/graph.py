@@ -70,7 +70,7 @@ class ETraceGraph:
         module_info: one step of the model.
         hidden_groups: hidden states joined by the recurrence.
         hid_path_to_group: the group of each hidden state.
-        hidden_param_op_relations: one a contact (a gate, where a fused product is split) and the
+        hidden_param_op_relations: one per contact (per gate of a fused product) and the
             groups it feeds.
         hidden_perturb: the step with `h + p`; None when not asked for.
         diagnostics: every decision, in order.

@@ -35,7 +35,7 @@ class ModuleInfo:
         outvar_to_hidden_path: the other way round.
         hidden_outvar_to_invar: variable after -> variable before.
         weight_invars: all variables that are leaves of a parameter.
-        weight_path_to_invars: parameter -> its variables, one a leaf.
+        weight_path_to_invars: parameter -> its variables, one per leaf.
         invar_to_weight_path: the other way round.
         num_var_out: how many output variables the model itself returns.
         num_var_state: how many state variables follow them.

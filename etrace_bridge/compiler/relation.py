@@ -36,7 +36,7 @@ class HiddenParamOpRelation:
         x_var: its data operand; None for an element-wise contact.
         y_var: its output; the gate's slice of it where a fused product is split.
         hidden_groups: the groups that `y_var` feeds.
-        y_to_hidden_group_jaxprs: one a group: `y` -> new hidden states; its constvars are variables
+        y_to_hidden_group_jaxprs: for each group, `y` -> new hidden states; its constvars are variables
             of the step.
         connected_hidden_paths: the hidden states that `y_var` feeds.
         eqn_params: the parameters of the contact's equation.

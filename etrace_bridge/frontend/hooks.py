@@ -18,7 +18,7 @@ def apply_parameter_hooks(
 
     Args:
         model: The torch model.
-        gradients: `{torch name: gradient}`; names that are no parameter are passed through.
+        gradients: `{torch name: gradient}`; names that are not parameters are passed through.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     result = {}

@@ -112,7 +112,7 @@ def read_call(forward: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tupl
                 "dicts, tuples and lists of them. Leave it out, or make it a tensor `(batch, …)`."
             )
     leaves = tuple(leaf for _, leaf in paths)
-    if not leaves:  # None, or nothing: whoever reads the arrays refuses it
+    if not leaves:  # None, or nothing: reading the arrays refuses it
         return tuple(args), PLAIN
     is_plain = not kwargs and all(map(_is_leaf, args))
     return leaves, PLAIN if is_plain else InputForm(tree, names)

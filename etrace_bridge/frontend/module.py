@@ -338,7 +338,7 @@ class BridgedModule(brainstate.nn.Module):
 
         Returns:
             The model's output for this step, as JAX arrays in the structure torch returns, state
-            and time axis taken away. What is no tensor in it is None: a step is traced once, so a
+            and time axis taken away. Anything but tensors is None: a step is traced once, so a
             number would be that of the first step.
         """
         values = self._read(inputs, keywords)

@@ -12,7 +12,7 @@ from etrace_bridge.frontend.state import children, is_hole, rebuild
 
 
 def keep_tensors(skeleton: Any) -> Any:
-    """Put None for everything in an output that is no tensor, and let JAX know the dataclasses in
+    """Put None for all that is not a tensor in an output, and let JAX know the dataclasses in
     it.
 
     A step is traced once: a number or text that the model returns would be that of the first step

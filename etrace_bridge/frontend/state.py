@@ -170,7 +170,7 @@ def register_adapter(adapter: Adapter) -> Adapter:
     for layer in adapter.layers:
         if not (isinstance(layer, type) and issubclass(layer, nn.Module)):
             raise InputError(
-                f"`{type(adapter).__name__}.layers` holds {layer!r}, which is no subclass of "
+                f"`{type(adapter).__name__}.layers` holds {layer!r}, which is not a subclass of "
                 "`torch.nn.Module`."
             )
         _ADAPTERS[layer] = adapter
@@ -237,7 +237,7 @@ def flatten_state(value: Any) -> tuple[list[tuple[Path, torch.Tensor]], Any]:
     `unflatten_state`.
 
     A path is made of field names, dict keys and positions; a bare tensor has the path `()`.
-    Everything that is no tensor (None, numbers, strings) stays in the skeleton.
+    Everything that is not a tensor (None, numbers, strings) stays in the skeleton.
     """
     leaves: list[tuple[Path, torch.Tensor]] = []
 

@@ -42,7 +42,7 @@ class TracedStep:
             are real arrays with a last axis of 2, and all that it computes with is real; inputs and
             outputs have the model's own dtypes.
         used_tensors: For each tensor, whether the step reads it.
-        used_states: For each state, whether the step reads it; one that is never read is no state.
+        used_states: For each state, whether the step reads it. If not, it is no longer a state.
         uses_key: Whether the step draws random numbers.
         output: Skeleton of the output, with a hole for each output tensor and None for what is no
             tensor.

@@ -127,7 +127,7 @@ class OnlineModule(nn.Module):
         self.model = model
         self.rule = make_rule(rule)
         self._chunk, self._seed = chunk, seed
-        # what outlives a sequence and is no torch buffer: the random key
+        # what outlives a sequence and is not a torch buffer: the random key
         self._persistent: dict[str, Any] = {}
         self._stream: Stream | None = None
         self._dims: tuple[int, ...] | None = None  # axes of one time step of each input

@@ -186,7 +186,7 @@ def group_places(
                 strangers.append(f"group {place}, shape {tuple(p.shape)}")
     if strangers:
         raise InputError(
-            f"`{type(optimizer).__name__}` holds {len(strangers)} tensor(s) that are no parameters "
+            f"`{type(optimizer).__name__}` holds {len(strangers)} tensor(s) that are not parameters "
             f"of the model ({'; '.join(strangers[:5])}). The learner can only update the model's "
             "own parameters: make the optimizer from `model.parameters()`."
         )

@@ -181,7 +181,7 @@ def find_step(
         if min(given) <= max(axis, 1):
             raise InputError(
                 f"Inputs of shapes {[tuple(a.shape) for a in arrays]} have no time and batch axes, "
-                "so they are no sequence."
+                "so they are not a sequence."
             )
         if not all(a.shape[axis] for a in arrays):
             raise InputError("The sequence has no time steps.")

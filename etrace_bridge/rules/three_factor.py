@@ -5,7 +5,7 @@
 
 The trace is D-RTRL's: the first two factors, what came in and how the unit answered. The third is
 the value `m_t` of the step's (weighted) loss, not its derivative: minus a reward, say, which need
-not depend on the outputs. Nothing tells one unit from another, so this is no gradient of the loss.
+not depend on the outputs. Nothing tells one unit from another, so this is not the loss's gradient.
 A descent step adds `-lr m_t eps_t`: with a loss below zero, a reward, weights move along the trace.
 It is RFLO with the signal `m_t` in place of a random projection of the outputs' error. Weights
 outside the recurrence, such as the readout's, get their plain gradient.

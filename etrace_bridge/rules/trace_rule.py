@@ -46,7 +46,7 @@ class TraceSystem:
 
     @classmethod
     def without_rows(cls, direct: LossGradient) -> TraceSystem:
-        """For a memory that is no trace of the states: the direct term alone."""
+        """For a memory that is not a trace of the states: the direct term alone."""
         return cls([], ContactRows([], [], ()), [], direct)
 
 

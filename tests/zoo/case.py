@@ -231,7 +231,7 @@ def sequence(
 
 
 def rnn_states(name: str, result: Any) -> dict[str, torch.Tensor]:
-    """The final states of an `nn.RNN/GRU/LSTM`, one a layer, under the bridge's names."""
+    """The final states of an `nn.RNN/GRU/LSTM`, one per layer, under the bridge's names."""
     final = result[1] if isinstance(result[1], tuple) else (result[1],)
     prefix = f"{name}." if name else ""
     return {
