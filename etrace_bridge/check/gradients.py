@@ -5,6 +5,7 @@ user's own model.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import re
 import time
@@ -15,11 +16,13 @@ from typing import Any, overload
 
 import brainstate
 import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from torch import nn
 
 from etrace_bridge._errors import InputError, NotSupportedError
+from etrace_bridge.check.check_loss import CheckLoss, read_loss
 from etrace_bridge.check.comparison import RuleComparison
 from etrace_bridge.check.expectation import NOT_USED, START_ONLY
 from etrace_bridge.check.module_reference import flat_gradient
@@ -32,9 +35,11 @@ from etrace_bridge.compiler.diagnostics import show_path
 from etrace_bridge.frontend import BridgedModule, map_input, to_jax, unwrapped, wrap
 from etrace_bridge.learning.compiled_step import evaluation_mode
 from etrace_bridge.learning.footprint import compile_gradients
-from etrace_bridge.learning.inputs import read_inputs
+from etrace_bridge.learning.inputs import read_inputs, sequence_length
 from etrace_bridge.learning.learner import OnlineLearner
 from etrace_bridge.learning.results import GradientResult
+from etrace_bridge.learning.sequence_loss import inexact, linear_loss
+from etrace_bridge.learning.weighting import reduction_of
 from etrace_bridge.rules import BPTT, Rule, make_rule
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 1e-1, "float16": 1e-2}
@@ -50,7 +55,7 @@ class Check:
     model: nn.Module
     net: BridgedModule
     data: CheckData
-    loss: Callable
+    loss: CheckLoss
     reduction: str
     mask: Any
     dtype: str
@@ -64,8 +69,9 @@ class Check:
         return len(self.data.weights)
 
     def learner(self, rule: Rule, chunk: int) -> OnlineLearner:
+        options = self.loss.options
         return OnlineLearner(
-            self.net, rule=rule, loss=self.loss, chunk=chunk, reduction=self.reduction, guard=False
+            self.net, rule=rule, chunk=chunk, reduction=self.reduction, guard=False, **options
         )
 
     def gradients(self, learner: OnlineLearner) -> GradientResult:
@@ -74,15 +80,20 @@ class Check:
 
 @overload
 def check_gradients(
-    model: nn.Module, xs: Any, targets: Any, loss: Callable, rule: str | Rule = ..., **options: Any
+    model: nn.Module,
+    xs: Any,
+    targets: Any,
+    loss: Callable | None = ...,
+    rule: str | Rule = ...,
+    **options: Any,
 ) -> GradientReport: ...
 @overload
 def check_gradients(
     model: nn.Module,
     xs: Any,
     targets: Any,
-    loss: Callable,
-    rule: Sequence[str | Rule],
+    loss: Callable | None = ...,
+    rule: Sequence[str | Rule] = ...,
     **options: Any,
 ) -> RuleComparison: ...
 
@@ -91,7 +102,7 @@ def check_gradients(
     model: nn.Module,
     xs: Any,
     targets: Any,
-    loss: Callable[[Any, Any], Any],
+    loss: Callable[[Any, Any], Any] | None = None,
     rule: str | Rule | Sequence[str | Rule] = "d_rtrl",
     chunk: int | str = "auto",
     *,
@@ -103,6 +114,8 @@ def check_gradients(
     state: Any = None,
     sequence: bool | None = None,
     batch_first: bool | None = None,
+    loss_at: str | None = None,
+    seq_loss: Callable[[Any, Any], Any] | None = None,
 ) -> GradientReport | RuleComparison:
     """Compares a rule's gradients of a sequence with torch's own, by autograd on the torch model
     itself.
@@ -121,7 +134,8 @@ def check_gradients(
             compared with `jax.grad` through time of its own step, in its own precision.
         xs: inputs `(T, B, …)`, or `(B, T, …)` for a batch-first model; a tuple or dict for several
             inputs, as for `OnlineLearner.step`.
-        targets: targets, time where the inputs have it.
+        targets: targets, time where the inputs have it; with `loss_at` or `seq_loss`, one for each
+            sequence, `(B, …)`.
         loss: torch or JAX callable `(output_t, target_t) -> scalar`.
         rule: a rule's name or object; several of them give a `RuleComparison`, with time and
             memory.
@@ -139,12 +153,16 @@ def check_gradients(
         state: as for `wrap`.
         sequence: as for `wrap`.
         batch_first: as for `wrap`.
+        loss_at: as for `OnlineLearner`. With `"model"`, for a model that reduces its output over
+            time, torch's side is `loss(model(xs), targets)`.
+        seq_loss: as for `OnlineLearner`, in place of `loss`.
     """
+    found_loss = read_loss(loss, loss_at, seq_loss)
     if isinstance(model, brainstate.nn.Module) and not isinstance(model, BridgedModule):
         from etrace_bridge.check.module_check import check_module  # it builds on this file
 
         return check_module(
-            model, xs, targets, loss, rule, chunk, reduction, mask, tolerance, allow_zero
+            model, xs, targets, found_loss, rule, chunk, reduction, mask, tolerance, allow_zero
         )
     if not isinstance(model, nn.Module):
         hint = (
@@ -157,11 +175,6 @@ def check_gradients(
             f"`{type(model).__name__}`.{hint}"
         )
     model = unwrapped(model)
-    if not callable(loss):
-        raise InputError(
-            f"`loss` is a {type(loss).__name__}; it must be a callable `(output, target) -> "
-            "scalar`."
-        )
     if reduction not in ("mean", "sum"):
         raise InputError(f"`reduction` is {reduction!r}; it must be 'mean' or 'sum'.")
     several = isinstance(rule, (list, tuple))
@@ -172,7 +185,7 @@ def check_gradients(
         model,
         xs,
         targets,
-        loss,
+        found_loss,
         rules,
         several,
         chunk,
@@ -250,7 +263,7 @@ class _Job:
     model: nn.Module
     xs: Any
     targets: Any
-    loss: Callable
+    loss: CheckLoss
     rules: list[Rule]
     several: bool
     chunk: int | str
@@ -323,11 +336,14 @@ class _Job:
                 "`allow_zero` names parameters that the model does not train: "
                 f"{', '.join(unknown)}."
             )
-        length = tensors[0].shape[1 if net.batch_first else 0]
+        if self.loss.at == "model":
+            reduction_of(net)
         targets = map_tensors(_tensors(self.targets), lambda t: _as_tensor(t, precision))
-        data = CheckData(
-            inputs, targets, step_weights(self.mask, self.reduction, length), net.batch_first
-        )
+        by_time = lambda t: t.transpose(0, 1) if net.batch_first and t.dim() > 1 else t
+        of_steps = None if self.loss.per_sequence else map_tensors(targets, by_time)
+        length = sequence_length([by_time(x) for x in tensors], of_steps, None, net.batch_first)
+        weights = step_weights(self.loss.mask(self.mask, length), self.reduction, length)
+        data = CheckData(inputs, targets, weights, net.batch_first, self.loss.per_sequence)
         name = check_dtype(precision)
         allowed = TOLERANCE.get(name, 1e-5) if self.tolerance is None else self.tolerance
         return Check(
@@ -345,6 +361,8 @@ class _Job:
 
     def with_single_steps(self, reports: list[GradientReport]) -> list[GradientReport]:
         """The reports with what `learner.step` gives, as it would run in training."""
+        if self.loss.over_time:  # which single steps cannot have
+            return reports
         with training_precision(self.model), contextlib.ExitStack() as stack:
             precision = float_dtype(self.model)
             net, _ = self.bridge_fixed(self.inputs(precision), stack)
@@ -352,7 +370,8 @@ class _Job:
                 t.to(precision) if isinstance(t, torch.Tensor) and t.is_floating_point() else t
             )
             xs, targets = map_input(own, self.xs), map_tensors(self.targets, own)
-            found = [check_steps(net, rule, self.loss, xs, targets) for rule in self.rules]
+            call = functools.partial(check_steps, per_sequence=self.loss.per_sequence)
+            found = [call(net, rule, self.loss.function, xs, targets) for rule in self.rules]
         return [
             replace(
                 report,
@@ -407,7 +426,7 @@ def step_weights(mask: Any, reduction: str, length: int) -> np.ndarray:
     )
     if weights.shape != (length,):
         raise InputError(
-            f"`mask` has shape {weights.shape}; it must be ({length},), one weight a step."
+            f"`mask` has shape {weights.shape}; it must be ({length},), one weight per step."
         )
     if reduction == "mean":
         if not weights.sum() > 0:
@@ -503,7 +522,7 @@ def check_rule(
             _timed(lambda: jax.block_until_ready(check.gradients(learner).raw_grads))
             for _ in range(_REPEATS)
         )
-        memory = _memory(check, learner, rule, chunk)
+        memory = _memory(check, learner, rule, chunk, result)
     return GradientReport(
         rule=rule.name or type(rule).__name__, parameters=parameters, problems=tuple(problems), notes=check.notes, steps=check.length,
         chunk=chunk, dtype=check.dtype, tolerance=check.tolerance, loss=result.loss, torch_loss=reference.loss, seconds=seconds,
@@ -522,13 +541,20 @@ def _timed(call: Callable[[], Any]) -> float:
     return time.perf_counter() - begin
 
 
-def _memory(check: Check, learner: OnlineLearner, rule: Rule, chunk: int) -> int:
-    runtime = learner.runtime
-    time_major = lambda t: t.transpose(0, 1) if check.data.batch_first and t.dim() > 1 else t
-    args = [to_jax(time_major(x)) for x in read_inputs(check.net, check.data.xs)]
-    targets = map_tensors(check.data.targets, lambda t: to_jax(time_major(t)))
+def _memory(
+    check: Check, learner: OnlineLearner, rule: Rule, chunk: int, result: GradientResult
+) -> int:
+    """Bytes of the program of the online pass."""
+    runtime, data = learner.runtime, check.data
+    time_major = lambda t: t.transpose(0, 1) if data.batch_first and t.dim() > 1 else t
+    args = [to_jax(time_major(x)) for x in read_inputs(check.net, data.xs)]
     compiled = runtime.store.compiled
-    loss = runtime.losses.find(compiled, check.data.target(0))
+    if check.loss.reads_sequence:  # the online pass gets the derivative by each output
+        loss, targets = linear_loss, inexact(result.raw_outputs)
+    else:
+        loss = runtime.losses.find(compiled, data.target(0))
+        steps = [map_tensors(data.target(t), to_jax) for t in range(check.length)]
+        targets = jax.tree.map(lambda *each: jnp.stack(each), *steps)
     return compile_gradients(compiled, rule, loss, args, targets, chunk, check.reduction).memory
 
 

@@ -4,7 +4,7 @@ the module's own step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import brainstate
@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from etrace_bridge._errors import InputError
+from etrace_bridge._errors import InputError, NotSupportedError
+from etrace_bridge.check.check_loss import CheckLoss
 from etrace_bridge.check.comparison import RuleComparison
 from etrace_bridge.check.gradients import (
     TOLERANCE,
@@ -28,13 +29,14 @@ from etrace_bridge.check.reference import CheckData
 from etrace_bridge.check.report import JAX_GRAD, GradientReport
 from etrace_bridge.frontend import to_torch
 from etrace_bridge.learning.inputs import as_array, as_inputs
+from etrace_bridge.learning.masks import repeat_targets
 from etrace_bridge.rules import BPTT, Rule, make_rule
 
 NOTE = "a brainstate module: the reference is its own step, in its own precision"
 
 
 def check_module(
-    net: brainstate.nn.Module, xs: Any, targets: Any, loss: Callable, rule: str | Rule | Sequence[str | Rule], chunk: int | str,
+    net: brainstate.nn.Module, xs: Any, targets: Any, loss: CheckLoss, rule: str | Rule | Sequence[str | Rule], chunk: int | str,
     reduction: str, mask: Any, tolerance: float | None, allow_zero: Sequence[str],
 ) -> GradientReport | RuleComparison:  # fmt: skip
     """Compares; arguments as for `check_gradients`. The module's States are left as they were."""
@@ -49,9 +51,14 @@ def check_module(
         )
     dtype = str(leaves[0].dtype)
     inputs = [jnp.asarray(as_array(x, leaves[0].dtype)) for x in as_inputs(xs)]
-    weights = step_weights(mask, reduction, inputs[0].shape[0])
+    if loss.over_time:
+        raise NotSupportedError(
+            "`seq_loss` is compared with torch's own loop only; a brainstate module takes `loss`, "
+            "with `loss_at='last'` or 'every' for one target for each sequence."
+        )
+    weights = step_weights(loss.mask(mask, len(inputs[0])), reduction, len(inputs[0]))
     shown = tuple(to_torch(x) for x in inputs)
-    data = CheckData(shown, targets, weights, False)
+    data = CheckData(shown, targets, weights, False, loss.per_sequence)
     allowed = TOLERANCE.get(dtype, 1e-5) if tolerance is None else tolerance
     check = Check(
         _NoModel,
@@ -71,9 +78,10 @@ def check_module(
         first = check.learner(BPTT(), size)
         truncated = numpy_grads(check.gradients(first))
         compiled, reader = first.runtime.store.compiled, first.runtime.reader
-        arrays = reader.sequence(inputs, targets, None, False)
+        arrays = reader.sequence(inputs, targets, None, loss.per_sequence)
         jax_loss = first.runtime.losses.find(compiled, arrays.target)
-        wanted = jax.tree.map(jnp.asarray, arrays.targets)
+        spread = lambda t: repeat_targets(t, check.length, None) if loss.per_sequence else t
+        wanted = jax.tree.map(lambda t: jnp.asarray(spread(t)), arrays.targets)
         reference = module_reference(
             net, inputs, wanted, jax_loss, np.asarray(weights, leaves[0].dtype)
         )

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from etrace_bridge._errors import InputError
+from etrace_bridge.check.check_loss import CheckLoss
 from etrace_bridge.frontend import map_input, run_torch, to_jax, to_torch
 from etrace_bridge.frontend.reference import TorchRun
 from etrace_bridge.frontend.snapshot import restored
@@ -28,12 +29,14 @@ class CheckData:
         targets: targets, time where the inputs have it; a tensor or a tree of them.
         weights: (T,) factors of the steps' losses.
         batch_first: the second axis is time.
+        per_sequence: there is one target for each sequence; targets have no time axis.
     """
 
     xs: Any
     targets: Any
     weights: np.ndarray
     batch_first: bool
+    per_sequence: bool = False
 
     @property
     def is_zero(self) -> bool:
@@ -42,6 +45,8 @@ class CheckData:
 
     def target(self, step: int) -> Any:
         """The target of one step."""
+        if self.per_sequence:
+            return self.targets
         return map_tensors(
             self.targets, lambda t: t.select(1 if self.batch_first and t.dim() > 1 else 0, step)
         )
@@ -87,7 +92,7 @@ def torch_reference(
     model: nn.Module,
     names: Sequence[str],
     data: CheckData,
-    loss: Callable,
+    loss: CheckLoss,
     options: Mapping[str, Any],
 ) -> Reference:
     """Runs torch BPTT.
@@ -96,19 +101,19 @@ def torch_reference(
         model: the torch model, left as it was.
         names: the parameters to differentiate by.
         data: the sequence.
-        loss: torch or JAX callable.
+        loss: its function is a torch or JAX callable.
         options: arguments of `run_torch`.
     """
     named = dict(model.named_parameters())
     parameters = [named[name] for name in names]
     run = _run(model, data, options)
-    value, total = _losses(run, data, loss)
+    value, total, read = _losses(run, data, loss)
     begin = time.perf_counter()
     found = [None] * len(parameters)
     if total.requires_grad and parameters:
         found = torch.autograd.grad(total, parameters, allow_unused=True, retain_graph=True)
     seconds = run.seconds + time.perf_counter() - begin
-    tensors = [t for output in run.outputs for _, t in flatten_state(output)[0] if t.requires_grad]
+    tensors = [t for output in read for _, t in flatten_state(output)[0] if t.requires_grad]
     by_output = ()
     if total.requires_grad and tensors:
         by_output = torch.autograd.grad(total, tensors, allow_unused=True)
@@ -133,29 +138,47 @@ def _run(model: nn.Module, data: CheckData, options: Mapping[str, Any]) -> Torch
         return run_torch(model, data.xs, **options)
 
 
-def _losses(run: TorchRun, data: CheckData, loss: Callable) -> tuple[float, torch.Tensor]:
-    """The loss of the sequence as a number, and a tensor with its gradient."""
+def _losses(
+    run: TorchRun, data: CheckData, loss: CheckLoss
+) -> tuple[float, torch.Tensor, list[Any]]:
+    """The loss of the sequence as a number, a tensor with its gradient, and the outputs it read."""
     if len(run.outputs) != len(data.weights):
         raise InputError(
             f"The model made {len(run.outputs)} outputs from {len(data.weights)} steps."
         )
-    is_torch = _is_torch_loss(loss, run.outputs[0], data.target(0))
+    if loss.reads_sequence:
+        read, weights = [_of_sequence(run, data, loss)], [1.0]
+    else:
+        read, weights = run.outputs, data.weights.tolist()
+    function = loss.function
+    is_torch = _is_torch_loss(function, read[0], data.target(0))
     value, total = 0.0, torch.zeros((), dtype=torch.float64)
-    for step, (output, weight) in enumerate(zip(run.outputs, data.weights.tolist(), strict=True)):
+    for step, (output, weight) in enumerate(zip(read, weights, strict=True)):
         if weight == 0:
             continue
-        number, tensor = (_torch_loss if is_torch else _jax_loss)(loss, output, data.target(step))
+        number, tensor = (_torch_loss if is_torch else _jax_loss)(
+            function, output, data.target(step)
+        )
         value += weight * number
         total = total + weight * tensor
-    return value, total
+    return value, total, read
+
+
+def _of_sequence(run: TorchRun, data: CheckData, loss: CheckLoss) -> Any:
+    """What a loss of a whole sequence reads: what the model returned, or the outputs of all steps
+    in the model's own layout.
+    """
+    if not loss.over_time:
+        return run.returned
+    leaves, skeleton = flatten_state(run.stacked())
+    laid_out = [t.transpose(0, 1) if data.batch_first and t.dim() > 1 else t for _, t in leaves]
+    return unflatten_state(skeleton, laid_out)
 
 
 def _torch_loss(loss: Callable, output: Any, target: Any) -> tuple[float, torch.Tensor]:
     value = loss(output, target)
     if value.dim() != 0:
-        raise InputError(
-            f"The loss must return a scalar for one step; it returned shape {tuple(value.shape)}."
-        )
+        raise InputError(f"The loss must return a scalar; it returned shape {tuple(value.shape)}.")
     return float(value.detach()), value
 
 

@@ -97,7 +97,14 @@ def training_precision(model: nn.Module):
         yield
 
 
-def check_steps(net: BridgedModule, rule: Rule, loss: Callable, xs: Any, targets: Any) -> StepCheck:
+def check_steps(
+    net: BridgedModule,
+    rule: Rule,
+    loss: Callable,
+    xs: Any,
+    targets: Any,
+    per_sequence: bool = False,
+) -> StepCheck:
     """Run the first steps of a sequence one by one, and as one sequence.
 
     Args:
@@ -106,16 +113,19 @@ def check_steps(net: BridgedModule, rule: Rule, loss: Callable, xs: Any, targets
         loss: the loss of one step.
         xs: inputs as the user gave them.
         targets: targets as the user gave them.
+        per_sequence: there is one target for each sequence; here it is that of every step.
     """
+    at_every = "every" if per_sequence else None
     learner = OnlineLearner(
-        net, rule, loss, _sum_gradients(), chunk=1, reduction="sum", guard=False
+        net, rule, loss, _sum_gradients(), chunk=1, reduction="sum", guard=False, loss_at=at_every
     )
     inputs, targets = net.read_inputs(xs), as_targets(targets)
     count = min(MOST_STEPS, np.shape(inputs[0])[1 if net.batch_first else 0])
     at = lambda tree, step: _map_arrays(tree, lambda a: _along_time(a, net.batch_first, step))
-    taken = [learner.step(at(inputs, t), at(targets, t)) for t in range(count)]
+    wanted = (lambda t: targets) if per_sequence else (lambda t: at(targets, t))
+    taken = [learner.step(at(inputs, t), wanted(t)) for t in range(count)]
     summed = _named_sum(learner)
-    whole = learner.gradients(at(inputs, slice(0, count)), at(targets, slice(0, count)))
+    whole = learner.gradients(at(inputs, slice(0, count)), wanted(slice(0, count)))
     outputs = jax.tree.leaves(whole.raw_outputs)
     pairs = [
         (f"the loss of step {t + 1}", info.raw_loss, whole.raw_losses[t])

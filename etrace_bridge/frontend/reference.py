@@ -29,11 +29,13 @@ class TorchRun:
         outputs: The output of each time step, in the structure that one bridged step gives.
         states: `{state name: tensor}` after each step; only the last one (or none) where torch ran
             the whole sequence at once.
+        returned: What the model gave for the whole sequence; None where it ran step by step.
         seconds: Time of the run itself, without finding out how the model runs.
     """
 
     outputs: list[Any]
     states: list[dict[str, torch.Tensor]]
+    returned: Any = None
     seconds: float = 0.0
 
     def stacked(self) -> Any:
@@ -136,14 +138,9 @@ def _run_whole(model: nn.Module, plan: StepPlan, sequences: tuple) -> TorchRun:
         return [t for _, t in leaves], skeleton
 
     if plan.loop is not None and {"sum", "mean"} & set(plan.loop.reductions):
-        return TorchRun(
-            _addends(
-                plan.loop.reductions,
-                [call(steps) for steps in range(1, length + 1)],
-                plan.output_time_axes,
-            ),
-            [],
-        )
+        prefixes = [call(steps) for steps in range(1, length + 1)]
+        addends = _addends(plan.loop.reductions, prefixes, plan.output_time_axes)
+        return TorchRun(addends, [], unflatten_state(prefixes[-1][1], prefixes[-1][0]))
     axes = [axis for axis in plan.output_time_axes if axis is not None]
     # the model gives its last step only: run every prefix
     if len(axes) < len(plan.output_time_axes):
@@ -155,13 +152,13 @@ def _run_whole(model: nn.Module, plan: StepPlan, sequences: tuple) -> TorchRun:
                 for t, a in zip(tensors, plan.output_time_axes, strict=True)
             ]
             outputs.append(unflatten_state(skeleton, last))
-        return TorchRun(outputs, [])
+        return TorchRun(outputs, [], unflatten_state(skeleton, tensors))
     tensors, skeleton = call(length)
     outputs = [
         unflatten_state(skeleton, [a.select(t, step) for t, a in zip(tensors, axes, strict=True)])
         for step in range(length)
     ]
-    return TorchRun(outputs, [])
+    return TorchRun(outputs, [], unflatten_state(skeleton, tensors))
 
 
 def _addends(

@@ -156,9 +156,10 @@ def sequence_length(args: Sequence[Any], targets: Any, mask: Any, batch_first: b
         raise InputError(
             "The number of time steps differs: "
             f"{', '.join(f'{name} has {n}' for name, n in lengths.items())}. Sequences are "
-            f"{layout}. For one target for each sequence, (batch, …), make the learner with "
-            "`loss_at='last'` or `loss_at='every'`; for a loss over all outputs, such as those of "
-            "`snntorch.functional`, with `seq_loss=` in place of `loss=`."
+            f"{layout}. For one target for each sequence, (batch, …), pass `loss_at='last'` or "
+            "`loss_at='every'`, or `loss_at='model'` if the model itself reduces its output over "
+            "time; for a loss over all outputs, such as those of `snntorch.functional`, pass "
+            "`seq_loss=` in place of `loss=`."
         )
     length = found.pop()
     if not length:

@@ -96,6 +96,15 @@ def check_mask(mask: Any, length: int, batch: int | None) -> None:
         )
 
 
+def check_loss_at(loss_at: Any) -> None:
+    """Raises if this is not a place where a sequence's loss can be."""
+    if loss_at not in LOSS_AT:
+        raise InputError(
+            f"`loss_at` is {loss_at!r}; it must be 'last', 'every' or 'model' for one target for "
+            "each sequence, or None for targets of every step."
+        )
+
+
 def last_of(mask: Any, length: int) -> np.ndarray:
     """A mask of the last step that counts, with its weight there; of each sequence if it has a
     batch axis.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from etrace_bridge._errors import InputError
-from etrace_bridge.learning.masks import LOSS_AT
+from etrace_bridge.learning.masks import check_loss_at
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,7 @@ class Options:
     any_length: bool = False
 
     def __post_init__(self) -> None:
-        if self.loss_at not in LOSS_AT:
-            raise InputError(
-                f"`loss_at` is {self.loss_at!r}; it must be 'last', 'every' or 'model' for one "
-                "target for each sequence, or None for targets of every step."
-            )
+        check_loss_at(self.loss_at)
         if self.reduction not in ("mean", "sum"):
             raise InputError(f"`reduction` is {self.reduction!r}; it must be 'mean' or 'sum'.")
         if not isinstance(self.accumulate, int) or self.accumulate < 1:

@@ -40,13 +40,13 @@ class LossInTorch:
 
     def __call__(self, output: Any, target: Any) -> Any:
         """The loss, from within a compiled program."""
-        floating = _inexact(output)
+        floating = inexact(output)
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in floating]
         held = jax.tree.map(jax.lax.stop_gradient, output)
         value, gradients = jax.pure_callback(
             self._run, (jax.ShapeDtypeStruct((), floating[0].dtype), shapes), held, target
         )
-        for gradient, x, fixed in zip(gradients, floating, _inexact(held), strict=True):
+        for gradient, x, fixed in zip(gradients, floating, inexact(held), strict=True):
             # The difference is zero, with the derivative of `x`.
             value = value + jnp.sum(gradient * (x - fixed))
         return value
@@ -90,7 +90,7 @@ class SequenceLoss:
 
     def __call__(self, output: Any, cotangent: Sequence[Any]) -> Any:
         """The loss of one step, given the derivative by its output."""
-        return sum(jnp.sum((c * o).real) for c, o in zip(cotangent, _inexact(output), strict=True))
+        return linear_loss(output, cotangent)
 
     def value(self, outputs: Any, target: Any) -> Any:
         """The loss of a sequence, from time-major outputs."""
@@ -100,17 +100,23 @@ class SequenceLoss:
         """The loss, and its derivative by the floating outputs of every step."""
         leaves, tree = jax.tree.flatten(outputs)
 
-        def of_inexact(some: list[Any]) -> Any:
+        def of_floats(some: list[Any]) -> Any:
             given = iter(some)
             full = [next(given) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in leaves]
             return self.value(jax.tree.unflatten(tree, full), target)
 
-        return jax.value_and_grad(of_inexact)(_inexact(outputs))
+        return jax.value_and_grad(of_floats)(inexact(outputs))
 
     def in_place(self, value: Any, length: int) -> Any:
         """The loss as losses of the steps: all of it at the last."""
         return jnp.zeros(length, value.dtype).at[-1].set(value)
 
 
-def _inexact(tree: Any) -> list[Any]:
+def linear_loss(output: Any, cotangent: Sequence[Any]) -> Any:
+    """`<cotangent, output>` over the floating arrays of an output."""
+    return sum(jnp.sum((c * o).real) for c, o in zip(cotangent, inexact(output), strict=True))
+
+
+def inexact(tree: Any) -> list[Any]:
+    """The floating and complex arrays of a tree."""
     return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]

@@ -105,13 +105,7 @@ class Weighting:
             return "seq"
         if loss_at != "model":
             return loss_at
-        reduction = getattr(compiled.net, "reduction", None)
-        if reduction is None:
-            raise InputError(
-                "`loss_at` is 'model', but the model's `forward` gives an output for every step. "
-                "Use 'last' or 'every', or `seq_loss` for a loss of all outputs."
-            )
-        return reduction
+        return reduction_of(compiled.net)
 
     def _over_outputs(
         self, compiled: CompiledStep, data: SequenceData, kind: str
@@ -169,6 +163,17 @@ class Weighting:
                 "there is no mean loss."
             )
         return found, data
+
+
+def reduction_of(net: Any) -> str:
+    """How a model reduces its output over time; raises if it does not."""
+    reduction = getattr(net, "reduction", None)
+    if reduction is None:
+        raise InputError(
+            "`loss_at` is 'model', but the model's `forward` gives an output for every step. "
+            "Use 'last' or 'every', or `seq_loss` for a loss of all outputs."
+        )
+    return reduction
 
 
 def _like(compiled: CompiledStep, array: np.ndarray) -> np.ndarray:
