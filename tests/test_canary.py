@@ -152,6 +152,10 @@ def hooks_that_moved(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(nn.Module, "register_full_backward_hook", lambda *_, **__: None)
 
 
+def passes_that_cannot_be_told(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(torch._C, "_current_graph_task_id", lambda: -1)
+
+
 def versions_that_stand_still(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.Tensor, "_version", 0)
 
@@ -193,6 +197,7 @@ BROKEN: dict[Callable, str] = {
     reads_that_are_missing: "`torch._C.DisableTorchFunction`",
     names_that_changed: "the names of torch's functions",
     hooks_that_moved: "`Tensor._backward_hooks`",
+    passes_that_cannot_be_told: "`torch._C._current_graph_task_id`",
     versions_that_stand_still: "`Tensor._version`",
     jaxprs_that_lose_constants: "`jax._src.interpreters.partial_eval.dce_jaxpr`",
     equations_without_context: "`jax._src.source_info_util`",

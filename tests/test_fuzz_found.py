@@ -88,3 +88,22 @@ def test_the_core_keeps_given_gates():
 
     np.testing.assert_array_equal(new_state(jnp.array([7.0, 7.0])), [23, 38])
     np.testing.assert_array_equal(jax.jacobian(new_state)(jnp.array([7.0, 7.0])), np.diag([3, 5]))
+
+
+NO_WEIGHT_REACHES_THE_STATE = """\
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros((2, 3)))
+        self.h = None
+
+    def forward(self, x):
+        h = torch.zeros(2, 3, dtype=self.w.dtype) if self.h is None else self.h
+        self.h = 0.9 * h + torch.tanh(h - h.amin(-1, keepdim=True)) + x
+        return F.linear(self.h, self.w)
+"""
+
+
+def test_rtrl_without_a_weight_that_reaches_a_state():
+    """The influence matrix is empty there, and mapping over none of its rows failed."""
+    assert find_faults(measure(Program(NO_WEIGHT_REACHES_THE_STATE, "attribute", "dense", 1))) == []

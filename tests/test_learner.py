@@ -332,3 +332,16 @@ def test_states_of_brainstate_modules_are_made_only_where_they_do_not_fit():
     ):
         learner.gradients(make_data()[0], np.zeros((T, B, 3)))
     assert np.array_equal(no_batch.h.value, np.ones(3))
+
+
+def test_predict_is_in_evaluation_mode_after_eval():
+    """`model.eval()` after the first step used to make the trained step, with its dropout, pass for
+    that of evaluation.
+    """
+    (xs, ys), model = make_data(), make_net(dropout=0.5)
+    learner = eb.OnlineLearner(model, "d_rtrl", mse_loss)
+    learner.gradients(xs, ys)
+    model.eval()
+    expected = model(xs).detach()
+    torch.testing.assert_close(learner.predict(xs), expected, rtol=1e-9, atol=1e-12)
+    assert learner.evaluate([(xs, ys)]) == pytest.approx(float(mse_loss(expected, ys)), rel=1e-9)

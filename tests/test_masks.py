@@ -160,6 +160,37 @@ def test_ignored_targets_weigh_as_in_torch(weighted: bool, ignored: int) -> None
     assert learner.evaluate([(xs, targets)]) == pytest.approx(result.loss, rel=1e-12)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_class_weights_count_under_a_mask(reduction: str) -> None:
+    """They used to be lost where no label was ignored: in the mean of one element they cancel."""
+    model, (xs, _), targets, mask = make_net(), make_data(), labels(), lengths_mask()
+    weights = torch.tensor([0.3, 1.7], dtype=torch.float64)
+    learner = eb.OnlineLearner(
+        model, "rtrl", nn.CrossEntropyLoss(weights), chunk=2, reduction=reduction
+    )
+    each = F.cross_entropy(model(xs).flatten(0, 1), targets.flatten(), reduction="none")
+    share = mask * weights[targets]
+    losses = each.reshape(mask.shape) * share
+    if reduction == "mean":
+        whole = losses.sum() / share.sum()
+    else:  # each step's own mean, weighted by how much of the batch counts there
+        whole = (losses.sum(1) / share.sum(1) * mask.mean(1)).sum()
+    result = learner.gradients(xs, targets, mask)
+    assert result.loss == pytest.approx(float(whole.detach()), rel=1e-12)
+    assert_same(result.grads, gradients_of(model, whole))
+
+
+def test_class_weights_count_in_a_masked_step() -> None:
+    (xs, _), model = make_data(1), make_net()
+    weights = torch.tensor([0.3, 1.7], dtype=torch.float64)
+    targets, mask = torch.tensor([0, 1, 1]), torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
+    learner = eb.OnlineLearner(model, "d_rtrl", nn.CrossEntropyLoss(weights), optax.sgd(0.1))
+    expected = F.cross_entropy(model(xs)[0, [0, 2]], targets[[0, 2]], weights)
+    assert learner.step(xs[0], targets, mask).loss == pytest.approx(
+        float(expected.detach()), rel=1e-12
+    )
+
+
 def test_ignored_targets_need_a_loss_that_can_leave_them_out() -> None:
     """The mean of the steps' own losses would weigh the rest in another way than torch does."""
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import etrace_bridge as eb
@@ -578,3 +579,24 @@ def test_one_example_at_a_time_by_the_convention_of_stream_libraries():
     torch.testing.assert_close(again, outputs[0], rtol=1e-5, atol=1e-6)
     stream.reset()
     assert stream.learner.updates == 2
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_around_it_is_refused(reentrant: bool):
+    """It would run every step a second time, from the states after the last one."""
+    online = eb.OnlineModule(make_net(), "d_rtrl")
+    x = make_data()[0][0].requires_grad_()
+    output = checkpoint(lambda x: online(x).tanh(), x, use_reentrant=reentrant)
+    with pytest.raises(eb.StateError, match=r"within a backward pass.*checkpoint"):
+        output.sum().backward()
+
+
+def test_hooks_on_saved_tensors_see_nothing_of_the_tracing():
+    """Checkpointing of a step that saves nothing else runs it once. The backward pass of a check
+    while tracing used to run it once more, which moved the states.
+    """
+    (xs, ys), model = make_data(), make_net()
+    online = eb.OnlineModule(model, "rtrl")
+    outputs = [checkpoint(online, x, use_reentrant=False) for x in xs]
+    mse_loss(torch.stack(outputs), ys).backward()
+    assert_same(grads_of(model), torch_gradients(make_net(), xs, ys))

@@ -106,6 +106,7 @@ CASES: dict[str, tuple[dict[str, Any], Any, Any, dict[str, Any]]] = {
         lambda b: (torch.arange(T)[:, None] + torch.arange(b) < 5).double(),
         {"every": "chunk"},
     ),
+    "class weights": ({"loss": WEIGHTED}, labels_of, None, {}),
     "class weights, ignored labels": ({"loss": WEIGHTED}, with_ignored, None, {}),
     "one label a sequence": (
         {"loss": cross_entropy, "loss_at": "last"},
@@ -119,10 +120,10 @@ CASES: dict[str, tuple[dict[str, Any], Any, Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", in_turn(list(CASES), 3))
 def test_a_filled_batch_gives_what_the_short_one_gives(case: str) -> None:
-    options, target, mask, how = CASES[case]
+    given_options, target, mask, how = CASES[case]
     found = []
     for size in (FULL, None):
-        model = make_net()
+        model, options = make_net(), given_options
         if options.get("optimizer") == "torch":
             options = options | {"optimizer": torch.optim.Adamax(model.parameters(), lr=0.05)}
         learner, results = make_learner(model, **options), []

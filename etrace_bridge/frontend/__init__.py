@@ -9,7 +9,7 @@ from etrace_bridge.frontend.borders import (
     to_real_jax,
     to_torch,
 )
-from etrace_bridge.frontend.hooks import apply_parameter_hooks
+from etrace_bridge.frontend.hooks import apply_parameter_hooks, is_in_backward
 from etrace_bridge.frontend.inputs import InputForm, map_input, read_call
 from etrace_bridge.frontend.module import BridgedModule, BufferState, wrap
 from etrace_bridge.frontend.ops import register_op
@@ -37,6 +37,7 @@ __all__ = [
     "check_ranges",
     "held_shape",
     "input_name",
+    "is_in_backward",
     "living",
     "map_input",
     "read_call",

@@ -30,6 +30,7 @@ from torch.autograd import Function
 from etrace_bridge import _jax_compat as compat
 from etrace_bridge._errors import NotSupportedError
 from etrace_bridge.frontend.calls import intercepted_calls, plain_call
+from etrace_bridge.frontend.hooks import is_in_backward
 from etrace_bridge.frontend.ops import registry
 from etrace_bridge.frontend.tensor import TracedTensor
 from etrace_bridge.frontend.trace import trace_function, tracing
@@ -243,6 +244,14 @@ def _hook_tables() -> bool:
     return all(hook in (table or {}).values() for table in tables)
 
 
+def _backward_passes() -> bool:
+    within = []
+    x = torch.ones((), requires_grad=True)
+    x.register_hook(lambda _: within.append(is_in_backward()))
+    (2 * x).backward()
+    return within == [True] and not is_in_backward()
+
+
 def _memory() -> bool:
     module = nn.Module()
     module.register_buffer("state", torch.zeros(2))
@@ -365,6 +374,11 @@ HOOKS = (
         _op_names,
     ),
     Hook("`Tensor._backward_hooks` and its relatives", "hooks on gradients", _hook_tables),
+    Hook(
+        "`torch._C._current_graph_task_id`",
+        "refusing steps that a backward pass runs again",
+        _backward_passes,
+    ),
     Hook("`Tensor._version` and `Module._buffers`", "finding the states of a model", _memory),
     Hook(
         "`jax._src.interpreters.partial_eval.dce_jaxpr` and `Jaxpr.replace`",

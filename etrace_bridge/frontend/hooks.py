@@ -1,5 +1,5 @@
-"""Hooks that a model has on its parameters: torch runs them on the final gradient, so they are
-applied there and not traced.
+"""torch's backward pass: the hooks of parameters, which torch runs on the final gradient, so that
+they are applied there and not traced; and whether such a pass is running.
 """
 
 from __future__ import annotations
@@ -28,3 +28,8 @@ def apply_parameter_hooks(
             gradient = gradient if changed is None else changed
         result[name] = gradient
     return result
+
+
+def is_in_backward() -> bool:
+    """Whether this thread is within torch's backward pass."""
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportAttributeAccessIssue]

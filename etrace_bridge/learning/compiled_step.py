@@ -15,6 +15,7 @@ import brainstate
 import brainunit
 import jax
 import numpy as np
+import torch
 
 from etrace_bridge._errors import BridgeError, InputError, StateError
 from etrace_bridge.compiler.diagnostics import show_path
@@ -63,6 +64,7 @@ class CompiledStep:
     ) -> None:
         self.net, self.platform, self._freezes = net, platform, freezes
         self.signature = signature(args)
+        self._training = _modes_of(net)
         self.batch = args[0].shape[0] if args[0].ndim else None
         self._examples = [np.zeros(a.shape, a.dtype) for a in (args[:-1] if freezes else args)]
         self._keep = [np.ones(a.shape, a.dtype) for a in (args[-1:] if freezes else ())]
@@ -177,8 +179,10 @@ class CompiledStep:
         if not isinstance(self.net, BridgedModule):
             return False
         inputs = [jax.numpy.asarray(a) for a in self._examples]
-        self.fit_states()
-        now = str(self.net.traced_step(*inputs).jaxpr)
+        # The step's own modes: `model.eval()` may have been called since it was compiled.
+        with _in_modes(self.net, self._training):
+            self.fit_states()
+            now = str(self.net.traced_step(*inputs).jaxpr)
         with evaluation_mode(self.net):
             self.fit_states()
             then = str(self.net.traced_step(*inputs).jaxpr)
@@ -350,16 +354,28 @@ def compile_or_explain(
 @contextlib.contextmanager
 def evaluation_mode(net: brainstate.nn.Module) -> Iterator[None]:
     """Within this, models are traced as for evaluation: dropout off, running statistics used."""
-    modules = list(net.model.modules()) if isinstance(net, BridgedModule) else []
-    flags = [m.training for m in modules]
+    modes = dict.fromkeys(_modes_of(net), False)
+    with _in_modes(net, modes), brainstate.environ.context(fit=False):
+        yield
+
+
+def _modes_of(net: brainstate.nn.Module) -> dict[torch.nn.Module, bool]:
+    """Which modules of a torch model are in training mode."""
+    modules = net.model.modules() if isinstance(net, BridgedModule) else ()
+    return {m: m.training for m in modules}
+
+
+@contextlib.contextmanager
+def _in_modes(net: brainstate.nn.Module, modes: dict[torch.nn.Module, bool]) -> Iterator[None]:
+    """Within this, a model's modules have these modes."""
+    before = _modes_of(net)
     try:
-        for m in modules:
-            m.training = False
-        with brainstate.environ.context(fit=False):
-            yield
+        for m, training in modes.items():
+            m.training = training
+        yield
     finally:
-        for m, flag in zip(modules, flags, strict=True):
-            m.training = flag
+        for m, training in before.items():
+            m.training = training
 
 
 def _has_equal_rows(x: Any, batch: int | None) -> bool:

@@ -113,20 +113,25 @@ class ElementLoss:
 
     def counts(self, targets: Sequence[Any]) -> np.ndarray | None:
         """How much each element counts in the loss's mean, (T, B), from flat targets with time in
-        front; None if nothing is ignored.
+        front; None if all count alike.
         """
         if self._ignored is None:
             return None
         position, value = self._ignored
         labels = np.asarray(targets[position])
         valid = labels != value
-        if valid.all():
+        if valid.all() and not self.weighs_classes:
             return None
         share = valid.astype(np.float64)
-        if self.is_mean and self._weights is not None:
+        if self.weighs_classes:
             share = share * self._weights[np.where(valid, labels, 0)]
         share = share.reshape(*share.shape[:2], -1)
         return share.mean(-1) if self.is_mean else share.any(-1).astype(np.float64)
+
+    @property
+    def weighs_classes(self) -> bool:
+        """Whether the mean has class weights, which the loss of a single element does not show."""
+        return self.is_mean and self._weights is not None
 
     def _find_kind(self, output: Any, target: Any) -> bool:
         sizes = {s.shape[:1] for s in jax.tree.leaves((output, target))}

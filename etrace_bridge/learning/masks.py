@@ -162,6 +162,22 @@ def blank_masked(target: Any, mask: Any) -> Any:
     return np.where(kept, np.asarray(target), np.zeros((), target.dtype))
 
 
+def share_within_steps(counts: np.ndarray, mask: Any, rows: int | None) -> np.ndarray:
+    """How much elements count, (T, B), scaled so that no step counts more than its mask says.
+
+    Args:
+        counts: class weights of the elements.
+        mask: weights (T, B); None: ones.
+        rows: how many of B count; None: all.
+    """
+    mask = np.ones(counts.shape) if mask is None else np.asarray(mask, np.float64)
+    mask = mask * (np.arange(counts.shape[1]) < (counts.shape[1] if rows is None else rows))
+    total = (mask * counts).sum(1, keepdims=True)
+    return counts * np.divide(
+        mask.sum(1, keepdims=True), total, out=np.zeros_like(total), where=total != 0
+    )
+
+
 def combine_masks(masks: Sequence[Any]) -> Any:
     """The product of masks (T,) and (T, B); None if there are none."""
     given = [np.asarray(m) for m in masks if m is not None]

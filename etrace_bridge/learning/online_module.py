@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from etrace_bridge._errors import InputError, StateError
 from etrace_bridge.compiler.graph import ETraceGraph
-from etrace_bridge.frontend import InputForm, read_call
+from etrace_bridge.frontend import InputForm, is_in_backward, read_call
 from etrace_bridge.learning.inputs import as_array, show_signature
 from etrace_bridge.learning.online_core import OnlineCarry
 from etrace_bridge.learning.torch_mirror import TensorMirror, view_tensor
@@ -153,6 +153,13 @@ class OnlineModule(nn.Module):
         Returns:
             The model's output, as the model's own structure of torch tensors.
         """
+        if is_in_backward():
+            raise StateError(
+                "`OnlineModule` was called within a backward pass, as gradient checkpointing does "
+                "to compute a forward pass again. The module's states and traces are already those "
+                "after that call, so the outputs would be others. Leave `OnlineModule` out of "
+                "`torch.utils.checkpoint`: it keeps one step, whatever the sequence's length."
+            )
         inputs, form = read_call(self.model.forward, args, kwargs)
         if not inputs:
             raise InputError("`OnlineModule` was called without an input.")
@@ -214,9 +221,12 @@ class OnlineModule(nn.Module):
         key = (self._mirror.kind(), sequence, form, *[(x.shape, x.dtype) for x in inputs])
         found = self._steps.get(key)
         if found is None:
-            step, is_sequence = find_step(
-                self.model, self.rule, self._seed, inputs, form, sequence, self._dims
-            )
+            # Tracing runs the model in torch. A user's hooks, such as those of gradient
+            # checkpointing, are for the call itself.
+            with torch.autograd.graph.saved_tensors_hooks(_same, _same):
+                step, is_sequence = find_step(
+                    self.model, self.rule, self._seed, inputs, form, sequence, self._dims
+                )
             self._dims = tuple(len(shape) for shape, _ in step.inputs)
             same = (
                 s
@@ -355,6 +365,10 @@ class _OnlineStep(torch.autograd.Function):
             None,
             *(g if wanted else None for g, wanted in zip(found, needs, strict=True)),
         )
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _has_gradient(tensor: torch.Tensor) -> bool:

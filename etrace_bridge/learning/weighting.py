@@ -20,6 +20,7 @@ from etrace_bridge.learning.masks import (
     combine_masks,
     last_of,
     repeat_targets,
+    share_within_steps,
     split_filled_mask,
     split_mask,
 )
@@ -142,7 +143,12 @@ class Weighting:
         by_element = np.ndim(0 if data.mask is None else data.mask) == 2 or data.rows is not None
         if by_element or loss.ignores(data.targets):
             found = loss.by_element
-            mask = combine_masks([data.mask, found.counts(jax.tree.leaves(data.targets))])
+            counts = found.counts(jax.tree.leaves(data.targets))
+            is_single = data.mask is not None and np.ndim(data.mask) == 2
+            over_steps = is_single and self._options.reduction == "mean"
+            if counts is not None and not over_steps and not loss.ignores(data.targets):
+                counts = share_within_steps(counts, data.mask if is_single else None, data.rows)
+            mask = combine_masks([data.mask, counts])
             if data.rows is None:
                 steps, factors = split_mask(mask)
             else:

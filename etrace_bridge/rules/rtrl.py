@@ -154,11 +154,12 @@ def _advanced(
         found = weights_of_views(program, theta, parts, whole)
         return [found[n] for n in reaching_weights(program)]
 
-    rows = jax.vmap(jax.vmap(weights))(views)
+    # No weight reaches a state: there is nothing to map over.
+    rows = jax.vmap(jax.vmap(weights))(views) if views else []
     ends = np.cumsum([h.size // layout.rows for h in carry.hidden])[:-1].tolist()
     F = [jnp.split(row, ends, axis=2) for row in jnp.split(made.F, ends, axis=1)]
     by_weight = [jnp.split(row, ends, axis=1) for row in rows]
-    return F, [list(leaf) for leaf in zip(*by_weight, strict=True)]
+    return F, [[weight[n] for weight in by_weight] for n in range(len(carry.hidden))]
 
 
 def _has_rows(program: StepProgram, layout: Layout, steps: int) -> bool:
