@@ -34,6 +34,15 @@ class Spike(torch.autograd.Function):
         return grad / (1 + 10 * v.abs()) ** 2
 
 
+class FlatSpike(Spike):
+    """The same spikes with another surrogate."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (v,) = ctx.saved_tensors
+        return grad / (1 + v.abs()) ** 2
+
+
 class Inline(nn.Module):
     """An inline loop, batch-first."""
 
@@ -162,6 +171,21 @@ class Tutorial(nn.Module):
             flt, out = 0.8 * flt + h2[:, t], 0.9 * out + flt
             recorded.append(out)
         return torch.stack(recorded[1:], dim=1)
+
+
+class TwoSurrogates(nn.Module):
+    """Two surrogates of one membrane: equal values, other derivatives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.sharp, self.flat = nn.Linear(IN, H), nn.Linear(H, 2), nn.Linear(H, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        v, out = torch.zeros(x.shape[0], H, dtype=x.dtype), []
+        for t in range(x.shape[1]):
+            v = 0.8 * v + self.inp(x[:, t])
+            out.append(self.sharp(Spike.apply(v - 0.2)) + self.flat(FlatSpike.apply(v - 0.2)))
+        return torch.stack(out, 1)
 
 
 class Selective(nn.Module):
@@ -353,6 +377,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool, set[str]]] = {
     "two loops": (TwoLoops, False, {"first.h", "v"}),
     "two steps ago": (TwoStepsAgo, True, set()),
     "tutorial": (Tutorial, True, {"syn", "mem", "flt", "out"}),
+    "two surrogates": (TwoSurrogates, True, {"v"}),
     "selective": (Selective, True, {"h"}),
     "packed": (Packed, True, {"h", "old.trace"}),
     "learned start": (LearnedStart, True, {"h"}),
