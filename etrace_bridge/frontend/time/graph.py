@@ -140,6 +140,16 @@ class Graph:
             ]  # fmt: skip
         return self._known[key]
 
+    def reapply(self, node: Node, operands: Sequence[Node]) -> Node:
+        """Give what a node computes from other operands of the same shapes."""
+        eqn = node.eqn
+        if eqn is None or all(a is b for a, b in zip(node.operands, operands, strict=True)):
+            return node
+        if len(eqn.outvars) > 1:
+            return self.apply(eqn, operands)[node.output]
+        params = None if node.params is eqn.params else node.params
+        return self.apply(eqn, operands, [node.shape], params)[0]
+
     def make(self, function: Callable, *operands: Node, source: JaxprEqn | None = None) -> Node:
         """Give what a JAX function computes, if all its equations have one result."""
         closed = jax.make_jaxpr(function)(
@@ -158,6 +168,12 @@ class Graph:
             (result,) = self.apply(eqn, values)
             known[eqn.outvars[0]] = result
         return result
+
+    def text_of(self, eqn: JaxprEqn) -> str:
+        """Give a text that is the same for equations that compute the same, with the same
+        derivative.
+        """
+        return repr((eqn.primitive.name, self._key(eqn, None)))
 
     def _key(self, eqn: JaxprEqn, params: dict | None) -> Any:
         """What identifies an equation's parameters; functions are compared by the programs beside
