@@ -34,6 +34,15 @@ class Spike(torch.autograd.Function):
         return grad / (1 + 10 * v.abs()) ** 2
 
 
+class FlatSpike(Spike):
+    """The same spikes with another surrogate."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (v,) = ctx.saved_tensors
+        return grad / (1 + v.abs()) ** 2
+
+
 class Inline(nn.Module):
     """An inline loop, batch-first."""
 
@@ -162,6 +171,21 @@ class Tutorial(nn.Module):
             flt, out = 0.8 * flt + h2[:, t], 0.9 * out + flt
             recorded.append(out)
         return torch.stack(recorded[1:], dim=1)
+
+
+class TwoSurrogates(nn.Module):
+    """Two surrogates of one membrane: equal values, other derivatives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.sharp, self.flat = nn.Linear(IN, H), nn.Linear(H, 2), nn.Linear(H, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        v, out = torch.zeros(x.shape[0], H, dtype=x.dtype), []
+        for t in range(x.shape[1]):
+            v = 0.8 * v + self.inp(x[:, t])
+            out.append(self.sharp(Spike.apply(v - 0.2)) + self.flat(FlatSpike.apply(v - 0.2)))
+        return torch.stack(out, 1)
 
 
 class Selective(nn.Module):
@@ -353,6 +377,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool, set[str]]] = {
     "two loops": (TwoLoops, False, {"first.h", "v"}),
     "two steps ago": (TwoStepsAgo, True, set()),
     "tutorial": (Tutorial, True, {"syn", "mem", "flt", "out"}),
+    "two surrogates": (TwoSurrogates, True, {"v"}),
     "selective": (Selective, True, {"h"}),
     "packed": (Packed, True, {"h", "old.trace"}),
     "learned start": (LearnedStart, True, {"h"}),
@@ -472,6 +497,20 @@ REDUCTIONS: dict[str, tuple[str, Callable[[nn.Module, Tensor], Tensor]]] = {
         lambda out, ys: out(spikes_of(ys).amax((1, 2), True).expand(B, 1, H))[:, 0],
     ),
     "max of spikes": ("last", lambda out, ys: out(spikes_of(ys).max(dim=1).values)),
+    "max of spikes made at once": ("last", lambda out, ys: out(Spike.apply(ys).max(1)[0])),
+    "head of a mean": ("last", lambda out, ys: out(torch.relu(ys.mean(1)))),
+    "softmax of a total by length": (
+        "last",
+        lambda out, ys: F.softmax(in_a_loop(out, ys) / ys.shape[1], -1),
+    ),
+    "deviation": ("last", lambda out, ys: out(((ys**2).mean(1) - ys.mean(1) ** 2 + 0.1).sqrt())),
+    "mean over units too": ("last", lambda out, ys: torch.tanh(out(ys).mean((1, 2)))[:, None]),
+    "mean and last": ("last", lambda out, ys: torch.tanh(out(ys.mean(1) + ys[:, -1]))),
+    "mean beside last": (
+        "last",
+        lambda out, ys: torch.tanh(out(torch.cat([ys.mean(1), ys[:, -1]], 1)[:, 2 : 2 + H])),
+    ),
+    "tanh of a sum by six": ("last", lambda out, ys: torch.tanh(out(ys).sum(1) / 6)),
 }
 
 
@@ -490,7 +529,9 @@ def test_a_reduction_over_time_is_known(how: str) -> None:
 @pytest.mark.parametrize(
     "how",
     ["total by length", "total of shares", "max over units and time", "amax of spikes",
-     "amax of all spikes", "max of spikes"],
+     "amax of all spikes", "max of spikes", "max of spikes made at once", "head of a mean",
+     "softmax of a total by length", "deviation", "mean over units too", "mean and last",
+     "mean beside last", "tanh of a sum by six"],
 )  # fmt: skip
 def test_gradients_of_a_reduced_output_equal_torchs(how: str) -> None:
     """Extrema of spikes have equals in most samples; torch shares the gradient of `amax` among
@@ -801,3 +842,32 @@ def test_a_first_step_with_equal_values_and_other_derivatives() -> None:
     for (name, _), grad in zip(model.named_parameters(), expected, strict=True):
         assert grad.abs().max() > 0.1
         torch.testing.assert_close(found[name], grad, rtol=1e-9, atol=1e-12)
+
+
+def test_a_state_that_forward_itself_resets_does_not_hide_the_loop() -> None:
+    """The step of a batch has a state in an attribute, but nothing reads it: `forward` takes whole
+    sequences.
+    """
+    model, x = ResetsItself().double(), torch.randn(T, B, IN, dtype=torch.float64)
+    net = eb.wrap(model)
+    net.init_state(B)
+    outputs = np.stack([np.asarray(net(x[t])) for t in range(T)])
+    assert net.takes_sequences
+    assert net.reduction == "mean"
+    np.testing.assert_allclose(outputs.mean(0), model(x).detach(), rtol=1e-12, atol=1e-12)
+
+
+class ResetsItself(nn.Module):
+    """A neuron with its state in an attribute, reset at the beginning of `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.out = nn.Linear(IN, H), nn.Linear(H, 2)
+        self.v: Any = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.v, total = torch.zeros(x[0].shape[:-1] + (H,), dtype=x.dtype), 0
+        for x_t in x:
+            self.v = 0.8 * self.v + self.inp(x_t)
+            total = total + self.out(torch.tanh(self.v))
+        return total / len(x)

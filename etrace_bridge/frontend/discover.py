@@ -172,9 +172,9 @@ def find_plan(
         else:
             if (
                 layout is not None
-                or plan.leaves
                 or sequence is False
                 or not _may_take_sequences(model, None)
+                or _reads_state(model, inputs, plan)
             ):
                 return plan
             failure = None
@@ -205,6 +205,23 @@ def _runs_alone(model: nn.Module, inputs: tuple, form: InputForm) -> bool:
     except Exception:  # it takes no single steps, or needs a state
         return False
     return True
+
+
+def _reads_state(model: nn.Module, inputs: tuple, plan: StepPlan) -> bool:
+    """Whether a step depends on any of its states: `forward` may set them anew in every call."""
+    start = [leaf.initial for leaf in plan.leaves]
+    moved = [(t == 0) if t.dtype == torch.bool else t + torch.ones_like(t) for t in start]
+    if not start:
+        return False
+    runs = []
+    for states in (start, moved):
+        try:
+            with restored(model, values=False), torch.no_grad():
+                given = [state.clone() for state in states]
+                runs.append(plan.run(model, inputs, given, native_call(model)))
+        except Exception:  # the model checks its states
+            return True
+    return not same_tensors(*runs)
 
 
 def _may_take_sequences(model: nn.Module, error: Exception | None) -> bool:

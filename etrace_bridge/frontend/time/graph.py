@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from etrace_bridge._jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, keep_source
@@ -139,6 +140,16 @@ class Graph:
             ]  # fmt: skip
         return self._known[key]
 
+    def reapply(self, node: Node, operands: Sequence[Node]) -> Node:
+        """Give what a node computes from other operands of the same shapes."""
+        eqn = node.eqn
+        if eqn is None or all(a is b for a, b in zip(node.operands, operands, strict=True)):
+            return node
+        if len(eqn.outvars) > 1:
+            return self.apply(eqn, operands)[node.output]
+        params = None if node.params is eqn.params else node.params
+        return self.apply(eqn, operands, [node.shape], params)[0]
+
     def make(self, function: Callable, *operands: Node, source: JaxprEqn | None = None) -> Node:
         """Give what a JAX function computes, if all its equations have one result."""
         closed = jax.make_jaxpr(function)(
@@ -158,6 +169,12 @@ class Graph:
             known[eqn.outvars[0]] = result
         return result
 
+    def text_of(self, eqn: JaxprEqn) -> str:
+        """Give a text that is the same for equations that compute the same, with the same
+        derivative.
+        """
+        return repr((eqn.primitive.name, self._key(eqn, None)))
+
     def _key(self, eqn: JaxprEqn, params: dict | None) -> Any:
         """What identifies an equation's parameters; functions are compared by the programs beside
         them.
@@ -166,7 +183,8 @@ class Graph:
             return _params_key(params)
         known = self._keys.get(id(eqn))
         if known is None:
-            known = self._keys[id(eqn)] = (eqn, _params_key(eqn.params))
+            key = (_params_key(eqn.params), _derivative_key(eqn))
+            known = self._keys[id(eqn)] = (eqn, key)
         return known[1]
 
 
@@ -174,9 +192,40 @@ def _params_key(params: dict) -> tuple:
     return tuple((name, _param_key(value)) for name, value in sorted(params.items()))
 
 
+def _derivative_key(eqn: JaxprEqn) -> Any:
+    """What identifies the derivative of a call that declares its own: two surrogates have the same
+    values and other gradients.
+    """
+    if not eqn.primitive.name.startswith("custom_"):
+        return None
+    inexact = lambda v: jnp.issubdtype(v.aval.dtype, jnp.inexact)
+    some = [i for i, v in enumerate(eqn.invars) if inexact(v)]
+    outputs = [v for v in eqn.outvars if inexact(v)]
+
+    def backward(operands: list, cotangents: list) -> Any:
+        def call(*chosen: Any) -> list:
+            full = list(operands)
+            for i, value in zip(some, chosen, strict=True):
+                full[i] = value
+            results = _bind(eqn, eqn.params, full)
+            return [y for y, v in zip(results, eqn.outvars, strict=True) if inexact(v)]
+
+        return jax.vjp(call, *[operands[i] for i in some])[1](cotangents)
+
+    shapes = [
+        [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables]
+        for variables in (eqn.invars, outputs)
+    ]
+    return _param_key(jax.make_jaxpr(backward)(*shapes))
+
+
 def _param_key(value: Any) -> Any:
-    if isinstance(value, (Jaxpr, ClosedJaxpr)):
+    if isinstance(value, ClosedJaxpr):
+        return str(value.jaxpr), tuple(_param_key(np.asarray(c)) for c in value.consts)
+    if isinstance(value, Jaxpr):
         return str(value)
+    if isinstance(value, np.ndarray):  # its text is rounded and shortened
+        return value.shape, str(value.dtype), value.tobytes()
     if isinstance(value, (int, float, bool, str, type(None))):
         return value
     if isinstance(value, (tuple, list)):
@@ -223,16 +272,15 @@ def evaluate(nodes: Sequence[Node], known: dict[int, Any]) -> list[Any]:
             continue
         shared = ("outputs", id(node.group))
         if shared not in values:
-            values[shared] = _bind(node, [values[id(o)] for o in node.operands])
+            if node.eqn is None:
+                raise KeyError(f"the value of an {node.kind} is missing")
+            values[shared] = _bind(node.eqn, node.params, [values[id(o)] for o in node.operands])
         values[id(node)] = values[shared][node.output]
     return [values[id(node)] for node in nodes]
 
 
-def _bind(node: Node, operands: list[Any]) -> list[Any]:
-    eqn = node.eqn
-    if eqn is None:
-        raise KeyError(f"the value of an {node.kind} is missing")
-    bound = eqn.primitive.get_bind_params(node.params)
+def _bind(eqn: JaxprEqn, params: dict, operands: Sequence[Any]) -> list[Any]:
+    bound = eqn.primitive.get_bind_params(params)
     with keep_source(eqn), eqn.ctx.manager:
         result = eqn.primitive.bind(*operands, **bound)
     return list(result) if eqn.primitive.multiple_results else [result]

@@ -26,7 +26,7 @@ from etrace_bridge.frontend.snapshot import restored
 from etrace_bridge.frontend.state import Path
 from etrace_bridge.frontend.time.comparison import find_difference
 from etrace_bridge.frontend.time.graph import Graph, Node, evaluate, keys_of
-from etrace_bridge.frontend.time.reduction import divisors, find_addends
+from etrace_bridge.frontend.time.reduction import divide_by_count, divisors, find_addends
 from etrace_bridge.frontend.time.rows import Reduced, Row, Value
 from etrace_bridge.frontend.time.sequences import Reader
 from etrace_bridge.frontend.time.split import (
@@ -229,20 +229,7 @@ class _Finder:
         traced = trace_sequence(
             self.model, self.tensors, self.inputs, self.plan, self.given, length
         )
-        rows = []
-        for i, x in enumerate(self.inputs):
-            axis = min(self.axis, x.dim())
-            shape = (*x.shape[:axis], 1, *x.shape[axis:])
-            rows.append(
-                Row(
-                    axis,
-                    1,
-                    tuple(
-                        self.graph.input(i, t, shape, to_jax_dtype(x.dtype))
-                        for t in range(1, length + 1)
-                    ),
-                )
-            )
+        rows = [self._input_row(i, length) for i in range(len(self.inputs))]
         drawn = [
             self.graph.make(lambda k: lax.expand_dims(k, (0,)), self.graph.random_key(i))
             for i in range(traced.num_keys)
@@ -251,6 +238,14 @@ class _Finder:
         keys = Row(0, 1, (*drawn, *[unused] * (KEYS - len(drawn))))
         self.reader.length = length
         return traced, self.reader.read(traced.jaxpr, [*self.tensor_nodes, keys, *rows])
+
+    def _input_row(self, index: int, length: int) -> Row:
+        """Give one input, step by step."""
+        x = self.inputs[index]
+        axis, dtype = min(self.axis, x.dim()), to_jax_dtype(x.dtype)
+        shape = (*x.shape[:axis], 1, *x.shape[axis:])
+        steps = range(1, length + 1)
+        return Row(axis, 1, tuple(self.graph.input(index, t, shape, dtype) for t in steps))
 
     def _column(self, index: int, output: Value) -> _Output:
         """Give an output step by step, its time axis, and how it was reduced over time."""
@@ -270,15 +265,27 @@ class _Finder:
         if found is not None:
             return found.parts, None, found.kind
         check_joins(output, self.reader.joins)
-        column: list[Node | None] = [None] * length
-        column[-1] = output
+        by_length = {length: output}
         for shorter in (1, 2, *range(self.step, length)):
             try:
-                column[shorter - 1] = self.reader.whole(self._read(shorter)[1][index])
+                by_length[shorter] = self.reader.whole(self._read(shorter)[1][index])
             except Exception:
                 if shorter > 2:
                     raise
-        return tuple(column), None, "last"
+        by_length = self._with_count(by_length)
+        return tuple(by_length.get(t) for t in range(1, length + 1)), None, "last"
+
+    def _with_count(self, by_length: dict[int, Node]) -> dict[int, Node]:
+        """Let means over time in an output count the steps. The shortest sequences may be read in
+        another way (a join of two values looks like one of two steps), and are left out then.
+        """
+        longest, clock = max(by_length), self._input_row(0, self.length).parts
+        late = {length: node for length, node in by_length.items() if length > 2}
+        for some in (by_length, late):
+            found = divide_by_count(self.graph, some, self.reader.reductions, clock)
+            if found[longest] is not by_length[longest]:
+                return found
+        return by_length
 
     def _addends(self, index: int, output: Node) -> Reduced | None:
         """Give what a sum or mean adds up, if a shorter sequence is reduced in the same way. A

@@ -30,8 +30,16 @@ def elementwise(rows: Rows, eqn: JaxprEqn, operands: list[Value]) -> list[Value]
 def _custom(rows: Rows, eqn: JaxprEqn, row: Row, columns: list[list[Node]]) -> list[Value]:
     """Apply a call with a derivative of its own, whose program has a fixed shape: on copies of a
     part, of which one is read.
+
+    A call that an earlier sequence of another length had too is that sequence's call, so that
+    sequences of all lengths are computed alike.
     """
-    axis, count, size = row.axis, len(row.parts), row.parts[0].shape[row.axis]
+    text = rows.graph.text_of(eqn)
+    for whole in (f"[{','.join(map(str, row.shape))}]", str(row.shape)):
+        text = text.replace(whole, "[part]")
+    known = (text, row.axis, row.outer, row.parts[0].shape)
+    eqn, count = rows.calls.setdefault(known, (eqn, len(row.parts)))
+    axis, size = row.axis, row.parts[0].shape[row.axis]
     results = []
     for operands in zip(*columns, strict=True):
         copies = [

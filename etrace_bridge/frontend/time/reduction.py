@@ -1,8 +1,12 @@
-"""Outputs that are a sum or a mean over time: what they add up, step by step."""
+"""Outputs that are, or are made of, a sum or a mean over time: what they add up, step by step."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import numpy as np
+from jax import lax
 
 from etrace_bridge.frontend.time.graph import Graph, Node
 from etrace_bridge.frontend.time.rows import Reduced
@@ -127,3 +131,120 @@ def _divides_by(node: Node, length: float) -> bool:
     return value is not None and bool(
         np.isclose(value, length if node.kind == "div" else 1 / length, rtol=1e-6)
     )
+
+
+# ---- means whose result is used further
+
+
+def divide_by_count(
+    graph: Graph, outputs: Mapping[int, Node], reductions: dict[int, Reduced], clock: Sequence[Node]
+) -> dict[int, Node]:
+    """Let an output divide its sums over time by the number of steps so far where it divides them
+    by the length, so that sequences of all lengths are computed alike.
+
+    Args:
+        graph: Where the nodes are.
+        outputs: The output for sequences of several lengths, by length.
+        reductions: Sums over time, by `id`.
+        clock: One step of an input, for each step.
+    """
+    lengths = tuple(outputs)
+    wanted = _leading_to_means(graph, outputs[max(lengths)], reductions, max(lengths))
+    known: dict[tuple[int, ...], tuple[Node, ...]] = {}
+
+    def visit(nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+        key = tuple(id(node) for node in nodes)
+        if key not in known:
+            known[key] = rebuilt(nodes)
+        return known[key]
+
+    def rebuilt(nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+        last = nodes[lengths.index(max(lengths))]
+        if id(last) not in wanted or not all(last.like(node) for node in nodes):
+            return nodes
+        factor = _common_factor(nodes, lengths)
+        if factor is not None:
+            return tuple(
+                _divided(graph, node, clock[:length], factor)
+                for node, length in zip(nodes, lengths, strict=True)
+            )
+        columns = [visit(row) for row in zip(*[node.operands for node in nodes], strict=True)]
+        return tuple(
+            graph.reapply(node, operands)
+            for node, operands in zip(nodes, zip(*columns, strict=True), strict=True)
+        )
+
+    return dict(zip(lengths, visit(tuple(outputs.values())), strict=True))
+
+
+def _leading_to_means(
+    graph: Graph, output: Node, reductions: dict[int, Reduced], length: int
+) -> set[int]:
+    """Give the `id`s of an output's nodes from which a mean over time can be reached, and of the
+    means.
+    """
+    readers: dict[int, list[Node]] = {}
+    seen, stack, means = {id(output)}, [output], []
+    while stack:
+        node = stack.pop()
+        operand = _scaled_operand(node)
+        if operand is not None and find_addends(graph, operand, reductions, length) is not None:
+            means.append(node)
+            continue
+        for o in node.operands:
+            readers.setdefault(id(o), []).append(node)
+            if o.level and id(o) not in seen:
+                seen.add(id(o))
+                stack.append(o)
+    found: set[int] = set()
+    while means:
+        node = means.pop()
+        if id(node) not in found:
+            found.add(id(node))
+            means.extend(readers.get(id(node), []))
+    return found
+
+
+def _scaled_operand(node: Node) -> Node | None:
+    """Give what a node divides by, or multiplies with, a number; None if it does neither."""
+    if node.kind not in ("div", "mul") or sum(o.level > 0 for o in node.operands) != 1:
+        return None
+    operand = next(o for o in node.operands if o.level)
+    if operand.shape != node.shape or (node.kind == "div" and operand is not node.operands[0]):
+        return None
+    return None if _constant_factor(node) is None else operand
+
+
+def _common_factor(nodes: Sequence[Node], lengths: Sequence[int]) -> float | None:
+    """Give k if all nodes divide by k times their sequence's length."""
+    factors = []
+    for node, length in zip(nodes, lengths, strict=True):
+        value = None if _scaled_operand(node) is None else _constant_factor(node)
+        if not value:
+            return None
+        factors.append((value if node.kind == "div" else 1 / value) / length)
+    return factors[0] if np.allclose(factors, factors[0], rtol=1e-6, atol=0) else None
+
+
+def _divided(graph: Graph, node: Node, clock: Sequence[Node], factor: float) -> Node:
+    """Divide what a node divides by the number of steps."""
+    total = next(o for o in node.operands if o.level)
+    count = graph.constant(np.zeros(total.shape, np.int32))
+    for x in clock:
+        count = graph.make(_count_on, count, x, source=node.eqn)
+    scale = np.asarray(factor, total.dtype)
+    return graph.make(
+        lambda x, n: lax.div(
+            x, lax.mul(lax.convert_element_type(n, x.dtype), lax.full_like(x, scale))
+        ),
+        total,
+        count,
+        source=node.eqn,
+    )
+
+
+def _count_on(count: Any, x: Any) -> Any:
+    """Add one; `x` is read so that the count belongs to a step, and does not matter."""
+    first = lax.reshape(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim), ())
+    nothing = lax.mul(lax.convert_element_type(lax.eq(first, first), np.int32), np.int32(0))
+    return lax.add(count, lax.add(lax.full_like(count, 1), lax.broadcast(nothing, count.shape)))

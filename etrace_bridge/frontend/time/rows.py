@@ -64,12 +64,15 @@ class Rows:
         reductions: Reductions over time, by the `id` of their result.
         joins: For arrays that join all steps of a row, by `id`: the array, and the equation that
             reads all of it at once.
+        calls: Calls with a derivative of their own that were applied to parts of rows, and to how
+            many at once, by what they compute.
     """
 
     def __init__(self, graph: Graph, length: int) -> None:
         self.graph, self.length = graph, length
         self.reductions: dict[int, Reduced] = {}
         self.joins: dict[int, tuple[Node, JaxprEqn]] = {}
+        self.calls: dict[Any, tuple[JaxprEqn, int]] = {}
 
     def whole(self, value: Value, reader: JaxprEqn | None = None) -> Node:
         """Join the parts of a row, for the equation that reads it."""
