@@ -40,7 +40,7 @@ def _section(task: Task, results: Results) -> str:
     lines += [f"Score: {task.measure}. Source: {task.source}.", ""]
     if not results.runs:
         return "\n".join([*lines, f"Not run yet: `make reproduce TASK={task.key}`.", ""])
-    lines += [*_statements(task, results), ""]
+    lines += [_lengths(task, results), "", *_statements(task, results), ""]
     header = ["method", *task.settings, "seeds", "seconds per run"]
     if any(task.published.values()):
         header.insert(-2, "published")
@@ -48,7 +48,23 @@ def _section(task: Task, results: Results) -> str:
     lines += ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
     lines += [""]
     lines += [f"`{name}` is left out: {why}." for name, why in task.without.items()]
+    if task.notes:
+        lines += ["", task.notes]
     return "\n".join([*lines, ""])
+
+
+def _lengths(task: Task, results: Results) -> str:
+    """How long training was in each setting, and how long it is in full."""
+    parts = []
+    for setting, full in task.steps.items():
+        steps = results.steps(setting)
+        if steps is None:
+            parts.append(f"{setting} not run")
+        elif steps == full:
+            parts.append(f"{setting} {steps:,} {task.unit}, the full length")
+        else:
+            parts.append(f"{setting} {steps:,} of {full:,} {task.unit}, scaled down")
+    return f"Training here: {'; '.join(parts)}."
 
 
 def _row(task: Task, results: Results, method: str, width: int) -> list[str]:
