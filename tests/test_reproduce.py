@@ -28,7 +28,7 @@ FIRST = {
     "D": ("GRU", None),
     "E": ("50 LIF + 50 ALIF", None),
     "G": ("delay 300 ms", None),
-    "H": ("GRU-32", 1),
+    "H": ("GRU-32", 2),
     "I": ("2 GRU layers", 0.2),
 }
 

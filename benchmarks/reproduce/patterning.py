@@ -103,5 +103,6 @@ TASK = Task(
         "= 0.9, TD(λ = 0.99), 1 million steps, 20 units, Adam 1e-3."
     ),
     run=run,
+    notes="One seed; an exact gradient was not run.",
     without={"tbptt 25": "a gradient of one step at a time", "bptt": "a stream has no end"},
 )
