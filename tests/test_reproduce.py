@@ -4,13 +4,19 @@ is stored makes a page.
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 import pytest
+import torch
 
+from benchmarks.reproduce import __main__ as main
 from benchmarks.reproduce.__main__ import TASKS
+from benchmarks.reproduce.diagnostics import random_rotation, rotation
 from benchmarks.reproduce.methods import all_methods, methods_for
 from benchmarks.reproduce.page import _section, draw, normalised
 from benchmarks.reproduce.results import Results
+from benchmarks.reproduce.sequences import PADDING, one_level
 from benchmarks.reproduce.tasks import Outcome, Size
 from etrace_bridge.rules import rule_names
 
@@ -22,16 +28,30 @@ FIRST = {
     "D": ("GRU", None),
     "E": ("50 LIF + 50 ALIF", None),
     "G": ("delay 300 ms", None),
-    "H": ("GRU-32", 1),
+    "H": ("GRU-32", 2),
     "I": ("2 GRU layers", 0.2),
 }
+
+
+class Asked(Size):
+    """Notes the full and the small length of training that a task asks for."""
+
+    @cached_property
+    def lengths(self):
+        return []
+
+    def steps(self, full, small):
+        self.lengths.append((full, small))
+        return super().steps(full, small)
 
 
 @pytest.mark.parametrize("key", sorted(TASKS))
 def test_a_task_runs_in_miniature_and_learns(key):
     task = TASKS[key]
     setting, bound = FIRST.get(key, (task.settings[0], None))
-    outcome = task.run(setting, methods_for(task)["d_rtrl"], 0, Size(small=True))
+    size = Asked(small=True)
+    outcome = task.run(setting, methods_for(task)["d_rtrl"], 0, size)
+    assert size.lengths == [(task.steps[setting], outcome.steps)]
     assert (
         np.isfinite(outcome.score) and np.isfinite(outcome.curve).all() and len(outcome.curve) > 1
     )
@@ -54,9 +74,10 @@ def test_results_are_on_disk_after_each_run_and_make_a_page(tmp_path):
         for name, found in scores.items():
             results = Results("A", tmp_path)  # a new process goes on
             assert not results.has("Hénon", name, seed)
-            results.add("Hénon", name, seed, Outcome(found[seed], np.linspace(1, 0, 120)), 3.0)
+            results.add("Hénon", name, seed, Outcome(found[seed], np.linspace(1, 0, 120), 600), 3.0)
     results = Results("A", tmp_path)
     assert len(results.runs) == 6 and all(len(r["curve"]) == 50 for r in results.runs)
+    assert [r["steps"] for r in results.runs] == [600] * 6
     # an error: small is good
     assert [normalised(task, results, n) for n in ("tbptt 1", "rtrl")] == [0.0, 1.0]
     assert normalised(task, results, "d_rtrl") == pytest.approx(0.6)
@@ -65,7 +86,58 @@ def test_results_are_on_disk_after_each_run_and_make_a_page(tmp_path):
         "- Hénon: 0.6 ± 0.1 without credit through time (`tbptt 1`), 0.1 ± 0 with an exact "
         "gradient (`rtrl`)." in text
     )
+    assert "Hénon 600 of 15,000 steps, scaled down; Mackey-Glass not run; Lorenz not run." in text
     assert "| `d_rtrl` | 0.3 ± 0.1 | – | – |" in text
     assert "| `rtrl` | 0.1 ± 0 | – | – | 0.0052 / 0.018 / 0.0051 | 2 | 3 |" in text
     draw({"A": task}, {"A": results}, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 5000
+
+
+def test_runs_of_different_length_are_not_mixed(tmp_path, monkeypatch):
+    """Their mean, and a comparison of methods across lengths, would be wrong without a word."""
+    results = Results("A", tmp_path)
+    results.add("Hénon", "d_rtrl", 0, Outcome(0.2, np.ones(9), 1500), 1.0)
+    with pytest.raises(ValueError, match="with 1500 steps; this one has 15000"):
+        results.add("Hénon", "snap1", 0, Outcome(0.1, np.ones(9), 15_000), 1.0)
+    assert len(Results("A", tmp_path).runs) == 1
+    results.add("Lorenz", "snap1", 0, Outcome(0.1, np.ones(9), 15_000), 1.0)
+    monkeypatch.setattr(main, "Results", lambda key: Results(key, tmp_path))
+    with pytest.raises(SystemExit, match=r"with 1,500 steps, not 15,000. Use --scale 0.1,"):
+        main.run_task(TASKS["A"], 1, ["snap1"], ["Hénon"], Size())
+
+
+@pytest.mark.parametrize("key", sorted(TASKS))
+def test_stored_runs_are_those_of_the_task(key):
+    task, results = TASKS[key], Results(key)
+    for run in results.runs:
+        assert run["setting"] in task.settings and run["method"] in methods_for(task)
+        assert run["steps"] == results.steps(run["setting"]) <= task.steps[run["setting"]]
+
+
+def test_scale_is_a_share_of_the_training():
+    assert Size(scale=0.25).steps(1000, 3) == 250 and Size(scale=1e-9).steps(1000, 3) == 1
+    assert Size(small=True, scale=0.25).steps(1000, 3) == 3
+
+
+@pytest.mark.parametrize("level", [1, 7, 8, 20])
+def test_the_curriculum_asks_for_what_was_shown(level):
+    xs, ys, mask = one_level(level, 4, torch.Generator().manual_seed(level))
+    length = int(mask.sum())
+    assert max(1, level - 5) <= length <= level and len(xs) % PADDING == 0
+    asked = ys[mask > 0]
+    assert torch.equal(asked, xs[:length, :, :2].argmax(-1)) and xs[length, :, 2].all()
+    assert not xs[length + 1 :].any() and torch.equal(
+        mask.nonzero()[0, 0], torch.tensor(length + 1)
+    )
+
+
+def test_rotation_turns_by_one_orthogonal_matrix():
+    turn = random_rotation(5)
+    np.testing.assert_allclose(turn @ turn.T, np.eye(8), atol=1e-12)
+    assert np.linalg.det(turn) == pytest.approx(1)
+    episode = rotation(10, np.random.default_rng(3), turn)
+    point = episode.xs[0, :, :8]
+    for answer in episode.ys:
+        point = point @ turn.T
+        np.testing.assert_allclose(answer, point, atol=1e-5)
+    assert not episode.xs[1:].any()

@@ -1,5 +1,5 @@
 """Run published experiments again: `python -m benchmarks.reproduce [--task A B ...] [--seeds 3]
-[--methods d_rtrl ...]`.
+[--methods d_rtrl ...] [--scale 0.1]`.
 
 Each finished run is written to `results/TASK.json` beside this file, so that a run that was stopped
 goes on where it was. The page docs/reproduce.md and its pictures are made from these files.
@@ -34,9 +34,18 @@ TASKS: dict[str, Task] = {
 }
 
 
-def run_task(task: Task, seeds: int, names: list[str] | None, settings: list[str] | None) -> None:
+def run_task(
+    task: Task, seeds: int, names: list[str] | None, settings: list[str] | None, size: Size
+) -> None:
     """Run what is missing of a task, and say how it goes."""
     results = Results(task.key)
+    for setting in settings or task.settings:
+        stored, asked = results.steps(setting), size.steps(task.steps[setting], 0)
+        if stored not in (None, asked):
+            raise SystemExit(
+                f"{results.path.name} has runs of {setting} with {stored:,} {task.unit}, not "
+                f"{asked:,}. Use --scale {stored / task.steps[setting]:g}, or delete them first."
+            )
     methods = methods_for(task, names)
     wanted = [
         (setting, name, seed)
@@ -50,7 +59,7 @@ def run_task(task: Task, seeds: int, names: list[str] | None, settings: list[str
     for n, (setting, name, seed) in enumerate(missing, 1):
         start = time.perf_counter()
         try:
-            outcome = task.run(setting, methods[name], seed, Size())
+            outcome = task.run(setting, methods[name], seed, size)
         except Exception as error:  # one method that fails must not end a run of hours
             print(f"  {setting}, {name}, seed {seed}: {type(error).__name__}: {error}", flush=True)
             continue
@@ -71,11 +80,15 @@ def main() -> None:
     parser.add_argument(
         "--settings", nargs="+", metavar="NAME", help="only these settings of the task"
     )
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="share of the full training (default 1)"
+    )
     parser.add_argument("--page-only", action="store_true", help="make the page from what is there")
     options = parser.parse_args()
     if not options.page_only:
         for key in options.task:
-            run_task(TASKS[key], options.seeds, options.methods, options.settings)
+            size = Size(scale=options.scale)
+            run_task(TASKS[key], options.seeds, options.methods, options.settings, size)
     write_page(TASKS)
 
 

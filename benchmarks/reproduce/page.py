@@ -19,7 +19,13 @@ Made by `make reproduce` (`make reproduce TASK=A SEEDS=3` for one task) from the
 run goes on where it was. The data are made by the code from the seed. Numbers are means over seeds, ± the standard deviation
 where there are several; *seeds* says how many. Fidelity is not performance, so each task first says how much credit through time
 matters: the score without any memory in the gradient beside that of an exact gradient. `tbptt 1` is backpropagation through one step,
-`bptt` through the whole episode or sequence with one update for it. *published* is the number of the source where it has one.
+`bptt` through the whole episode or sequence with one update for it. *published* is the number of the source where it has one. *Training here* says how
+long training was; `--scale` sets it, and only runs of one length are compared. The
+seconds are wall time on a shared machine, a rough hint only.
+"""
+
+CAPTION = """The picture has the mean over the settings that were run. It stretches the methods of a setting from 0 to 1 however little they
+differ, so read it with the tables: where all are close or there is one seed, its colours are noise. Empty fields were not run.
 """
 
 
@@ -30,6 +36,7 @@ def write_page(tasks: Mapping[str, Task]) -> None:
     if any(results.runs for results in stored.values()):
         draw(tasks, stored)
         parts.append("![Normalised score by rule and task](pictures/reproduce.png)\n")
+        parts.append(CAPTION)
     for key, task in tasks.items():
         parts.append(_section(task, stored[key]))
     PAGE.write_text("\n".join(parts))
@@ -40,7 +47,7 @@ def _section(task: Task, results: Results) -> str:
     lines += [f"Score: {task.measure}. Source: {task.source}.", ""]
     if not results.runs:
         return "\n".join([*lines, f"Not run yet: `make reproduce TASK={task.key}`.", ""])
-    lines += [*_statements(task, results), ""]
+    lines += [_lengths(task, results), "", *_statements(task, results), ""]
     header = ["method", *task.settings, "seeds", "seconds per run"]
     if any(task.published.values()):
         header.insert(-2, "published")
@@ -48,7 +55,23 @@ def _section(task: Task, results: Results) -> str:
     lines += ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
     lines += [""]
     lines += [f"`{name}` is left out: {why}." for name, why in task.without.items()]
+    if task.notes:
+        lines += ["", task.notes]
     return "\n".join([*lines, ""])
+
+
+def _lengths(task: Task, results: Results) -> str:
+    """How long training was in each setting, and how long it is in full."""
+    parts = []
+    for setting, full in task.steps.items():
+        steps = results.steps(setting)
+        if steps is None:
+            parts.append(f"{setting} not run")
+        elif steps == full:
+            parts.append(f"{setting} {steps:,} {task.unit}, the full length")
+        else:
+            parts.append(f"{setting} {steps:,} of {full:,} {task.unit}, scaled down")
+    return f"Training here: {'; '.join(parts)}."
 
 
 def _row(task: Task, results: Results, method: str, width: int) -> list[str]:
@@ -57,7 +80,9 @@ def _row(task: Task, results: Results, method: str, width: int) -> list[str]:
     if width == len(task.settings) + 4:
         published = task.published.get(method) or ()
         row.append(" / ".join("–" if p is None else f"{p:g}" for p in published))
-    return [*row, str(max(map(len, found))), f"{results.seconds(method) or 0:.0f}"]
+    counts = sorted({len(scores) for scores in found if scores})
+    seeds = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
+    return [*row, seeds, f"{results.seconds(method) or 0:.0f}"]
 
 
 def _number(scores: list[float]) -> str:

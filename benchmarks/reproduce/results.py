@@ -33,7 +33,16 @@ class Results:
         )
 
     def add(self, setting: str, method: str, seed: int, outcome: Outcome, seconds: float) -> None:
-        """Add a run and write the file, whole or not at all."""
+        """Add a run and write the file, whole or not at all.
+
+        Runs of one setting are compared with each other, so they have to be of one length.
+        """
+        stored = self.steps(setting)
+        if stored not in (None, outcome.steps):
+            raise ValueError(
+                f"{self.path.name} has runs of {setting} with {stored} steps; this one has "
+                f"{outcome.steps}. Choose the same length, or delete the stored runs first."
+            )
         parts = np.array_split(outcome.curve, min(POINTS, len(outcome.curve)))
         curve = [float(f"{part.mean():.4g}") for part in parts]
         self.runs.append(
@@ -41,6 +50,7 @@ class Results:
                 "setting": setting,
                 "method": method,
                 "seed": seed,
+                "steps": outcome.steps,
                 "score": float(f"{outcome.score:.6g}"),
                 "seconds": round(seconds, 1),
                 "curve": curve,
@@ -53,6 +63,10 @@ class Results:
         part = self.path.with_suffix(".part")
         part.write_text(text)
         os.replace(part, self.path)
+
+    def steps(self, setting: str) -> int | None:
+        """The length of training of this setting's runs, None without runs."""
+        return next((r["steps"] for r in self.runs if r["setting"] == setting), None)
 
     def scores(self, setting: str, method: str) -> list[float]:
         """The scores of all seeds."""

@@ -124,13 +124,13 @@ def accumulate(setting: str, method: Method, seed: int, size: Size) -> Outcome:
     )
     learner = make_learner(model, method, 5e-3, loss_with_rate)
     wrong = []
-    for _ in range(size.pick(300, 2)):
+    for _ in range(size.steps(EVIDENCE.steps[setting], 2)):
         xs, targets = evidence_batch(size, generator)
         result = learner.update(xs, targets)
         ask = targets[1][:, 0] > 0
         decision = result.outputs[0][ask].mean(0).argmax(-1)
         wrong.append(float((decision != targets[0][-1]).float().mean()))
-    return Outcome(float(np.mean(wrong[-max(len(wrong) // 10, 1) :])), np.array(wrong))
+    return Outcome(float(np.mean(wrong[-max(len(wrong) // 10, 1) :])), np.array(wrong), len(wrong))
 
 
 EVIDENCE = Task(
@@ -138,7 +138,8 @@ EVIDENCE = Task(
     title="Accumulation of evidence",
     measure="share of wrong decisions, last tenth of training",
     lower_is_better=True,
-    settings=("50 LIF + 50 ALIF",),
+    steps={"50 LIF + 50 ALIF": 300},
+    unit="batches",
     source="Bellec et al., e-prop",
     published={"eprop": (0.07,), "bptt": (0.07,)},
     setup=(
@@ -185,13 +186,13 @@ def match(setting: str, method: Method, seed: int, size: Size) -> Outcome:
     model = AdaptiveNet(100, size.pick(64, 12), size.pick(64, 12), 2, size.pick(1000, 40), 2)
     learner = make_learner(model, method, 3e-3, loss_with_rate)
     right = []
-    for _ in range(size.pick(300, 2)):
+    for _ in range(size.steps(MATCH.steps[setting], 2)):
         xs, targets = match_batch(delay, size, generator)
         result = learner.update(xs, targets)
         asked = targets[1][:, 0] > 0
         answer = result.outputs[0][asked].mean(0).argmax(-1)
         right.append(float((answer == targets[0][-1]).float().mean()))
-    return Outcome(float(np.mean(right[-max(len(right) // 10, 1) :])), np.array(right))
+    return Outcome(float(np.mean(right[-max(len(right) // 10, 1) :])), np.array(right), len(right))
 
 
 MATCH = Task(
@@ -199,7 +200,8 @@ MATCH = Task(
     title="Delayed match to sample, shortened",
     measure="share of right answers, last tenth of training",
     lower_is_better=False,
-    settings=("delay 300 ms", "delay 1000 ms"),
+    steps={"delay 300 ms": 300, "delay 1000 ms": 300},
+    unit="batches",
     source="the D-RTRL and pp-prop project; its set-up reaches 95%",
     published={"d_rtrl": (0.95, None), "pp_prop": (0.95, None)},
     setup=(

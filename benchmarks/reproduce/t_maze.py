@@ -83,7 +83,7 @@ def run(setting: str, method: Method, seed: int, size: Size) -> Outcome:
     """Train; the score is the share of right turns among the episodes that ended in the last tenth."""
     name, _, kind = setting.partition(", ")
     length, steps = STEPS[name]
-    length, steps, block = size.pick(length, 3), size.pick(steps, 600), size.pick(1000, 100)
+    length, steps, block = size.pick(length, 3), size.steps(steps, 600), size.pick(1000, 100)
     torch.manual_seed(seed)
     model = Readout("gru" if kind == "GRU" else "rnn", 4, size.pick(64, 12), 4)
     pure = eb.functional(model, torch.zeros(BATCH, 4), rule=method.rule)
@@ -98,7 +98,7 @@ def run(setting: str, method: Method, seed: int, size: Size) -> Outcome:
     for n in range(steps // block):
         state, (ended, right) = program(state, jax.random.fold_in(key, n))
         shares.append(float(right.sum()) / max(float(ended.sum()), 1.0))
-    return Outcome(float(np.mean(shares[-max(len(shares) // 10, 1) :])), np.array(shares))
+    return Outcome(float(np.mean(shares[-max(len(shares) // 10, 1) :])), np.array(shares), steps)
 
 
 TASK = Task(
@@ -106,7 +106,8 @@ TASK = Task(
     title="T-maze by a streaming actor-critic",
     measure="share of right turns in the last tenth of training",
     lower_is_better=False,
-    settings=tuple(f"{name}, {model}" for name in STEPS for model in MODELS.values()),
+    steps={f"{name}, {model}": n for name, (_, n) in STEPS.items() for model in MODELS.values()},
+    unit="steps",
     source="published results of streaming actor-critics with recurrent trace units",
     published={
         "rtrl": (0.908, None, None, None, 0.503, None),
@@ -120,5 +121,12 @@ TASK = Task(
         "truncated BPTT 0.712, 0.111; SnAp-1 0.551, –."
     ),
     run=run,
+    notes=(
+        "Half right is chance. `rtrl` did not fit into the time: on task B's rotation, with half "
+        "the batch, a run took 170 s where `d_rtrl` took 6 s. So the published exact figure is not "
+        "checked. For the tanh RNN, whose core is empty, "
+        "`d_rtrl` is at chance as `immediate` is, and `snap1` is above it, with one seed. For the "
+        "GRU both rules with a trace solve the maze; `immediate` does so with one seed of three."
+    ),
     without={"tbptt 25": "a loss of one step at a time", "bptt": "a stream has no end"},
 )

@@ -19,13 +19,19 @@ class Size:
 
     Attributes:
         small: a miniature that takes seconds, to see that the task runs and learns something.
+        scale: the share of the full training to run.
     """
 
     small: bool = False
+    scale: float = 1.0
 
     def pick(self, full: T, small: T) -> T:
         """Choose a number by size."""
         return small if self.small else full
+
+    def steps(self, full: int, small: int) -> int:
+        """The length of training: the miniature's, or a share of the full one."""
+        return small if self.small else max(round(full * self.scale), 1)
 
 
 @dataclass(frozen=True)
@@ -35,10 +41,12 @@ class Outcome:
     Attributes:
         score: the task's measure at the end.
         curve: the course of training, of any length.
+        steps: how long training was, in the task's unit.
     """
 
     score: float
     curve: np.ndarray
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -50,11 +58,13 @@ class Task:
         title: what it is about.
         measure: what the score is.
         lower_is_better: whether a small score is a good one.
-        settings: variants of the task, each a column of its table.
+        steps: the length of training by setting, in `unit`; each setting is a column of the table.
+        unit: what `steps` counts.
         source: where the published numbers are from.
         published: the published score of each setting by method; None where there is none.
         setup: the set-up in words, and how it differs from the published one.
         run: `(setting, method, seed, size) -> Outcome`.
+        notes: what the results show or leave open, printed below the table.
         extra: methods of this task alone, by name.
         without: methods that this task leaves out, and why.
     """
@@ -63,10 +73,17 @@ class Task:
     title: str
     measure: str
     lower_is_better: bool
-    settings: tuple[str, ...]
+    steps: Mapping[str, int]
+    unit: str
     source: str
     published: Mapping[str, tuple[float | None, ...] | None]
     setup: str
     run: Callable[[str, Method, int, Size], Outcome]
+    notes: str = ""
     extra: Mapping[str, Method] = field(default_factory=dict)
     without: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Variants of the task."""
+        return tuple(self.steps)
