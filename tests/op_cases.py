@@ -6,12 +6,15 @@ import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.testing._internal import common_utils
 from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo import core as opinfo_core
 
 from etrace_bridge.frontend.ops import OpRule, lookup
 from etrace_bridge.frontend.ops.dtypes import cast, to_jax_dtype
@@ -334,11 +337,16 @@ def _samples(op: Any, dtype: torch.dtype, with_grad: bool, most: int) -> list[Ca
     key = (op.formatted_name, dtype, with_grad, most)
     if key not in _SAMPLES:
         torch.manual_seed(0)
-        samples = quietly(
-            lambda: list(
-                itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=with_grad), most)
+        # torch looks through the stack for its own test class and reads every frame's source
+        with (
+            mock.patch.object(common_utils, "extract_test_fn", lambda: None),
+            mock.patch.object(opinfo_core, "extract_test_fn", lambda: None),
+        ):
+            samples = quietly(
+                lambda: list(
+                    itertools.islice(op.sample_inputs("cpu", dtype, requires_grad=with_grad), most)
+                )
             )
-        )
         calls = (Call(op.op, (s.input, *s.args), s.kwargs) for s in samples)
         _SAMPLES[key] = [c for c in calls if _fits(c)]
     return _SAMPLES[key]

@@ -28,15 +28,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from etrace_bridge._jax_compat import Literal, bind_equation
-
-# Compiling is most of a test's time, and these programs run once.
-FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
-
-def fast_jit(fun: Callable) -> Callable:
-    """`jax.jit` for programs that run a few times."""
-    return jax.jit(fun, compiler_options=FAST_COMPILE)
-
+from quick_jit import quick_jit
 
 STRICT = ("bptt", "d_rtrl", "eprop", "rflo", "rtrl", "snap1")
 
@@ -142,7 +134,7 @@ class Dense:
         h, self.unravel_h = ravel_pytree(values.hidden)
         o, self.unravel_o = ravel_pytree(values.other)
         self.num_hidden, self.num_weights = h.size, w.size
-        linear = fast_jit(self._linearise)
+        linear = quick_jit(self._linearise)
         self.steps: list[DenseStep] = []
         self.starts: list[tuple] = []
         for t in range(len(targets)):
@@ -244,7 +236,7 @@ class Dense:
         """
         contacts = self.graph.structure.use.contact_of_eqn
         mixing = {edge for edge in self.graph.structure.facts.cuts if edge[0] not in contacts}
-        through_products = fast_jit(
+        through_products = quick_jit(
             jax.jacrev(lambda *start: self._run(mixing, *start)[2], argnums=1)
         )
         owner = []
@@ -269,7 +261,7 @@ def unrolled_bptt(model_step: Callable, weights: Any, state: Any, xs: Any, targe
             loss = loss + loss_of(output, targets[t])
         return loss
 
-    return fast_jit(jax.grad(total))(weights)
+    return quick_jit(jax.grad(total))(weights)
 
 
 # -- one layer by hand ----------------------------------------------------------------------------
@@ -312,7 +304,7 @@ class CellRules:
         loss: Callable,
     ) -> None:
         self.cell, self.weights, self.loss = cell, weights, loss
-        linear = fast_jit(jax.vmap(self._linearise, in_axes=(0, 0, None)))
+        linear = quick_jit(jax.vmap(self._linearise, in_axes=(0, 0, None)))
         self.steps = []
         for x, target in zip(xs, targets, strict=True):
             self.steps.append(jax.device_get(linear(x, list(states), target)))

@@ -21,7 +21,7 @@ import etrace_bridge as eb
 from etrace_bridge.learning.compiled_step import CompiledStep
 from etrace_bridge.rules import DRTRL, KFRTRL, OKRTRL, OSTL, UORO, Rule, SnApN
 from etrace_bridge.rules.ok_rtrl import mixed_columns
-from oracle import fast_jit
+from quick_jit import quick_jit
 from sequences import sequence_gradient
 
 T, B, IN, OUT = 5, 2, 3, 2
@@ -179,7 +179,7 @@ def in_order(make: Any, grads: list[Any]) -> np.ndarray:
 @cache
 def found(make: Any, rule: Rule, chunk: int = 1) -> np.ndarray:
     built(make)  # compiled outside of the program below
-    return in_order(make, fast_jit(lambda: run(make, rule, chunk))())
+    return in_order(make, quick_jit(lambda: run(make, rule, chunk))())
 
 
 def assert_equal(a: np.ndarray, b: np.ndarray, tolerance: float = 1e-9) -> None:
@@ -281,7 +281,7 @@ def assert_unbiased(make_rule: Any) -> np.ndarray:
     built(Ring)
     steps = case(Ring)[3]
     drawn = in_order(
-        Ring, fast_jit(jax.vmap(lambda seed: run(Ring, make_rule(seed))))(jnp.arange(2000))
+        Ring, quick_jit(jax.vmap(lambda seed: run(Ring, make_rule(seed))))(jnp.arange(2000))
     )
     exact, step_alone = masked_rtrl(steps, np.ones(())), sum(s.l_w.sum(0) for s in steps)
     error = drawn.std(0) / np.sqrt(2000)
@@ -426,7 +426,7 @@ def test_mixed_columns_have_no_bias_and_the_least_variance(r):
     rng = np.random.default_rng(r)
     L, Z = rng.standard_normal((9, r + 1)), rng.standard_normal((7, r + 1))
     Z[:, 0] *= 4  # one term that stays
-    X, Y = fast_jit(jax.vmap(lambda c: mixed_columns(L.T @ L, Z.T @ Z, c)))(every_sign(r + 1))
+    X, Y = quick_jit(jax.vmap(lambda c: mixed_columns(L.T @ L, Z.T @ Z, c)))(every_sign(r + 1))
     found = np.einsum("lq,sqk,zp,spk->slz", L, X, Z, Y)
     whole, sigma = L @ Z.T, np.linalg.svd(L @ Z.T, compute_uv=False)[: r + 1]
     np.testing.assert_allclose(found.mean(0), whole, atol=1e-12)
@@ -471,7 +471,7 @@ def test_ok_rtrl_by_definition():
     chosen = np.ones((8, T, 2))
     chosen[:, 1:4, 1] = every_sign(3)  # what was cut after steps 1 and 5 is nothing, or not used
     both = np.stack([np.repeat(chosen, 8, 0), np.tile(chosen, (8, 1, 1))], 2)
-    found = in_order(Ring, fast_jit(jax.vmap(lambda c: run(Ring, GivenSigns(c, 1))))(both))
+    found = in_order(Ring, quick_jit(jax.vmap(lambda c: run(Ring, GivenSigns(c, 1))))(both))
     first, second = ([ok_rtrl(row, c) for c in chosen] for row in range(B))
     expected = np.array([a + b for a in first for b in second])
     along = np.random.default_rng(0).standard_normal(expected.shape[1])

@@ -48,11 +48,11 @@ from oracle import (
     Values,
     assert_close,
     assert_live,
-    fast_jit,
     loss_of,
     strict,
     unrolled_bptt,
 )
+from quick_jit import quick_jit
 from share import in_turn
 
 T, K = 6, 3
@@ -219,7 +219,7 @@ def compiled(
             (found.carry.hidden, found.carry.other, found.carry.trace),
         )
 
-    return fast_jit(chunk)
+    return quick_jit(chunk)
 
 
 def start(name: str, rule: Rule) -> tuple[Any, Any, Any]:
@@ -632,7 +632,7 @@ def test_exits_carry_all_credit_of_the_core(name):
     c = case(name)
     exits = find_exits(c.program)
 
-    @fast_jit
+    @quick_jit
     def both(theta, hidden, other, xs, targets):
         env = c.program.weight_env(theta)
         forward = run_forward(c.program, env, hidden, other, xs)

@@ -34,7 +34,8 @@ from etrace_bridge.rules import (
 from etrace_bridge.schedule.chunk import run_chunk
 from etrace_bridge.step.program import StepProgram, make_program
 from models import B, H, I
-from oracle import Cell, CellRules, assert_close, assert_live, fast_jit, strict
+from oracle import Cell, CellRules, assert_close, assert_live, strict
+from quick_jit import quick_jit
 
 pytestmark = pytest.mark.usefixtures("users_compiler")
 
@@ -256,7 +257,7 @@ def gradient(name: str, rule: Rule, K: int) -> dict[str, np.ndarray]:
     b = built(name)
     weights, hidden = b.in_order()
 
-    @fast_jit
+    @quick_jit
     def chunk(hidden, trace, x, target):
         data = Chunk([x], target, jnp.ones(len(target)), batch_loss)
         with strict(rule):
@@ -457,7 +458,7 @@ def test_braintrace_gives_the_same_where_it_gives_anything(cell, step, left_out)
     theta = [leaf for path in paths for leaf in jax.tree.leaves(layers[path[0]])]
     rule = DRTRL(credit="core", upstream="step")
     data = Chunk([xs], targets, jnp.full(T, 1 / T), row_loss)  # theirs is the mean over time
-    found = fast_jit(
+    found = quick_jit(
         lambda: (
             run_chunk(rule, program, theta, Carry([jnp.zeros(H)], [], None), data, True, True).grads
         )
@@ -502,7 +503,7 @@ def _braintrace_rnn(
         made = run_chunk(rule, program, jax.tree.leaves(layer), Carry(*state), data, False, False)
         return (made.carry.hidden, made.carry.other, made.carry.trace), made.grads
 
-    found = fast_jit(
+    found = quick_jit(
         lambda: jax.lax.scan(body, ([jnp.zeros(H)], [], rule.init(program)), (xs, targets))[1]
     )()
     return expected, dict(zip(sorted(layer), (g.sum(0) for g in found), strict=True))

@@ -16,7 +16,7 @@ import etrace_bridge as eb
 from etrace_bridge.learning.compiled_step import CompiledStep
 from etrace_bridge.rules import DECOLLE, DRTRL, OTPE, OTTT, EProp, Immediate, Rule
 from online_oracle import Spike
-from oracle import fast_jit
+from quick_jit import quick_jit
 from sequences import sequence_gradient
 
 T, B, IN, H1, H2, OUT = 6, 3, 4, 5, 6, 2
@@ -92,7 +92,7 @@ def built() -> CompiledStep:
 def found(rule: Rule, chunk: int) -> dict[str, Tensor]:
     """The rule's gradient of the summed losses."""
     compiled, (_, xs, targets) = built(), make()
-    grads = fast_jit(lambda: sequence_gradient(compiled, rule, xs, targets, chunk))()
+    grads = quick_jit(lambda: sequence_gradient(compiled, rule, xs, targets, chunk))()
     return {
         name: torch.tensor(np.asarray(g))
         for name, g in zip(compiled.weight_names, grads, strict=True)
