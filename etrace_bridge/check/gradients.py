@@ -35,6 +35,7 @@ from etrace_bridge.learning.footprint import compile_gradients
 from etrace_bridge.learning.inputs import read_inputs
 from etrace_bridge.learning.learner import OnlineLearner
 from etrace_bridge.learning.results import GradientResult
+from etrace_bridge.lowering import announcing
 from etrace_bridge.rules import BPTT, Rule, make_rule
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 1e-1, "float16": 1e-2}
@@ -87,6 +88,7 @@ def check_gradients(
 ) -> RuleComparison: ...
 
 
+@announcing("comparing gradients …")
 def check_gradients(
     model: nn.Module,
     xs: Any,
