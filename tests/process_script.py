@@ -21,8 +21,8 @@ from torch.nn.functional import mse_loss
 from share import in_turn
 
 BATCH, STEPS, LENGTH = 8, 50, 6
-# Their noise is drawn by the bits of the states as float32, which differ by rounding with the number
-# of devices: in float32 these rules draw differently there, and equal one device in float64 only.
+# Their noise depends on the bits of the states (`uoro.draw_key`), which differ by rounding with the
+# number of devices. `uoro` and `ok_rtrl` were seen to differ in float32, so these run in float64.
 BY_STATE = ("uoro", "kf_rtrl", "ok_rtrl")
 GROUPS = [(4, "float32"), (2, "float64"), (4, "float64"), (2, "float32")]  # processes, dtype
 
