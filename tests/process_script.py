@@ -1,7 +1,7 @@
 """One of several processes that train together over loopback; `test_processes` starts them and
 compares.
 
-Usage: process_script.py INDEX COUNT PORT FOLDER DTYPE [LOAD]
+Usage: process_script.py INDEX COUNT PORT FOLDER [LOAD]
 """
 
 from __future__ import annotations
@@ -11,26 +11,43 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import brainstate
 import jax
 import numpy as np
 import optax
 import torch
 from torch.nn.functional import mse_loss
 
-BATCH, STEPS, LENGTH = 8, 20, 6
-MEMORIES = ("d_rtrl", "pp_prop", "rtrl")  # a rule of each kind of memory
+from share import in_turn
+
+BATCH, STEPS, LENGTH = 8, 50, 6
+# Their noise depends on the bits of the states (`uoro.draw_key`), which differ by rounding with the
+# number of devices, so that another number of them draws other noise (docs/limits.md).
+RANDOM = ("uoro", "kf_rtrl", "ok_rtrl")
+GROUPS = [(4, "float32"), (2, "float64"), (4, "float64"), (2, "float32")]  # processes, dtype
 
 
-def rules(count: int) -> tuple[str, ...]:
-    """Which rules so many processes run: a few, since compiling takes seconds; PROCESS_RULES names
-    others, or is "all".
+def cases(count: int) -> list[tuple[str, str]]:
+    """The rules, and the dtype of each, that so many processes run: every rule in one of the
+    groups, in turn, since compiling takes seconds; all with `make test-full`.
     """
     from etrace_bridge.rules import rule_names
 
-    named = os.environ.get("PROCESS_RULES")
-    if named is not None:
-        return rule_names() if named == "all" else tuple(named.split(","))
-    return MEMORIES if count == 2 else MEMORIES[:1]
+    turns = len(GROUPS)
+    every = [
+        (rule, *GROUPS[(n + more) % turns])
+        for n, rule in enumerate(r for r in rule_names() if r not in RANDOM)
+        for more in range(turns)
+    ]
+    return [(rule, kind) for rule, processes, kind in in_turn(every, turns) if processes == count]
+
+
+def run_case(rule: str, kind: str, part: slice = slice(None), **where: Any) -> dict[str, list]:
+    """Steps with a rule in a dtype, and the learner's arrays after them."""
+    dtype = getattr(torch, kind)
+    with brainstate.environ.context(precision=64 if kind == "float64" else 32):
+        learner = make_learner(rule, dtype, **where)
+        return run_steps(learner, *data(dtype, part), STEPS) | whole_state(learner)
 
 
 def make_learner(rule: str, dtype: torch.dtype, **where: Any):
@@ -110,29 +127,29 @@ def save(path: Path, found: dict[str, list]) -> None:
 
 
 def main() -> None:
-    index, count, port, folder, kind, *load = sys.argv[1:]
+    index, count, port, folder, *load = sys.argv[1:]
     index, count, folder = int(index), int(count), Path(folder)
     import etrace_bridge as eb
 
-    jax.config.update("jax_enable_x64", kind == "float64")
     mesh = eb.distributed_mesh(f"127.0.0.1:{port}", count, index, heartbeat_seconds=20)
-    dtype = getattr(torch, kind)
     each = BATCH // count
     rows = slice(index * each, (index + 1) * each)
-    xs, ys = data(dtype, rows)
-    for rule in rules(count):
-        learner = make_learner(rule, dtype, mesh=mesh)
-        found = run_steps(learner, xs, ys, STEPS) | whole_state(learner)
-        save(folder / f"{rule}-{index}.npz", found)
-    checkpoints(eb, mesh, index, rows, folder, load)
+    for rule, kind in cases(count):
+        save(folder / f"{rule}-{kind}-{index}.npz", run_case(rule, kind, rows, mesh=mesh))
+    brainstate.environ.set(precision=64 if load else 32)
+    learner = checkpoints(eb, mesh, index, rows, folder, load)
     if load:
-        learner = make_learner("d_rtrl", dtype, mesh=mesh)
+        learner, (xs, ys) = (
+            make_learner("d_rtrl", torch.float64, mesh=mesh),
+            data(torch.float64, rows),
+        )
         run_steps(learner, xs, ys, 3)
         save(folder / f"calls-{index}.npz", all_calls(learner, xs, ys, rows))
         messages(eb, mesh, learner, xs, ys, index, folder)
     elif index == count - 1:  # the last process dies while the others go on
         os.kill(os.getpid(), 9)
     else:
+        xs, ys = data(torch.float32, rows)
         while True:
             learner.step(xs[0], ys[0])
 
@@ -155,7 +172,7 @@ def messages(eb: Any, mesh: Any, learner: Any, xs: Any, ys: Any, index: int, fol
     (folder / f"messages-{index}.txt").write_text("\n".join(lines))
 
 
-def checkpoints(eb: Any, mesh: Any, index: int, rows: slice, folder: Path, load: list[str]) -> None:
+def checkpoints(eb: Any, mesh: Any, index: int, rows: slice, folder: Path, load: list[str]) -> Any:
     """Steps, saved; or a checkpoint of another number of processes, and steps after it."""
     from learner_models import make_net
 
@@ -169,6 +186,7 @@ def checkpoints(eb: Any, mesh: Any, index: int, rows: slice, folder: Path, load:
     run_steps(learner, xs, ys, 4)
     learner.save(folder / "checkpoint")
     save(folder / f"saved-{index}.npz", whole_state(learner))
+    return learner
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Several processes that train together, over loopback: each has its part of the batch, and all is
 as on one device.
 
-Two groups are started, since every start costs seconds: four processes of one device in float32, of
-which one dies at the end, and two of two devices in float64, which go on from the checkpoint of the
-first. They run one rule of each kind of memory; `PROCESS_RULES=all` runs all.
+Two groups are started, since every start costs seconds: four processes of one device, of which one
+dies at the end, and two of two devices, which go on from the checkpoint of the first. Each rule runs
+in one of the groups, in float32 or float64; with `make test-full` in both, in both.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from etrace_bridge.cli import main
 from etrace_bridge.learning.placement import Placement
 from etrace_bridge.learning.processes import in_cluster
 from learner_models import make_net
+from share import path_of_scripts
 
 SCRIPT = Path(process_script.__file__)
 LIMIT = 900  # seconds
@@ -61,16 +62,18 @@ class Group:
         return found
 
 
-def start(folder: Path, count: int, devices: int, kind: str, *load: str) -> Group:
+def start(folder: Path, count: int, devices: int, *load: str) -> Group:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    flags = os.environ.get("XLA_FLAGS", "")
     environment = os.environ | {
-        "PYTHONPATH": str(SCRIPT.parent), "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "NPROC": "1",
-    }  # fmt: skip
+        "PYTHONPATH": path_of_scripts(),
+        "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={devices}",
+    }
     errors = [(folder / f"errors-{n}.txt").open("w+") for n in range(count)]
     arguments = [
-        [sys.executable, str(SCRIPT), str(n), str(count), str(port), str(folder), kind, *load]
+        [sys.executable, str(SCRIPT), str(n), str(count), str(port), str(folder), *load]
         for n in range(count)
     ]
     workers = [
@@ -98,12 +101,12 @@ def start(folder: Path, count: int, devices: int, kind: str, *load: str) -> Grou
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Group:
-    return start(tmp_path_factory.mktemp("four"), 4, 1, "float32")
+    return start(tmp_path_factory.mktemp("four"), 4, 1)
 
 
 @pytest.fixture(scope="module")
 def two(four: Group, tmp_path_factory: pytest.TempPathFactory) -> Group:
-    group = start(tmp_path_factory.mktemp("two"), 2, 2, "float64", str(four.folder / "checkpoint"))
+    group = start(tmp_path_factory.mktemp("two"), 2, 2, str(four.folder / "checkpoint"))
     assert group.status == [0, 0], group.errors[0][-3000:]
     return group
 
@@ -114,36 +117,33 @@ def apart(one: list, other: list) -> float:
     return max(float(np.abs(np.asarray(a) - np.asarray(b)).max(initial=0)) for a, b in pairs)
 
 
-def compare(group: Group, dtype: torch.dtype, tolerance: float) -> None:
-    xs, ys = process_script.data(dtype)
-    start = [
-        np.asarray(p.detach())
-        for n, p in make_net(dtype).named_parameters()
-        if not n.startswith("spare")
-    ]
-    for rule in process_script.rules(group.count):
-        learner = process_script.make_learner(rule, dtype)
-        expected = process_script.run_steps(
-            learner, xs, ys, process_script.STEPS
-        ) | process_script.whole_state(learner)
-        parts = [group.read(rule, n) for n in range(group.count)]
-        for name in ("losses", "weights", "hidden", "trace"):
-            if expected[name]:
-                assert apart(parts[0][name], expected[name]) <= tolerance, (rule, name)
-        assert (
-            apart([np.concatenate([p["outputs"][0] for p in parts])], expected["outputs"])
-            <= tolerance
-        )
-        assert apart(start, expected["weights"]) > 1e-2, "the weights have moved"
+def compare(group: Group, rule: str, kind: str) -> None:
+    tolerance = 1e-12 if kind == "float64" else 1e-6
+    expected = process_script.run_case(rule, kind)
+    parts = [group.read(f"{rule}-{kind}", n) for n in range(group.count)]
+    for name in ("losses", "weights", "hidden", "trace"):
+        if expected[name]:
+            assert apart(parts[0][name], expected[name]) <= tolerance, name
+    outputs = np.concatenate([p["outputs"][0] for p in parts])
+    assert apart([outputs], expected["outputs"]) <= tolerance
+    model = make_net(getattr(torch, kind))
+    start = [p.detach() for n, p in model.named_parameters() if not n.startswith("spare")]
+    assert apart(start, expected["weights"]) > 1e-2, "the weights have moved"
 
 
-@pytest.mark.x32
-def test_four_processes_equal_one_device(four: Group) -> None:
-    compare(four, torch.float32, 1e-6)
+@pytest.mark.parametrize(("rule", "kind"), process_script.cases(4))
+def test_four_processes_equal_one_device(four: Group, rule: str, kind: str) -> None:
+    compare(four, rule, kind)
 
 
-def test_two_processes_of_two_devices_equal_one_device(two: Group) -> None:
-    compare(two, torch.float64, 1e-12)
+@pytest.mark.parametrize(("rule", "kind"), process_script.cases(2))
+def test_two_processes_of_two_devices_equal_one_device(two: Group, rule: str, kind: str) -> None:
+    compare(two, rule, kind)
+
+
+def test_every_rule_that_draws_nothing_is_run() -> None:
+    ran = {rule for count in (2, 4) for rule, _ in process_script.cases(count)}
+    assert ran == set(eb.rules.rule_names()) - set(process_script.RANDOM)
 
 
 def test_every_call(two: Group) -> None:

@@ -40,6 +40,7 @@ from etrace_bridge.learning.learner import OnlineLearner
 from etrace_bridge.learning.results import GradientResult
 from etrace_bridge.learning.sequence_loss import inexact, linear_loss
 from etrace_bridge.learning.weighting import reduction_of
+from etrace_bridge.lowering import announcing
 from etrace_bridge.rules import BPTT, Rule, make_rule
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "bfloat16": 1e-1, "float16": 1e-2}
@@ -98,6 +99,7 @@ def check_gradients(
 ) -> RuleComparison: ...
 
 
+@announcing("comparing gradients …")
 def check_gradients(
     model: nn.Module,
     xs: Any,

@@ -31,6 +31,7 @@ from etrace_bridge.learning.footprint import (
     tree_bytes,
 )
 from etrace_bridge.learning.inputs import as_array, as_inputs
+from etrace_bridge.lowering import announcing
 from etrace_bridge.rules import BPTT, Rule, make_rule, rule_names, rule_text
 from etrace_bridge.schedule.chunk_plan import choose_chunk, kept_bytes
 
@@ -123,6 +124,7 @@ class Recommendation:
         return write_json(self.to_dict(), path)
 
 
+@announcing("comparing rules …")
 def recommend(
     model: nn.Module | brainstate.nn.Module,
     x: Any,

@@ -27,6 +27,7 @@ from etrace_bridge.frontend.plan import StateLeaf
 from etrace_bridge.frontend.steady import SteadyStep
 from etrace_bridge.frontend.step import TracedStep, pack_output
 from etrace_bridge.frontend.tree import copied, insert, lookup, outside_traces, remove
+from etrace_bridge.lowering import announcing
 
 
 class BufferState(brainstate.State):
@@ -535,6 +536,7 @@ _NOT_INITIALISED = _NotInitialised()
 _KEY_PATH: Path = ("rng_key",)
 
 
+@announcing()
 def wrap(
     module: nn.Module,
     state: Any = None,

@@ -25,7 +25,7 @@ from etrace_bridge.frontend import BridgedModule
 from etrace_bridge.learning.frozen import FrozenStep
 from etrace_bridge.learning.inputs import show_signature, signature
 from etrace_bridge.learning.placement import private_copy
-from etrace_bridge.lowering import tuning_for
+from etrace_bridge.lowering import announcing, tuning_for
 from etrace_bridge.step.batch_rows import is_same_for_any_batch
 from etrace_bridge.step.program import make_program
 
@@ -55,6 +55,7 @@ class CompiledStep:
         ranges: what the step demands of inputs that it uses as indices; known for torch models.
     """
 
+    @announcing()
     def __init__(
         self,
         net: brainstate.nn.Module,

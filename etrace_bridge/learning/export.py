@@ -42,7 +42,7 @@ from etrace_bridge.learning.guard import FIRST, new_alarm
 from etrace_bridge.learning.losses import JaxLoss
 from etrace_bridge.learning.programs import make_step
 from etrace_bridge.learning.state import LearnerState
-from etrace_bridge.lowering import compiler_options, jit, tuning_for
+from etrace_bridge.lowering import announcing, compiler_options, jit, tuning_for
 from etrace_bridge.rules import Carry
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ class _Parts:
     targets: list[Any]
 
 
+@announcing("exporting …")
 def export_learner(
     learner: OnlineLearner, path: str | os.PathLike, platforms: Sequence[str], batch: str
 ) -> Path:
@@ -255,7 +256,9 @@ def _lower(
     refused: dict[str, Exception] = {}
     for platform in platforms:
         try:
-            jax.export.export(jit(make(platform), one_step=True), platforms=[platform])(*shapes)
+            jax.export.export(jit(make(platform), one_step=True).jitted, platforms=[platform])(
+                *shapes
+            )
             able.setdefault(type(tuning_for(platform)), []).append(platform)
         except Exception as error:
             # a primitive without a rule for this platform, in whatever way JAX says so
@@ -264,7 +267,7 @@ def _lower(
         reasons = "; ".join(f"{name}: {error}" for name, error in refused.items())
         raise NotSupportedError(f"The step cannot be lowered for any of the platforms ({reasons}).")
     return [
-        jax.export.export(jit(make(some[0]), one_step=True), platforms=some)(*shapes)
+        jax.export.export(jit(make(some[0]), one_step=True).jitted, platforms=some)(*shapes)
         for some in able.values()
     ]
 

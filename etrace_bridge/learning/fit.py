@@ -43,6 +43,7 @@ from etrace_bridge.learning.progress import (
     open_progress,
 )
 from etrace_bridge.learning.signals import Shield
+from etrace_bridge.lowering import hushed
 
 if TYPE_CHECKING:
     from etrace_bridge.learning.learner import OnlineLearner
@@ -158,7 +159,7 @@ def run_fit(learner: OnlineLearner, batches: Any, epochs: int, options: FitOptio
     if place.stage == "over":
         return history
     shows = options.progress if learner.runtime.store.placement.is_first else False
-    with open_progress(shows) as bar, Shield(terminate=bool(autosave)) as shield:
+    with hushed(), open_progress(shows) as bar, Shield(terminate=bool(autosave)) as shield:
         try:
             run = _Run(
                 learner, batches, epochs, options, metrics, history, place, bar, shield, autosave

@@ -14,7 +14,7 @@ from etrace_bridge._errors import InputError
 from etrace_bridge.learning.compiled_step import CompiledStep
 from etrace_bridge.learning.online_core import OnlineCore
 from etrace_bridge.learning.programs import ProgramSpec, make_gradients
-from etrace_bridge.lowering import jit
+from etrace_bridge.lowering import announcing, jit
 from etrace_bridge.rules import Rule
 from etrace_bridge.schedule.chunk_plan import divide
 
@@ -107,7 +107,8 @@ def compile_gradients(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
         (theta, compiled.initial, list(args), targets),
     )
-    program = jit(call, platform=compiled.platform).lower(*shapes).compile()
+    with announcing():
+        program = jit(call, platform=compiled.platform).lower(*shapes).compile()
     found = program.memory_analysis()
     total = (
         found.argument_size_in_bytes

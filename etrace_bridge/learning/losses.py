@@ -24,6 +24,7 @@ from etrace_bridge.learning.element_loss import (
     without_empty_steps,
 )
 from etrace_bridge.learning.inputs import is_array
+from etrace_bridge.lowering import announcing
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,6 +141,7 @@ class LossTable:
         return target, self._losses[known[-1]]
 
 
+@announcing()
 def as_jax_loss(
     loss: Callable, output: Any, target: Any, prefer_torch: bool, needs_slope: bool
 ) -> JaxLoss:

@@ -12,6 +12,7 @@ from etrace_bridge.learning.losses import JaxLoss
 from etrace_bridge.learning.online_core import OnlineCore
 from etrace_bridge.learning.reader import StepData
 from etrace_bridge.learning.store import Store
+from etrace_bridge.lowering import Program
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class QuickSteps:
             return None
         return quick.call, arrays, wanted
 
-    def remember(self, args: tuple, data: StepData, loss: JaxLoss | None, call: Callable) -> None:
+    def remember(self, args: tuple, data: StepData, loss: JaxLoss | None, call: Program) -> None:
         """Lets further steps of this kind take the quick way, if every argument is one array."""
         if not all(map(is_array, args if data.target is None else (*args, data.target))):
             return
@@ -91,4 +92,6 @@ class QuickSteps:
             if loss is None
             else reader("target", 0, 1, data.target, data.wanted, None, loss.ranges)
         )
-        self._known[data.target is None] = QuickStep(store.core, store.tree, inputs, target, call)
+        self._known[data.target is None] = QuickStep(
+            store.core, store.tree, inputs, target, call.jitted
+        )

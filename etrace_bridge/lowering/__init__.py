@@ -9,14 +9,18 @@ tests/test_house.py holds this.
 
 from etrace_bridge.lowering.compile import as_call, compiler_options, jit, keep_programs
 from etrace_bridge.lowering.cpu import CPUTuning
+from etrace_bridge.lowering.notice import Program, announcing, hushed
 from etrace_bridge.lowering.tuning import Bind, Tuning
 
 __all__ = [
     "Bind",
     "CPUTuning",
+    "Program",
     "Tuning",
+    "announcing",
     "as_call",
     "compiler_options",
+    "hushed",
     "jit",
     "keep_programs",
     "tuning_for",

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from etrace_bridge._errors import InputError
+from etrace_bridge.lowering.notice import Program
 
 # Options of XLA's CPU compiler; other backends do not know them.
 # Loops over time are what most programs of this package are made of. By default each of a loop's
@@ -30,8 +31,9 @@ FLOAT64_OPTIONS = {"xla_cpu_use_fusion_emitters": False}
 
 def jit(
     function: Callable, one_step: bool = False, platform: str | None = None, **options: Any
-) -> Any:
-    """`jax.jit` with the compiler's options that this package wants.
+) -> Program:
+    """`jax.jit` with the compiler's options that this package wants, and a word on the terminal
+    while it compiles.
 
     Not for use inside another jitted function.
 
@@ -42,11 +44,8 @@ def jit(
         options: of `jax.jit`.
     """
     known = compiler_options(one_step, platform)
-    return (
-        jax.jit(function, compiler_options=known, **options)
-        if known
-        else jax.jit(function, **options)
-    )
+    options |= {"compiler_options": known} if known else {}
+    return Program(function, lambda traced: jax.jit(traced, **options))
 
 
 def as_call(function: Callable) -> Callable:
