@@ -497,7 +497,7 @@ def test_register_adapter_checks_its_argument() -> None:
         eb.register_adapter(OddAdapter)  # type: ignore[arg-type]
     with pytest.raises(eb.InputError, match=r"`Empty\.layers` is empty"):
         eb.register_adapter(type("Empty", (eb.Adapter,), {})())
-    with pytest.raises(eb.InputError, match="no subclass of `torch.nn.Module`"):
+    with pytest.raises(eb.InputError, match="not a subclass of `torch.nn.Module`"):
         eb.register_adapter(type("Wrong", (eb.Adapter,), {"layers": (int,)})())
 
 
