@@ -229,7 +229,7 @@ def test_what_cannot_work_says_why():
     with pytest.raises(NotSupportedError, match="LBFGS.*closure"):
         TorchUpdate(torch.optim.LBFGS(mine.values()), mine, None, None, 1)
     stranger = torch.nn.Parameter(torch.zeros(5))
-    with pytest.raises(InputError, match=r"no parameters of the model.*\(5,\)"):
+    with pytest.raises(InputError, match=r"not parameters of the model.*\(5,\)"):
         make_updater(torch.optim.Adam([stranger]), mine)
     with pytest.raises(InputError, match="`optimizer` is a str"):
         make_updater("adam", mine)
