@@ -134,14 +134,14 @@ class Program:
 
         self.jitted = make(trace)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **named: Any) -> Any:
         with self._announced:
-            return self.jitted(*args)
+            return self.jitted(*args, **named)
 
-    def lower(self, *args: Any) -> Any:
+    def lower(self, *args: Any, **named: Any) -> Any:
         """The jitted function's `lower`."""
         with self._announced:
-            return self.jitted.lower(*args)
+            return self.jitted.lower(*args, **named)
 
 
 class _Announced:
