@@ -857,6 +857,28 @@ def test_a_state_that_forward_itself_resets_does_not_hide_the_loop() -> None:
     np.testing.assert_allclose(outputs.mean(0), model(x).detach(), rtol=1e-12, atol=1e-12)
 
 
+def test_a_state_behind_a_gate_that_zeros_close_is_a_state() -> None:
+    """With an input of zeros nothing reads the state; any other input tells."""
+    example = {"x": torch.zeros(B, IN), "gate": torch.zeros(B, H)}
+    net = eb.wrap(GatedCell(), example_input=example)  # a warning would fail the test
+    net.init_state(B)
+    assert net.hidden_paths == (("h",),)
+    assert not net.takes_sequences
+
+
+class GatedCell(nn.Module):
+    """A cell whose recurrence an input multiplies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.rec = nn.Linear(IN, H), nn.Linear(H, H)
+
+    def forward(self, x: Tensor, h: Tensor | None = None, *, gate: Tensor) -> tuple:
+        h = torch.zeros_like(gate) if h is None else h
+        h = torch.tanh(self.inp(x) + gate * self.rec(h))
+        return h, h
+
+
 class ResetsItself(nn.Module):
     """A neuron with its state in an attribute, reset at the beginning of `forward`."""
 

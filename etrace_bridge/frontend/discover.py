@@ -211,13 +211,21 @@ def _reads_state(model: nn.Module, inputs: tuple, plan: StepPlan) -> bool:
     """Whether a step depends on any of its states: `forward` may set them anew in every call."""
     start = [leaf.initial for leaf in plan.leaves]
     moved = [(t == 0) if t.dtype == torch.bool else t + torch.ones_like(t) for t in start]
-    if not start:
-        return False
+    return bool(start) and any(
+        _tells_apart(model, given, plan, start, moved)
+        for given in (inputs, tuple(random_like(x, 0) for x in inputs))  # zeros may close a gate
+    )
+
+
+def _tells_apart(
+    model: nn.Module, inputs: tuple, plan: StepPlan, *states: list[torch.Tensor]
+) -> bool:
+    """Whether a step gives other results from other states."""
     runs = []
-    for states in (start, moved):
+    for some in states:
         try:
             with restored(model, values=False), torch.no_grad():
-                given = [state.clone() for state in states]
+                given = [state.clone() for state in some]
                 runs.append(plan.run(model, inputs, given, native_call(model)))
         except Exception:  # the model checks its states
             return True
