@@ -21,6 +21,7 @@ from etrace_bridge.frontend.ops.ranges import (
 )
 from etrace_bridge.frontend.outer import unwrapped
 from etrace_bridge.frontend.reference import TorchRun, run_torch
+from etrace_bridge.frontend.settings import Settings
 from etrace_bridge.frontend.state import Adapter, register_adapter, supported_layers
 from etrace_bridge.frontend.trace import trace_function
 from etrace_bridge.frontend.verify import VerifyReport, verify
@@ -31,6 +32,7 @@ __all__ = [
     "BufferState",
     "InputForm",
     "InputRange",
+    "Settings",
     "TorchRun",
     "VerifyReport",
     "apply_parameter_hooks",

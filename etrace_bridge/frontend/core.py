@@ -21,6 +21,7 @@ from etrace_bridge.frontend.borders import to_jax, to_torch
 from etrace_bridge.frontend.inputs import PLAIN, InputForm, missing_keywords
 from etrace_bridge.frontend.names import NamedTensor, named_tensors, step_tensors, to_path
 from etrace_bridge.frontend.plan import StepPlan
+from etrace_bridge.frontend.settings import Settings
 from etrace_bridge.frontend.starting import find_start_parameters
 from etrace_bridge.frontend.step import TracedStep, trace_step
 
@@ -45,7 +46,7 @@ class Session:
     plan: StepPlan
     inputs: tuple[torch.Tensor, ...]
     guessed: bool
-    mode: tuple[bool, ...]
+    settings: Settings
     form: InputForm
     steps: dict[Any, TracedStep] = field(default_factory=dict)
 
@@ -143,10 +144,10 @@ class Core:
         plan.start_parameters = find_start_parameters(self.model, inputs, plan, state)
         return plan
 
-    @property
-    def mode(self) -> tuple[bool, ...]:
-        """Which modules are in training mode."""
-        return tuple(module.training for module in self.model.modules())
+    def settings(self, plan: StepPlan) -> Settings:
+        """The model's settings of now, without what a step changes."""
+        changed = (*plan.attributes, *plan.python)
+        return Settings(self.model, {(id(each.module), each.name) for each in changed})
 
     def drop_unread_states(self, session: Session) -> None:
         """Trace the step once, take states that it never reads out of the plan, and note whether it

@@ -203,7 +203,7 @@ class BridgedModule(brainstate.nn.Module):
             old is not None
             and old.batch_size == batch_size
             and _same_shapes(old.inputs, inputs)
-            and old.mode == self._core.mode
+            and old.settings.hold()
             and old.form == self._core.form
         )
         session = (
@@ -240,7 +240,7 @@ class BridgedModule(brainstate.nn.Module):
         # The states belong to the module, also if they are made during a trace
         with jax.ensure_compile_time_eval():
             plan = core.find_plan(inputs, batch_size)
-            session = Session(batch_size, plan, inputs, guessed, core.mode, core.form)
+            session = Session(batch_size, plan, inputs, guessed, core.settings(plan), core.form)
             if not guessed:
                 core.check_layout(session.plan)
             core.drop_unread_states(session)
@@ -434,8 +434,8 @@ class BridgedModule(brainstate.nn.Module):
         if self._session is None and not isinstance(self._pending, _NotInitialised):
             self._start_from(values, self._pending)
         session = self._ready()
-        # `model.train()` or `.eval()` since: other layers are random or keep statistics
-        if session.mode != self._core.mode:
+        # `model.train()`, `.eval()` or another number since: the step may be another
+        if not session.settings.hold():
             session = self._plan_states(session.inputs, session.batch_size, session.guessed)
         known = len(values) == len(session.inputs) and session.form == self._core.form
         if known and all(

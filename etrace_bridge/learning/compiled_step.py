@@ -21,7 +21,7 @@ from etrace_bridge._errors import BridgeError, InputError, StateError
 from etrace_bridge.compiler.diagnostics import show_path
 from etrace_bridge.compiler.extraction import extract_module_info
 from etrace_bridge.compiler.graph import ETraceGraph, compile_etrace_graph
-from etrace_bridge.frontend import BridgedModule
+from etrace_bridge.frontend import BridgedModule, InputRange, Settings
 from etrace_bridge.learning.frozen import FrozenStep
 from etrace_bridge.learning.inputs import show_signature, signature
 from etrace_bridge.learning.placement import private_copy
@@ -103,9 +103,11 @@ class CompiledStep:
                     f"in a step on this input, and {start.shape} for a batch of {self.batch}: the "
                     "input's first axis is not read as the batch. Give it a batch axis, (batch, …)"
                 )
-        self.ranges = (
-            net.traced_step(*self._examples).ranges if isinstance(net, BridgedModule) else []
-        )
+        self.ranges: list[InputRange] = []
+        if isinstance(net, BridgedModule):
+            self._traced = net.traced_step(*self._examples)
+            self._settings = Settings(net.model)
+            self.ranges = self._traced.ranges
         self.programs: dict[Any, Callable] = {}
         self._mode = contextlib.nullcontext
 
@@ -189,6 +191,34 @@ class CompiledStep:
             then = str(self.net.traced_step(*inputs).jaxpr)
         self.fit_states()
         return now == then
+
+    @property
+    def settings_hold(self) -> bool:
+        """Whether the torch model's settings are those that this step was traced with."""
+        return not isinstance(self.net, BridgedModule) or self._settings.hold()
+
+    def check_settings(self, evaluates: bool = False) -> None:
+        """Raises if the torch model's settings have changed such that its step is another.
+
+        Args:
+            evaluates: modes of the modules do not count: the step runs in its own.
+        """
+        if self.settings_hold:
+            return
+        with _in_modes(self.net, self._training if evaluates else _modes_of(self.net)):
+            changes = self._settings.differences()
+            if not changes:
+                return
+            self.fit_states()
+            again = self.net.traced_step(*self._examples)
+            now = Settings(self.net.model)
+        if str(again.jaxpr) != str(self._traced.jaxpr):
+            raise StateError(
+                f"The model has changed since the learner compiled its step: {'; '.join(changes)}; "
+                "with that the step is another. Set it back, or make a new learner; call "
+                "`learner.sync_to_torch()` before, and the new one goes on with these weights."
+            )
+        self._settings = now
 
     def tuned_for(self, platform: str) -> CompiledStep:
         """The same step, laid out for another kind of device."""

@@ -54,6 +54,7 @@ class QuickSteps:
             or quick.core is not store.active
             or quick.tree is not store.tree
             or store.is_lent
+            or not quick.core.compiled.settings_hold
         ):
             return None
         if len(args) != len(quick.inputs):

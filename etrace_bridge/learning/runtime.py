@@ -201,6 +201,7 @@ class Runtime:
         data = self._with_keep(data, mask, np.shape(data.args[0])[:1])
         inputs = place.join(data.args, 0)
         core = store.prepare(inputs, continues=True)
+        core.compiled.check_settings()
         learns, data = data.target is not None, replace(data, target=place.stand_in(data.target))
         loss, data = self._weigh(lambda: self._weighting.of_step(core.compiled, data, mask), mask)
         if learns:
@@ -311,6 +312,10 @@ class Runtime:
         else:
             loss, data = found
             inputs, compiled = data.args, store.compiled
+        if evaluates:
+            store.evaluation().compiled.check_settings(evaluates=True)
+        else:
+            compiled.check_settings()
         axis = 0 if isinstance(loss, SequenceLoss) else 1
         targets = place.put_batch(place.join(data.targets, axis), axis, compiled.batch)
         args = place.put_batch(inputs, 1, compiled.batch)

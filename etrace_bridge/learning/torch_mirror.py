@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from etrace_bridge.frontend import to_jax, to_real_jax, to_torch
+from etrace_bridge.frontend import Settings, to_jax, to_real_jax, to_torch
 
 _compare = ctypes.CDLL(None).memcmp
 _PLAIN = {
@@ -69,17 +69,14 @@ class TensorMirror:
         self._views: dict[str, tuple[int | None, Any]] = {}  # memory of a tensor, and its address
         self._homes: dict[str, tuple[dict[str, Any], str]] = {}
         self._links: list[tuple[dict[str, Any], str, Any]] = []
-        self._modules: list[nn.Module] = []
         self._parameters: list[nn.Parameter] = []
         self._find()
 
     def _find(self) -> None:
         """Notes where every tensor lives, under its first name, as `named_parameters` does."""
         self._homes, self._links = {}, []
-        self._modules, self._parameters = (
-            list(self._model.modules()),
-            list(self._model.parameters()),
-        )
+        self._parameters = list(self._model.parameters())
+        self._settings, self._met = [Settings(self._model)], 0
         seen: set[int] = set()
         for prefix, module in self._model.named_modules():
             self._links += [
@@ -106,11 +103,16 @@ class TensorMirror:
         return False
 
     def kind(self) -> tuple:
-        """What a step depends on besides the tensors' values: modes of the modules, dtypes, what is
-        trained.
+        """What a step depends on besides the tensors' values: the model's settings, as a number for
+        each that was met; dtypes; what is trained.
         """
+        if not self._settings[self._met].hold():
+            self._met = next((n for n, s in enumerate(self._settings) if s.hold()), -1)
+            if self._met < 0:
+                self._met = len(self._settings)
+                self._settings.append(Settings(self._model))
         return (
-            *[m.training for m in self._modules],
+            self._met,
             *[p.requires_grad for p in self._parameters],
             *[p.dtype for p in self._parameters],
         )

@@ -1,0 +1,87 @@
+"""What a torch model's step depends on besides its tensors: modes, plain attributes, hooks."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Container
+from typing import Any
+
+import torch
+from torch import nn
+
+_PLAIN = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    type(None),
+    torch.dtype,
+    torch.device,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+)
+_ABSENT = object()  # in place of an attribute that does not exist
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+class Settings:
+    """The plain attributes (`training` is one) and forward hooks of a model's modules, as they were
+    when this was made.
+
+    A step is traced with them once. Values inside lists, dicts and objects are not looked at, nor
+    is an attribute that has become a tensor or was one: that is a state.
+
+    Args:
+        model: The model.
+        leave_out: Ids of modules and names of attributes that the step itself changes.
+    """
+
+    def __init__(self, model: nn.Module, leave_out: Container[tuple[int, str]] = ()) -> None:
+        self._leave_out = leave_out
+        self._modules = [
+            (path, m, len(m.__dict__), self._plain(m)) for path, m in model.named_modules()
+        ]
+        self._hooks = self._hooks_now()
+
+    def _plain(self, module: nn.Module) -> dict[str, Any]:
+        return {
+            name: value
+            for name, value in module.__dict__.items()
+            if isinstance(value, _PLAIN) and (id(module), name) not in self._leave_out
+        }
+
+    def _hooks_now(self) -> list[tuple]:
+        return [tuple(m.__dict__[name]) for _, m, *_ in self._modules for name in _HOOKS]
+
+    def hold(self) -> bool:
+        """Whether nothing is different now."""
+        try:
+            same = all(
+                len(m.__dict__) == size and plain.items() <= m.__dict__.items()
+                for _, m, size, plain in self._modules
+            )
+        except Exception:  # a number has become an array, which does not compare
+            same = False
+        return (same and self._hooks == self._hooks_now()) or not self.differences()
+
+    def differences(self) -> list[str]:
+        """Tell what is different now, a phrase each."""
+        found = []
+        for path, m, _, plain in self._modules:
+            for name in dict.fromkeys((*plain, *self._plain(m))):
+                # An attribute of the instance may hide one of its class
+                old = plain.get(name, getattr(type(m), name, _ABSENT))
+                new = getattr(m, name, _ABSENT)
+                if isinstance(old, _PLAIN) and isinstance(new, _PLAIN) and old != new:
+                    full = f"{path}.{name}" if path else name
+                    found.append(f"`{full}` is {_show(new)} and was {_show(old)}")
+        hooked = [m for _, m, *_ in self._modules for _ in _HOOKS]
+        for m, old, new in zip(hooked, self._hooks, self._hooks_now(), strict=True):
+            if old != new:
+                found.append(f"`{type(m).__name__}` has other forward hooks")
+        return found
+
+
+def _show(value: Any) -> str:
+    return f"`{value.__name__}`" if callable(value) else repr(value)
