@@ -205,6 +205,42 @@ def test_ignored_targets_need_a_loss_that_can_leave_them_out() -> None:
         learner.gradients(xs, targets)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_ignored_targets_add_nothing_to_a_sum(masked: bool) -> None:
+    """The mean over time of sums over the batch: it used to be divided by the share of labels that
+    count, in place of the number of steps.
+    """
+    model, (xs, _), targets = make_net(), make_data(), labels()
+    targets[lengths_mask() == 0] = -100
+    mask = torch.ones(targets.shape, dtype=torch.float64)
+    mask[2, 0] = 0.0 if masked else 1.0
+    loss = nn.CrossEntropyLoss(reduction="sum")
+    learner = eb.OnlineLearner(model, "rtrl", loss, chunk=2, reduction="sum")
+    result = learner.gradients(xs, targets, mask if masked else None)
+    each = F.cross_entropy(model(xs).flatten(0, 1), targets.flatten(), reduction="none")
+    whole = (each * mask.flatten()).sum()
+    assert result.loss == pytest.approx(float(whole.detach()), rel=1e-12)
+    assert_same(result.grads, gradients_of(model, whole))
+    if not masked:
+        mean = eb.OnlineLearner(model, "rtrl", loss, chunk=2).gradients(xs, targets)
+        assert mean.loss == pytest.approx(float(whole.detach()) / STEPS, rel=1e-12)
+
+
+def test_a_penalty_beside_ignored_targets_is_refused() -> None:
+    """torch's mean leaves ignored labels out, and the penalty counts every element."""
+
+    def penalised(output, target):
+        return F.cross_entropy(output, target) + output.pow(2).mean()
+
+    (xs, _), targets, model = make_data(), labels(), make_net()
+    learner = eb.OnlineLearner(model, "rtrl", penalised, chunk=2)
+    whole = penalised(model(xs).flatten(0, 1), targets.flatten())
+    assert_same(learner.gradients(xs, targets).grads, gradients_of(model, whole))
+    targets[lengths_mask() == 0] = -100
+    with pytest.raises(eb.InputError, match="it is not the loss of the other elements"):
+        learner.gradients(xs, targets)
+
+
 def test_an_online_step_of_ignored_targets_alone() -> None:
     learner = eb.OnlineLearner(make_net(), "d_rtrl", F.cross_entropy, optax.sgd(0.1))
     xs, _ = make_data()

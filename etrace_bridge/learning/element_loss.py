@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -93,6 +94,7 @@ class ElementLoss:
     ) -> None:
         self.function, self.ranges = function, list(ranges)
         self._weights, self._ignored, self._name = weights, ignored_value(ranges), name
+        self._shapes = output, target
         self.is_mean = self._find_kind(output, target)
 
     def __call__(self, output: Any, wanted: Weighted) -> Any:
@@ -113,9 +115,9 @@ class ElementLoss:
 
     def counts(self, targets: Sequence[Any]) -> np.ndarray | None:
         """How much each element counts in the loss's mean, (T, B), from flat targets with time in
-        front; None if all count alike.
+        front; None if all count alike, or the loss is a sum, to which ignored labels add nothing.
         """
-        if self._ignored is None:
+        if self._ignored is None or not self.is_mean:
             return None
         position, value = self._ignored
         labels = np.asarray(targets[position])
@@ -125,13 +127,31 @@ class ElementLoss:
         share = valid.astype(np.float64)
         if self.weighs_classes:
             share = share * self._weights[np.where(valid, labels, 0)]
-        share = share.reshape(*share.shape[:2], -1)
-        return share.mean(-1) if self.is_mean else share.any(-1).astype(np.float64)
+        return share.reshape(*share.shape[:2], -1).mean(-1)
 
     @property
     def weighs_classes(self) -> bool:
         """Whether the mean has class weights, which the loss of a single element does not show."""
         return self.is_mean and self._weights is not None
+
+    @cached_property
+    def _takes_mean_of_others(self) -> bool:
+        """Whether the loss of a batch with an ignored label is that of its other elements."""
+        draw, (position, value) = np.random.default_rng(1), self._ignored or (0, 0)
+        outputs, targets = self._draw(draw, 3, *self._shapes, 0.1, 0.9)
+        leaves, tree = jax.tree.flatten(targets)
+        leaves[position] = leaves[position].at[0].set(value)
+        others = jax.tree.map(lambda x: x[1:], (outputs, targets))
+        whole = self.function(outputs, jax.tree.unflatten(tree, leaves))
+        return bool(np.allclose(whole, self.function(*others), rtol=1e-4, atol=0))
+
+    def check_ignored(self) -> None:
+        """Raises if labels that are to be ignored do not simply drop out of the loss's mean."""
+        if not self._takes_mean_of_others:
+            self._refuse(
+                "with a label that is to be ignored, it is not the loss of the other elements (a "
+                "second term, such as a penalty, counts all of them)"
+            )
 
     def _find_kind(self, output: Any, target: Any) -> bool:
         sizes = {s.shape[:1] for s in jax.tree.leaves((output, target))}
@@ -162,10 +182,7 @@ class ElementLoss:
         """Whether the loss of random numbers is the mean of its elements' losses (True), and
         whether it is their sum (False); both if it is not finite for numbers below zero.
         """
-        outputs = jax.tree.map(
-            lambda s: jnp.asarray(draw.uniform(low, high, (count, *s.shape[1:])), s.dtype), output
-        )
-        targets = self._draw_targets(draw, count, target, low, high)
+        outputs, targets = self._draw(draw, count, output, target, low, high)
         try:
             whole = self.function(outputs, targets)
             losses = self.of_elements(outputs, targets)
@@ -185,9 +202,19 @@ class ElementLoss:
             for kind, each in sums.items()
         }
 
-    def _draw_targets(
-        self, draw: np.random.Generator, count: int, target: Any, low: float, high: float
-    ) -> Any:
+    def _draw(
+        self,
+        draw: np.random.Generator,
+        count: int,
+        output: Any,
+        target: Any,
+        low: float,
+        high: float,
+    ) -> tuple[Any, Any]:
+        """Random outputs and targets of a batch."""
+        outputs = jax.tree.map(
+            lambda s: jnp.asarray(draw.uniform(low, high, (count, *s.shape[1:])), s.dtype), output
+        )
         leaves, tree = jax.tree.flatten(target)
         limits = {r.position: (r.range.low, r.range.high) for r in self.ranges}
         ignored = {} if self._ignored is None else {self._ignored[0]: self._ignored[1]}
@@ -202,7 +229,7 @@ class ElementLoss:
                 # The value that is ignored may be one of the classes; none of it is drawn.
                 other = first if ignored.get(n) != first else end - 1
                 made.append(jnp.asarray(np.where(drawn == ignored.get(n), other, drawn), s.dtype))
-        return jax.tree.unflatten(tree, made)
+        return outputs, jax.tree.unflatten(tree, made)
 
     def _refuse(self, reason: str) -> Any:
         raise InputError(

@@ -68,6 +68,8 @@ class Weighting:
         check_mask(mask, 1, compiled.batch)
         wanted = jax.tree.map(lambda t: blank_masked(t[None], mask), wanted)
         check_indices(compiled, data.args, loss, wanted)
+        if loss.ignores(wanted) and loss.by_element.is_mean:
+            loss.by_element.check_ignored()
         _, factors = split_mask(
             combine_masks([mask, loss.by_element.counts(jax.tree.leaves(wanted))])
         )
@@ -141,12 +143,15 @@ class Weighting:
         """The same for a mask of single sequences, or labels that are to be ignored."""
         found: Any = loss
         by_element = np.ndim(0 if data.mask is None else data.mask) == 2 or data.rows is not None
-        if by_element or loss.ignores(data.targets):
+        ignores = loss.ignores(data.targets) and loss.by_element.is_mean
+        if ignores:
+            loss.by_element.check_ignored()
+        if by_element or ignores:
             found = loss.by_element
             counts = found.counts(jax.tree.leaves(data.targets))
             is_single = data.mask is not None and np.ndim(data.mask) == 2
             over_steps = is_single and self._options.reduction == "mean"
-            if counts is not None and not over_steps and not loss.ignores(data.targets):
+            if counts is not None and not over_steps and not ignores:
                 counts = share_within_steps(counts, data.mask if is_single else None, data.rows)
             mask = combine_masks([data.mask, counts])
             if data.rows is None:
