@@ -42,7 +42,8 @@ class Settings:
         self._modules = [
             (path, m, len(m.__dict__), self._plain(m)) for path, m in model.named_modules()
         ]
-        self._hooks = self._hooks_now()
+        self._hook_dicts = [m.__dict__[name] for _, m, *_ in self._modules for name in _HOOKS]
+        self._hooks = list(map(tuple, self._hook_dicts))
 
     def _plain(self, module: nn.Module) -> dict[str, Any]:
         return {
@@ -51,19 +52,15 @@ class Settings:
             if isinstance(value, _PLAIN) and (id(module), name) not in self._leave_out
         }
 
-    def _hooks_now(self) -> list[tuple]:
-        return [tuple(m.__dict__[name]) for _, m, *_ in self._modules for name in _HOOKS]
-
     def hold(self) -> bool:
         """Whether nothing is different now."""
         try:
-            same = all(
-                len(m.__dict__) == size and plain.items() <= m.__dict__.items()
-                for _, m, size, plain in self._modules
-            )
+            for _, m, size, plain in self._modules:
+                if len(m.__dict__) != size or not plain.items() <= m.__dict__.items():
+                    return not self.differences()
         except Exception:  # a number has become an array, which does not compare
-            same = False
-        return (same and self._hooks == self._hooks_now()) or not self.differences()
+            return not self.differences()
+        return list(map(tuple, self._hook_dicts)) == self._hooks
 
     def differences(self) -> list[str]:
         """Tell what is different now, a phrase each."""
@@ -77,7 +74,7 @@ class Settings:
                     full = f"{path}.{name}" if path else name
                     found.append(f"`{full}` is {_show(new)} and was {_show(old)}")
         hooked = [m for _, m, *_ in self._modules for _ in _HOOKS]
-        for m, old, new in zip(hooked, self._hooks, self._hooks_now(), strict=True):
+        for m, old, new in zip(hooked, self._hooks, map(tuple, self._hook_dicts), strict=True):
             if old != new:
                 found.append(f"`{type(m).__name__}` has other forward hooks")
         return found
