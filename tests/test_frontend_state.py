@@ -5,7 +5,9 @@ starts.
 from __future__ import annotations
 
 import contextlib
+import cProfile
 import importlib.metadata
+import sys
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -193,6 +195,32 @@ class ReturnsPair(Cell):
     def forward(self, x: Tensor, syn: Tensor | None = None, mem: Tensor | None = None) -> Any:  # type: ignore[override]
         out, syn, mem = super().forward(x, syn, mem)
         return out, (syn, mem)
+
+
+def test_states_are_found_under_a_profiler() -> None:
+    """The frame of `forward` used to be found by a profile function, which put an end to cProfile's
+    and made the state unseen.
+    """
+
+    class Assigns(nn.Module):
+        """Which of the two returned tensors is the state, only the code tells."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inp, self.rec = nn.Linear(H, H), nn.Linear(H, H, bias=False)
+
+        def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+            h = torch.zeros_like(x) if h is None else h
+            h = torch.tanh(self.inp(x) + self.rec(h))
+            return h, 2 * h
+
+    module, profile = Assigns().to(X), cProfile.Profile()
+    profile.enable()
+    try:
+        compare(module, xs(), {"h"})
+        assert sys.version_info >= (3, 12) or sys.getprofile() is profile
+    finally:
+        profile.disable()
 
 
 def test_state_arguments_returned_as_a_tuple() -> None:

@@ -16,12 +16,13 @@ import inspect
 import itertools
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from etrace_bridge._errors import InputError, StateError
 from etrace_bridge.frontend import messages
@@ -222,6 +223,27 @@ def _required(model: nn.Module, names: Sequence[str]) -> list[str]:
 # ---- trying readings
 
 
+class _LooksForFrame(TorchFunctionMode):
+    """Finds the frame of a function among the callers of a torch function. A frame that is held
+    keeps its local variables; and a user's profiler or debugger is left alone.
+    """
+
+    def __init__(self, code: Any) -> None:
+        super().__init__()
+        self._code, self.frame = code, None
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        """Run a torch function; look for the frame before the first one."""
+        frame: Any = sys._getframe() if self.frame is None else None
+        while frame is not None:
+            if frame.f_code is self._code:
+                self.frame = frame  # the outermost stays
+            frame = frame.f_back
+        return func(*args, **(kwargs or {}))
+
+
 class Trials:
     """Runs readings of one model on random inputs; the model is put back after each run."""
 
@@ -252,20 +274,11 @@ class Trials:
         """Call the model once from its initial state, and note the local variables of `forward` at
         its end.
         """
-        self.locals = {}
-        code = getattr(inspect.unwrap(self.model.forward), "__code__", None)
-
-        def note(frame: Any, event: str, _: Any) -> None:
-            if event == "return" and frame.f_code is code:
-                self.locals = dict(frame.f_locals)
-
-        outer = sys.getprofile()
-        with restored(self.model, values=False):
-            sys.setprofile(note)
-            try:
-                return self.form.call(self.model, self.steps[0], names, self.start(names))
-            finally:
-                sys.setprofile(outer)
+        looking = _LooksForFrame(getattr(inspect.unwrap(self.model.forward), "__code__", None))
+        with restored(self.model, values=False), looking:
+            returned = self.form.call(self.model, self.steps[0], names, self.start(names))
+        self.locals = {} if looking.frame is None else dict(looking.frame.f_locals)
+        return returned
 
     def runs_without_state(self) -> bool:
         """Tell whether the inputs alone fill the arguments of `forward`."""
