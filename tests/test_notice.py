@@ -68,7 +68,16 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also short waits are announced, so that small models do."""
+    """Announce short waits, and let every program take long enough to be announced: a small one that
+    another test has compiled may be read from disk within the delay.
+    """
+    begin = notice._Announced.begin
+
+    def begin_slowly(announced: notice._Announced) -> None:
+        begin(announced)
+        time.sleep(0.1)
+
+    monkeypatch.setattr(notice._Announced, "begin", begin_slowly)
     monkeypatch.setattr(notice, "DELAY", 0.02)
     monkeypatch.setattr(notice, "EVERY", 0.02)
 

@@ -121,7 +121,12 @@ def compare(group: Group, rule: str, kind: str) -> None:
     tolerance = 1e-12 if kind == "float64" else 1e-6
     expected = process_script.run_case(rule, kind)
     parts = [group.read(f"{rule}-{kind}", n) for n in range(group.count)]
-    for name in ("losses", "weights", "hidden", "trace"):
+    names = ["losses", "weights", "hidden", "trace"]
+    if (rule, kind) == ("low_rank", "float32"):
+        # Its trace consists of singular vectors, which turn by more than rounding errors where
+        # singular values are close. The weights depend on their products.
+        names.remove("trace")
+    for name in names:
         if expected[name]:
             assert apart(parts[0][name], expected[name]) <= tolerance, name
     outputs = np.concatenate([p["outputs"][0] for p in parts])
