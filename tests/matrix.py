@@ -17,19 +17,25 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# What meets the libraries: tracing and its hooks, adapters, the compiler's reading of jaxprs,
-# learners against torch.
+# What meets the libraries: tracing and its hooks, adapters, the compiler's reading of jaxprs, learners
+# against torch, and what a new user runs first.
 CORE = (
     "test_canary.py",
+    "test_docs.py::test_code_runs_as_printed[README.md]",
+    "test_docs.py::test_code_runs_as_printed[docs/quickstart.md]",
     "test_frontend_autograd.py",
     "test_frontend_functions.py",
-    "test_frontend_errors.py",
-    "test_frontend_wrap.py",
     "test_library_adapters.py",
     "test_compiler_graph.py",
     "test_compiler_module_info.py",
     "test_learner.py",
+    "test_frontend_wrap.py",
+    "test_check_steps.py",
+    "test_op_table.py",
     "test_check.py",
+    "test_frontend_errors.py",
+    "test_zoo.py",
+    "test_user_mode.py",
 )
 
 
@@ -65,9 +71,9 @@ ENVIRONMENTS = (
     Environment("3.11", "2.13.0", "0.10.2", "0.5.4"),
     Environment("3.11", "2.14.1", "0.10.2", "0.5.4"),
     Environment("3.11", "2.15.0", "0.10.2", "0.5.4"),
-    Environment("3.12", "2.13.0", "0.11.2", "0.5.4"),
+    Environment("3.12", "2.14.1", "0.11.2", "0.5.4"),
     Environment("3.12", "2.15.0", "0.12.0.1", "0.6.0"),
-    Environment("3.13", "2.14.1", "0.11.2", "0.6.0"),
+    Environment("3.13", "2.13.0", "0.11.2", "0.6.0"),
     Environment("3.13", "2.15.0", "0.12.0.1", "0.6.0"),
 )
 

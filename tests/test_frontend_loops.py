@@ -354,13 +354,13 @@ class SinceSpike(nn.Module):
     zero; the smallest state, without the spike, has no start that the first step shows.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = H) -> None:
         super().__init__()
-        self.inp, self.rec = nn.Linear(IN, H), nn.Linear(H, H)
+        self.inp, self.rec = nn.Linear(IN, width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        v = x.new_zeros(x.shape[1], H)
-        spk, since, out = torch.zeros_like(v), torch.full((x.shape[1], H), 99.0).to(v), []
+        v = x.new_zeros(x.shape[1], self.inp.out_features)
+        spk, since, out = torch.zeros_like(v), torch.full_like(v, 99.0), []
         for t in range(len(x)):
             since = torch.where(spk > 0, 0.0, since + 1)
             v = 0.9 * v * (1 - spk) + self.inp(x[t]) + self.rec(spk)
@@ -418,6 +418,19 @@ def test_the_step_of_a_loop_equals_the_whole_sequence(name: str) -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
     if names:
         assert hidden(net) == names
+
+
+@pytest.mark.parametrize(("width", "batch"), [(8, B), (450, 10)])
+def test_the_step_does_not_depend_on_sizes(width: int, batch: int) -> None:
+    """States larger than the input, and constants of each step that are large arrays."""
+    torch.manual_seed(1)
+    model, x = SinceSpike(width).double(), torch.randn(T, batch, IN, dtype=torch.float64)
+    net = eb.wrap(model)
+    net.init_state(batch)
+    found = np.stack([np.asarray(net(x[t])) for t in range(T)])
+    wanted = model(x).detach().numpy()
+    assert np.abs(np.diff(wanted, axis=0)).max() > 1e-3
+    np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", list(MODELS))

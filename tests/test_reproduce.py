@@ -17,6 +17,7 @@ from benchmarks.reproduce.methods import all_methods, methods_for
 from benchmarks.reproduce.page import _section, draw, normalised
 from benchmarks.reproduce.results import Results
 from benchmarks.reproduce.sequences import PADDING, one_level
+from benchmarks.reproduce.spiking import AdaptiveNet, evidence_batch, match_batch
 from benchmarks.reproduce.tasks import Outcome, Size
 from etrace_bridge.rules import rule_names
 
@@ -141,3 +142,18 @@ def test_rotation_turns_by_one_orthogonal_matrix():
         point = point @ turn.T
         np.testing.assert_allclose(answer, point, atol=1e-5)
     assert not episode.xs[1:].any()
+
+
+@pytest.mark.parametrize("task", ["evidence", "match"])
+def test_spiking_networks_fire_before_training(task):
+    """A silent network at the start learns nothing with any rule; 10 Hz is what rates are pulled to."""
+    generator = torch.Generator().manual_seed(0)
+    if task == "evidence":
+        net, (xs, _) = AdaptiveNet(40, 50, 50, 2, 2000, 5), evidence_batch(Size(), generator)
+        assert float(net.beta.max()) == pytest.approx(0.0174, rel=0.01)  # of the published network
+    else:
+        net, (xs, _) = AdaptiveNet(100, 64, 64, 2, 1000, 2), match_batch(300, Size(), generator)
+    with torch.no_grad():
+        spikes = net(xs[:400, :16])[1]
+    assert 0.002 < float(spikes.mean()) < 0.08
+    assert float((spikes.mean((0, 1)) > 0).float().mean()) > 0.8

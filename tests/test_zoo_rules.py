@@ -10,7 +10,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from etrace_bridge.rules import DRTRL, RTRL, EProp, PPProp, Rule, SnAp1
+from etrace_bridge.rules import DRTRL, RFLO, RTRL, EProp, PPProp, Rule, SnAp1, ThreeFactor
 from etrace_bridge.step.exits import find_exits
 from share import FULL, in_turn
 from torch_zoo import CASES, Case, check_live, find
@@ -135,6 +135,16 @@ def test_chunks_do_not_matter(name):
         assert error <= tolerance(online) or not online.certificates()[parameter].exact, (
             f"{rule}, certified exact, {parameter}"
         )
+
+
+@pytest.mark.parametrize("rule", [RFLO(), ThreeFactor()], ids=lambda rule: rule.name)
+def test_a_signal_to_states_of_several_precisions(rule):
+    """snnTorch's spikes are float32, in a float64 model too."""
+    online = OnlineCase(find("snntorch-rleaky_one_to_one"))
+    one, four = online.gradients(rule, 1), online.gradients(rule, 4)
+    for parameter, g in one.items():
+        assert np.abs(g).max() > 0.01
+        np.testing.assert_allclose(four[parameter], g, rtol=1e-6, atol=1e-7)
 
 
 def test_there_are_many():

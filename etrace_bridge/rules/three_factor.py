@@ -40,7 +40,8 @@ class ThreeFactor(RFLO):
         m = jax.vmap(steps.loss)(steps.outputs(), steps.targets) * steps.weights
 
         def spread(state: jax.Array) -> jax.Array:
-            return jnp.broadcast_to(m.reshape(-1, *(1,) * (state.ndim - 1)), state.shape)
+            signal = m.reshape(-1, *(1,) * (state.ndim - 1)).astype(state.dtype)
+            return jnp.broadcast_to(signal, state.shape)
 
         return jax.tree.map(spread, group_states(steps.program, steps.forward.hidden))
 

@@ -8,6 +8,7 @@ same nodes.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 
 from etrace_bridge._jax_compat import ClosedJaxpr, Jaxpr, JaxprEqn, keep_source
 
-_SMALL = 4096  # constants up to this size are compared by value
+_SMALL = 4096  # the bytes of constants up to this size are kept, of larger ones a digest
 
 
 @dataclass(eq=False)
@@ -70,6 +71,7 @@ class Graph:
 
     def __init__(self) -> None:
         self._known: dict[Any, Any] = {}
+        self._constants: dict[int, tuple[Node, Any]] = {}  # by the value's id
         self._keys: dict[int, tuple[Any, Any]] = {}
         self._count = 0
 
@@ -103,16 +105,18 @@ class Graph:
         return self._known[known]
 
     def constant(self, value: Any) -> Node:
-        """Give a constant; small ones are compared by value."""
+        """Give a constant; equal ones are one node."""
+        if (seen := self._constants.get(id(value))) is not None:
+            return seen[0]
         array = np.asarray(value)
-        small = array.size <= _SMALL
-        key = ("constant", array.shape, str(array.dtype), array.tobytes() if small else id(value))
+        content = array.tobytes()
+        if array.size > _SMALL:
+            content = hashlib.blake2b(content).digest()
+        key = ("constant", array.shape, str(array.dtype), content)
         if key not in self._known:
-            self._known[key] = (
-                self._node("constant", (), array.shape, array.dtype, 0, value=array),
-                value,
-            )
-        return self._known[key][0]
+            self._known[key] = self._node("constant", (), array.shape, array.dtype, 0, value=array)
+        self._constants[id(value)] = self._known[key], value  # alive, so that its id stays its own
+        return self._known[key]
 
     def apply(
         self,

@@ -136,7 +136,14 @@ class _Finder:
                 )
                 for path, s in zip(self._paths(split.states), split.states, strict=True)
             ]
-            unknown = {id(s.before) for s in split.states if s.column[0] is None}
+            # Earlier values of these too: with the inputs since, they would be cheaper than a state
+            unknown = {
+                id(node)
+                for s in split.states
+                if s.column[0] is None
+                for node in s.column[: self.step]
+                if node is not None
+            }
             if not (avoided and unknown):
                 blank: list[Node | None] = [None] * len(leaves)
                 step = LoopStep(
