@@ -17,8 +17,8 @@ from torch import nn
 import etrace_bridge as eb
 from etrace_bridge.learning.compiled_step import CompiledStep
 from etrace_bridge.rules import Carry, Chunk, Rule
-from etrace_bridge.schedule.chunk import run_chunk
 from quick_jit import quick_jit
+from strict import run_strictly
 
 INPUTS = 3
 
@@ -287,7 +287,7 @@ def engine(
 
     def run(theta, hidden, other, trace, xs, targets):
         data = Chunk([xs], targets, jnp.ones(xs.shape[0]), squared_error)
-        done = run_chunk(
+        done = run_strictly(
             rule, session.program, theta, Carry(hidden, other, trace), data, False, False
         )
         return done.grads, (done.carry.hidden, done.carry.other, done.carry.trace), done.discarded

@@ -16,8 +16,7 @@ be torch's BPTT.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -29,24 +28,6 @@ from jax.flatten_util import ravel_pytree
 
 from etrace_bridge._jax_compat import Literal, bind_equation
 from quick_jit import quick_jit
-
-STRICT = ("bptt", "d_rtrl", "eprop", "rflo", "rtrl", "snap1")
-
-
-@contextlib.contextmanager
-def strict(rule: Any) -> Iterator[None]:
-    """Let JAX promote neither dtypes nor ranks by itself: for the engine's code, where either would
-    be an oversight.
-
-    A model's own code is traced outside of it: users may write `x @ w + b`. Rules that are not
-    listed still lean on promotion.
-    """
-    dtypes = "strict" if rule.name in (*STRICT, "pp_prop") else "standard"
-    with (
-        jax.numpy_dtype_promotion(dtypes),
-        jax.numpy_rank_promotion("raise" if rule.name in STRICT else "allow"),
-    ):
-        yield
 
 
 def loss_of(output: Any, target: Any) -> Any:

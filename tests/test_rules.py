@@ -35,7 +35,6 @@ from etrace_bridge.rules import (
     make_rule,
     rule_names,
 )
-from etrace_bridge.schedule.chunk import run_chunk
 from etrace_bridge.schedule.chunk_plan import block_steps, working_bytes
 from etrace_bridge.step.exits import exit_cotangents, find_exits, linearise_exits
 from etrace_bridge.step.forward import run_forward
@@ -49,11 +48,11 @@ from oracle import (
     assert_close,
     assert_live,
     loss_of,
-    strict,
     unrolled_bptt,
 )
 from quick_jit import quick_jit
 from share import in_turn
+from strict import run_strictly
 
 T, K = 6, 3
 
@@ -210,8 +209,7 @@ def compiled(
 
     def chunk(theta, hidden, other, trace, args, targets, weights):
         data = Chunk(args, targets, weights, loss)
-        with strict(rule):
-            found = run_chunk(rule, program, theta, Carry(hidden, other, trace), data, fresh, final)
+        found = run_strictly(rule, program, theta, Carry(hidden, other, trace), data, fresh, final)
         return (
             found.grads,
             found.losses,

@@ -133,17 +133,17 @@ def mixed_columns(left: Any, right: Any, signs: Any) -> tuple[Any, Any]:
     square = jnp.sum(X * (left @ X), -2)
     sigma = jnp.sqrt(jnp.maximum(square, 0))
     r = sigma.shape[-1] - 1
+    column = jax.lax.broadcasted_iota(sigma.dtype, sigma.shape, sigma.ndim - 1)
     tails = jnp.cumsum(sigma[..., ::-1], -1)[..., ::-1]  # s, by m
-    counts = np.arange(r, -1, -1)  # k, by m
-    m = jnp.argmax(counts * sigma <= tails, -1)[..., None]
-    s, k = jnp.take_along_axis(tails, m, -1), r - m
-    is_mixed = (np.arange(r + 1) >= m) & (s > 0)
+    m = jnp.argmax((r - column) * sigma <= tails, -1)[..., None]  # r - m is k
+    s, k = jnp.take_along_axis(tails, m, -1), (r - m).astype(sigma.dtype)
+    is_mixed = (r - column <= k) & (s > 0)
     s = jnp.where(s > 0, s, 1)
     z = jnp.where(is_mixed, jnp.sqrt(jnp.maximum(1 - k * sigma / s, 0)), 0)
     # A reflection takes z to the last axis; its other columns are orthogonal to z.
-    identity = jnp.eye(r + 1, dtype=z.dtype)
-    v = z + identity[r]
-    Q = identity - 2 * v[..., :, None] * v[..., None, :] / jnp.sum(v * v, -1)[..., None, None]
+    v = z + (column == r).astype(z.dtype)
+    reflected = 2 * v[..., :, None] * v[..., None, :] / jnp.sum(v * v, -1)[..., None, None]
+    Q = jnp.broadcast_to(jnp.eye(r + 1, dtype=z.dtype), reflected.shape) - reflected
     Q = (signs[..., :, None] * Q)[..., :r]
     length = jnp.where(sigma > 0, sigma, 1)
     scale = jnp.where(is_mixed, s / (k * length), 1)

@@ -69,7 +69,7 @@ class SparseInfluence(ReverseRule):
                 b = jnp.where(sets >= 0, flat[:, np.maximum(sets, 0)], 0)
                 b = b.reshape(*form.shape(letters), -1)
                 terms = f"{letters}N,N{form.trace}->{form.view}"
-                by_part[piece.part.var] = jnp.einsum(terms, b, J)
+                by_part[piece.part.var] = jnp.einsum(terms, b, J.astype(b.dtype))
         return weights_of_views(program, theta, by_part)
 
     def advance(

@@ -95,7 +95,7 @@ class FactoredFilters:
         left = alpha ** np.arange(length + 1.0)
         # `n` before each of the K steps, and after the last
         self.norms = [
-            jnp.asarray(left, n.dtype)[:, None] * n + jnp.asarray(1 - left, n.dtype)[:, None]
+            jnp.asarray(left, n.dtype)[:, None] * n[None] + jnp.asarray(1 - left, n.dtype)[:, None]
             for n in trace["n"]
         ]
 
@@ -152,18 +152,17 @@ class FactoredFilters:
         program = self.program
         at_taps: list[Any] = list(program.zero_taps((1,)).values())
         for channel, value in zip(self.others, elementwise, strict=True):
-            _add_at_taps(program, channel.legs, value, at_taps)
+            _add_at_taps(program, channel.legs, value[None], at_taps)
         for channel, value in zip(self.products, first, strict=True):
             group = program.groups[channel.group]
             ones = self.trace["n"][channel.group] / (1 - self.alpha)
             ones = jnp.broadcast_to(
                 ones.reshape(-1, *(1,) * (len(group.varshape) - 1)), group.varshape
             )
-            _add_at_taps(
-                program, [leg for leg in channel.legs if leg.contact.x is not None], value, at_taps
-            )
+            inputs = [leg for leg in channel.legs if leg.contact.x is not None]
+            _add_at_taps(program, inputs, value[None], at_taps)
             biases = [leg for leg in channel.legs if leg.contact.x is None]
-            _add_at_taps(program, biases, value * _at(channel, ones, 0), at_taps)
+            _add_at_taps(program, biases, (value * _at(channel, ones, 0))[None], at_taps)
         return at_taps
 
 
