@@ -169,7 +169,7 @@ def _move(family: Family, S: np.ndarray, made: Influence, old: Sequence[Any]) ->
         F = made.F[:, at[:, :, None], at[:, None, :]]  # (rows, elements of a row, m, m)
         F = jnp.where(real[:, :, None] & real[:, None, :], F, 0)
         F = F.reshape(*form.shape(letters), m, m)
-        moved = jnp.einsum(f"{letters}NM,M{form.trace}->N{form.trace}", F, J)
+        moved = jnp.einsum(f"{letters}NM,M{form.trace}->N{form.trace}", F, J.astype(F.dtype))
         G = take(made.G[summed.var], summed.unit, 1)
         G = G.reshape(len(G), family.rows, -1)  # (n, rows, elements of a row)
         if len(sets) == 1:
