@@ -6,10 +6,11 @@ cue's side at the junction. The policy is a GRU, trained one step at a time thro
 the loss of a step comes when its return is known, `HORIZON` steps later or at the end of the
 episode, and uses the λ-weighted TD errors in between. Nothing is ever replayed or unrolled. The
 same loop with `rule="bptt"` is truncated BPTT over one step: it gives no credit to what was seen
-before. In 4,000 steps it stays at the chance of one in two. With three times as many it can find
-the way too, by reading what an untrained GRU happens to remember; two seeds of three do.
+before, and stays at the chance of one in two. In the shorter corridor it can find the way after
+all, in 12,000 steps, by reading what an untrained GRU happens to remember; two seeds of three do.
 
     python examples/t_maze.py --corridors 10 --steps 4000    # three seeds; writes t_maze.png
+    python examples/t_maze.py --corridors 20                 # the same for 12,000 steps
     python examples/t_maze.py                                # corridors of 10 and 20, 12,000 steps
     python examples/t_maze.py --small
 """
