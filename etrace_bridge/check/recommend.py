@@ -17,9 +17,9 @@ from torch import nn
 
 from etrace_bridge._errors import InputError
 from etrace_bridge._tables import html_table, text_table
-from etrace_bridge.check.module_reference import kept_states
+from etrace_bridge.check.module_reference import preserved_states
+from etrace_bridge.check.output_files import write_json
 from etrace_bridge.check.precision import float_dtype, in_precision
-from etrace_bridge.check.report import write_json
 from etrace_bridge.check.text import number, size
 from etrace_bridge.frontend import BridgedModule, map_input, to_jax, wrap
 from etrace_bridge.learning.compiled_step import CompiledStep
@@ -166,7 +166,7 @@ def recommend(
     names = rules if rules is not None else [n for n in rule_names() if not make_rule(n).truncates]
     chosen = [list(make_rule(r).variants()) if r in rule_names() else [make_rule(r)] for r in names]
     if is_plain:
-        with kept_states(model):
+        with preserved_states(model):
             candidates = _candidates(
                 _Trial(model, [jnp.asarray(as_array(a)) for a in as_inputs(x)], steps),
                 chosen,
