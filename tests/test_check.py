@@ -238,7 +238,8 @@ def test_assert_gradients_close_passes_and_asks_for_a_cosine():
     model, (xs, ys) = Net(), data()
     assert eb.assert_gradients_close(Leaky(), *data(H), mse_loss, "d_rtrl", min_cosine=0.99999).ok
     with pytest.raises(
-        AssertionError, match=r"`gru\.\w+` has cosine 0\.\d+ to torch's; it must be at least 0\.99999"
+        AssertionError,
+        match=r"`gru\.\w+` has cosine 0\.\d+ to torch's; it must be at least 0\.99999",
     ):
         eb.assert_gradients_close(model, xs, ys, mse_loss, "d_rtrl", min_cosine=0.99999)
 

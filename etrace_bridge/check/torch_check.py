@@ -30,8 +30,8 @@ from etrace_bridge.check.setup import (
 )
 from etrace_bridge.check.stepwise import check_steps, training_precision
 from etrace_bridge.frontend import BridgedModule, map_input, to_jax, wrap
-from etrace_bridge.learning.compiled_step import evaluation_mode
 from etrace_bridge.learning.inputs import sequence_length
+from etrace_bridge.learning.modes import evaluation_mode
 from etrace_bridge.learning.weighting import reduction_of
 from etrace_bridge.rules import BPTT, Rule
 

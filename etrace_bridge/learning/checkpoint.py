@@ -44,7 +44,7 @@ from etrace_bridge.learning.checkpoint_torch import (
     restore_groups,
     unpack_torch_optimizer,
 )
-from etrace_bridge.learning.compiled_step import state_names
+from etrace_bridge.learning.module_states import state_names
 from etrace_bridge.learning.place_in_fit import PlaceInFit
 from etrace_bridge.rules import Rule, make_rule
 
