@@ -203,7 +203,7 @@ class OnlineLearner:
             mask: (batch,) weights of the batch elements' losses.
         """
         runtime = self.runtime
-        loss, output, discarded = runtime.step(read_inputs(runtime.net, x), target, mask)
+        loss, output, discarded = runtime.steps.run(read_inputs(runtime.net, x), target, mask)
         return StepInfo(loss, output, runtime.watch.look, discarded, self._is_plain)
 
     def gradients(
