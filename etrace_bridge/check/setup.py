@@ -96,7 +96,7 @@ def chunk_size(chunk: int | str, length: int) -> int:
 
 
 def as_tensor(x: Any, precision: torch.dtype) -> torch.Tensor:
-    """Copy an array to a CPU tensor; floating and complex values get the given precision."""
+    """Copy an array to a host tensor; floating and complex values get the given precision."""
     tensor = (
         x.detach().cpu() if isinstance(x, torch.Tensor) else torch.tensor(np.array(x, order="C"))
     )

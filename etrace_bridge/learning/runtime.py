@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -247,7 +247,7 @@ class Runtime:
 
     def _start_update(
         self, data: SequenceData, loss: Any, plan: ChunkPlan, carry: bool, every: str
-    ) -> tuple[Any, Any, Any]:
+    ) -> Sequence[Any]:
         """Start the update on the device; return losses, outputs and weights of the steps."""
         store = self.store
         if every == "sequence" and self._in_chunks.serves(loss, carry):
