@@ -16,7 +16,8 @@ from etrace_bridge._errors import InputError
 from etrace_bridge.compiler.graph import ETraceGraph
 from etrace_bridge.frontend import BridgedModule, wrap
 from etrace_bridge.learning.autosave import Checkpoints
-from etrace_bridge.learning.checkpoint import read_learner, restore_learner, rule_of, save_learner
+from etrace_bridge.learning.checkpoint import save_learner
+from etrace_bridge.learning.checkpoint_restore import read_learner, restore_learner, rule_of
 from etrace_bridge.learning.export import PLATFORMS, export_learner
 from etrace_bridge.learning.fit import Callback, EarlyStopping, FitOptions, History, run_fit
 from etrace_bridge.learning.inputs import read_inputs
