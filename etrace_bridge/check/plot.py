@@ -17,7 +17,7 @@ _MOST_POINTS = 5000
 
 
 def draw_report(report: GradientReport, path: str | PathLike | None = None) -> Any:
-    """Draws cosine and relative error of every parameter and a scatter of the worst one.
+    """Draw cosine and relative error of every parameter and a scatter of the worst one.
 
     Args:
         report: the report.

@@ -61,7 +61,7 @@ class StepCheck:
         return f"`learner.step`, {self.steps} steps one by one in {self.dtype}: {verdict}"
 
     def problem(self) -> str:
-        """What is wrong, for a check that is not ok."""
+        """Describe what is wrong, for a check that is not ok."""
         return (
             "`learner.step` does not give what `learner.gradients` gives on the same steps: "
             f"{self.where} is off by {self.error:.2g} of its size (up to {self.tolerance:g} "
@@ -69,7 +69,7 @@ class StepCheck:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings; an infinite error is None."""
+        """Return plain numbers and strings; an infinite error is None."""
         error = self.error if np.isfinite(self.error) else None
         return {**asdict(self), "error": error, "ok": self.ok}
 
@@ -79,7 +79,7 @@ class _Sum(NamedTuple):
 
 
 def _sum_gradients() -> optax.GradientTransformation:
-    """An optimizer that adds up gradients and leaves the weights as they are."""
+    """Make an optimizer that adds up gradients and does not change the weights."""
 
     def update(grads: Any, state: _Sum, params: Any = None) -> tuple[Any, _Sum]:
         return jax.tree.map(jnp.zeros_like, grads), _Sum(jax.tree.map(jnp.add, state.total, grads))

@@ -129,7 +129,7 @@ class StepFacts:
 def collect_facts(
     minfo: ModuleInfo, use: WeightUse, alignment: Alignment, matter: set[Var]
 ) -> StepFacts:
-    """The forward pass of facts."""
+    """Return the forward pass of facts."""
     cuts: dict[Edge, Cut] = {}
     start = {
         v: {("state", v): frozenset([None])}
@@ -142,8 +142,8 @@ def collect_facts(
 
 
 def _leaving_edges(minfo: ModuleInfo, alignment: Alignment, matter: set[Var]) -> frozenset[Edge]:
-    """Edges from old states, and from core values that are not part of a new state, out of the core
-    and back to the same group.
+    """Return edges from old states, and from core values that are not part of a new state, out of
+    the core and back to the same group.
     """
     eqns, core = minfo.jaxpr.eqns, set(alignment.core)
     new = {leaf.outvar for leaf in alignment.leaves if not isinstance(leaf.outvar, Literal)}
@@ -225,7 +225,7 @@ def _flow(minfo, use, alignment, at, cuts, matter) -> dict[Var, Facts]:
 
 
 def _weight_cut(eqn, i, k, contacts, alignment, use, cuts) -> Edge | None:
-    """The cut at which a weight enters without a trace; None where it is traced."""
+    """Return the cut at which a weight enters without a trace; None where it is traced."""
     if not contacts:
         return None
     contact = contacts[0]
@@ -246,7 +246,7 @@ def _weight_cut(eqn, i, k, contacts, alignment, use, cuts) -> Edge | None:
 def _data_cut(
     eqn: JaxprEqn, i: int, k: int, alignment: Alignment, use: WeightUse, cuts: dict[Edge, Cut]
 ) -> Edge | None:
-    """The cut at this operand, if it is one."""
+    """Return the cut at this operand, if it is one."""
     contacts = use.contact_of_eqn.get(i, ())
     if (i, k) in alignment.cuts:
         spreads = eqn.primitive.name == "broadcast_in_dim"

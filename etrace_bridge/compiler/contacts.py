@@ -69,7 +69,7 @@ class ContactForm:
         return self.trace_out + self.contracted
 
     def shape(self, letters: str) -> tuple[int, ...]:
-        """The sizes of these letters."""
+        """Return the sizes of these letters."""
         return tuple(self.sizes[c] for c in letters)
 
     @property
@@ -83,7 +83,7 @@ _RULES: dict[str, ContactRule] = {}
 
 
 def register_contact(primitive: str, rule: ContactRule) -> None:
-    """Teaches the compiler how a primitive joins a weight view with data.
+    """Teach the compiler how a primitive joins a weight view with data.
 
     Args:
         primitive: the primitive's name, e.g. `"dot_general"`.
@@ -103,15 +103,16 @@ def register_contact(primitive: str, rule: ContactRule) -> None:
 
 
 def contact_form(eqn: JaxprEqn, weight_index: int) -> ContactForm | None:
-    """The linear form of an equation whose operand `weight_index` is a weight view; None if there
-    is none.
+    """Return the linear form of an equation whose operand `weight_index` is a weight view.
+
+    None if there is none.
     """
     rule = _RULES.get(eqn.primitive.name)
     return rule(eqn, weight_index) if rule is not None else None
 
 
 def has_contact_rule(eqn: JaxprEqn) -> bool:
-    """Whether the table knows the primitive."""
+    """Return whether the table knows the primitive."""
     return eqn.primitive.name in _RULES
 
 
@@ -218,7 +219,7 @@ def _conv(eqn: JaxprEqn, weight: int) -> ContactForm | None:
 
 
 def _gather(eqn: JaxprEqn, weight: int) -> ContactForm | None:
-    """Rows of a table picked by integer data."""
+    """Return rows of a table picked by integer data."""
     p = eqn.params
     dn = p["dimension_numbers"]
     table, indices = (v.aval.shape for v in eqn.invars)
@@ -278,8 +279,8 @@ def _dynamic_slice(eqn: JaxprEqn, weight: int) -> ContactForm | None:
 
 
 def _custom_lookup(eqn: JaxprEqn, weight: int) -> ContactForm | None:
-    """A table lookup with a derivative of its own (brainstate's `Embedding`): that derivative is
-    the feature.
+    """Return a table lookup with a derivative of its own (brainstate's `Embedding`): that
+    derivative is the feature.
     """
     body = eqn.params["call_jaxpr"].jaxpr
     floats = [e for e in body.eqns if any(is_float(v) for v in e.outvars)]

@@ -146,7 +146,7 @@ class _Normaliser:
         return self.bind(eqn, [self.spread(v, shape) for v in operands])
 
     def expand(self, function: Callable, operands: list[_Value]) -> list[_Value]:
-        """An equation of another library as the plain operations that it stands for."""
+        """Return an equation of another library as the plain operations that it stands for."""
         body = make_jaxpr_closed(
             function, *(jax.ShapeDtypeStruct(np.shape(v.val), v.val.dtype) for v in operands)
         )
@@ -188,7 +188,7 @@ class _Normaliser:
         return results
 
     def sliced(self, v: _Value, start: Sequence[int], limit: Sequence[int]) -> _Value:
-        """A slice, taken before the element-wise equations that made the value."""
+        """Return a slice, taken before the element-wise equations that made the value."""
         start, limit = tuple(int(i) for i in start), tuple(int(i) for i in limit)
         shape = np.shape(v.val)
         if start == (0,) * len(shape) and limit == shape:
@@ -229,8 +229,8 @@ class _Normaliser:
         return parts
 
     def widened(self, v: _Value, params: dict) -> _Value:
-        """A broadcast, done before the element-wise equations between a product with a weight and
-        it.
+        """Return a broadcast, done before the element-wise equations between a product with a
+        weight and it.
         """
         key = (params["shape"], params["broadcast_dimensions"])
         if key not in v.widths:
@@ -271,7 +271,7 @@ class _Normaliser:
         return out
 
     def spread(self, v: _Value, shape: tuple[int, ...]) -> _Value:
-        """Makes implicit broadcasting explicit; constants stay scalars."""
+        """Make implicit broadcasting explicit; constants stay scalars."""
         if np.shape(v.val) == shape or (not v.paths and not v.is_data and np.ndim(v.val) == 0):
             return v
         dims = tuple(range(len(shape) - np.ndim(v.val), len(shape)))
@@ -279,7 +279,7 @@ class _Normaliser:
         return self.widened(v, params) if v.from_product else self._broadcast(v, params)
 
     def contact(self, v: _Value) -> _Value:
-        """The equation of its own through which a weight view meets data element by element."""
+        """Return the equation of its own through which a weight view meets data element by element."""
         if v.contact is None:
             if v.spread_from is not None:
                 source, params = v.spread_from
@@ -290,8 +290,8 @@ class _Normaliser:
         return v.contact
 
     def scatter_add(self, eqn: JaxprEqn, operands: list[_Value]) -> list[_Value]:
-        """`x.at[i].add(u)` with fixed indices, none of them twice: `u` set among zeros, then a
-        plain addition.
+        """Return `x.at[i].add(u)` with fixed indices, none of them twice: `u` set among zeros, then
+        a plain addition.
         """
         x, indices, updates = operands
         p = eqn.params
@@ -415,7 +415,7 @@ class _Normaliser:
 def normalise(
     closed: ClosedJaxpr, weight_paths: Sequence[Path | None], new_states: Sequence[Any] = ()
 ) -> tuple[ClosedJaxpr, list[CompilationRecord]]:
-    """Retraces a step into plain equations.
+    """Retrace a step into plain equations.
 
     Args:
         closed: the step's jaxpr.
@@ -441,7 +441,7 @@ def normalise(
 
 
 def _as_broadcast(v: _Value, shape: tuple[int, ...]) -> tuple[_Value, dict] | None:
-    """A reshape as a broadcast, if all it does is to add axes of size 1."""
+    """Return a reshape as a broadcast, if all it does is to add axes of size 1."""
     sizes, dims = list(np.shape(v.val)), []
     for d, n in enumerate(shape):
         if sizes and sizes[0] == n:
@@ -457,13 +457,15 @@ def _as_broadcast(v: _Value, shape: tuple[int, ...]) -> tuple[_Value, dict] | No
 
 
 def _composed(inner: dict, outer: dict) -> dict:
-    """The parameters of one broadcast that does two."""
+    """Return the parameters of one broadcast that does two."""
     dims = outer["broadcast_dimensions"]
     return dict(outer, broadcast_dimensions=tuple(dims[d] for d in inner["broadcast_dimensions"]))
 
 
 def _state_values(jaxpr: Jaxpr, new_states: Sequence[Any]) -> set[Var]:
-    """The variables, in the bodies of calls too, that are a new state or a rearrangement of one."""
+    """Return the variables, in the bodies of calls too, that are a new state or a rearrangement of
+    one.
+    """
     made_by = producers(jaxpr.eqns)
     found: set[Var] = set()
     pending = list(variables(new_states))
@@ -488,7 +490,7 @@ def _body(eqn: JaxprEqn) -> ClosedJaxpr:
 
 
 def source_line(eqn: JaxprEqn) -> str:
-    """The user's line an equation comes from; frames of the frameworks do not count."""
+    """Return the user's line an equation comes from; frames of the frameworks do not count."""
     return user_line(
         eqn,
         skip=(

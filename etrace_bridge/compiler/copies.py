@@ -39,8 +39,8 @@ class _Copy:
 
 
 def copy_for_each_place(minfo: ModuleInfo) -> ModuleInfo:
-    """The step with contacts, and what lies between them and the states, copied until each value
-    feeds one place.
+    """Return the step with contacts, and what lies between them and the states, copied until each
+    value feeds one place.
     """
     use, alignment, _ = find_alignment(minfo)
     many = {c.eqn_index for c in use.contacts if c.form is not None and feeds_many(c, alignment)}
@@ -67,7 +67,7 @@ class _Copier:
         self.readers: dict[Var, list[tuple[_Copy, int] | None]] = {}  # None: an output of the step
 
     def run(self, minfo: ModuleInfo) -> list[_Copy] | None:
-        """The equations of the new step, in order; None where one needs too many copies."""
+        """Return the equations of the new step, in order; None where one needs too many copies."""
         for v in variables(minfo.jaxpr.outvars):
             self.readers.setdefault(v, []).append(None)
         backwards: list[_Copy] = []
@@ -83,8 +83,8 @@ class _Copier:
         return backwards[::-1]
 
     def _divide(self, i: int) -> list[_Copy]:
-        """The copies of an equation. The first has the old outputs and whatever reads them without
-        feeding a place.
+        """Return the copies of an equation. The first has the old outputs and whatever reads them
+        without feeding a place.
         """
         eqn = self.aligner.eqns[i]
         copies = [_Copy(i, list(eqn.invars), list(eqn.outvars))]
@@ -119,8 +119,8 @@ class _Copier:
         )
 
     def _may_join(self, known: Feeds | None, fed: Feeds) -> bool:
-        """Whether a reader fits in a copy: a copy without readers takes any, and what is spread has
-        a copy to itself.
+        """Return whether a reader fits in a copy: a copy without readers takes any, and what is
+        spread has a copy to itself.
         """
         if known is None:
             return True
@@ -129,7 +129,7 @@ class _Copier:
 
 
 def _downstream(aligner: Aligner, contacts: set[int]) -> set[int]:
-    """The equations from these contacts on, as far as places can be followed."""
+    """Return the equations from these contacts on, as far as places can be followed."""
     found, reached = set(), set()
     for i, eqn in enumerate(aligner.eqns):
         if i in contacts or (

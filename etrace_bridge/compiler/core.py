@@ -32,7 +32,7 @@ class Core:
     outvars: tuple[Any, ...]
 
     def run(self, env: dict[Var, Any]) -> dict[Var, Any]:
-        """Evaluates the core on the values of `reads`; gradients stop at the cuts.
+        """Evaluate the core on the values of `reads`; gradients stop at the cuts.
 
         A value that is given stays, also where an equation makes it beside another one that is
         needed: one gate of a fused product.
@@ -54,8 +54,9 @@ def build_core(
     outvars: Sequence[Any],
     given: Sequence[Var] = (),
 ) -> Core:
-    """The part of the core that makes the given new states; values `given` from outside are not
-    computed.
+    """Return the part of the core that makes the given new states.
+
+    Values `given` from outside are not computed.
     """
     chosen = needed_equations([eqns[i] for i in alignment.core], outvars, given)
     held = held_operands(eqns, alignment.cuts)
@@ -71,8 +72,9 @@ def held_operands(eqns: Sequence[JaxprEqn], cuts: set[Edge]) -> dict[int, tuple[
 
 
 def split_leaf(leaf: HiddenLeaf, value: Any, varshape: tuple[int, ...]) -> list[Any]:
-    """The virtual states that a hidden state's value holds, each of shape `varshape`; leading axes
-    are kept.
+    """Return the virtual states that a hidden state's value holds, each of shape `varshape`.
+
+    Leading axes are kept.
     """
     if leaf.axis is None:
         return [_fit(value, leaf, varshape)]
@@ -81,7 +83,7 @@ def split_leaf(leaf: HiddenLeaf, value: Any, varshape: tuple[int, ...]) -> list[
 
 
 def join_leaf(leaf: HiddenLeaf, parts: Sequence[Any], varshape: tuple[int, ...]) -> Any:
-    """The other way round."""
+    """Return the other way round."""
     block = list(leaf.invar.aval.shape)
     if leaf.axis is not None:
         block[leaf.axis] //= leaf.count

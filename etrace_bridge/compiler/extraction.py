@@ -24,7 +24,7 @@ from etrace_bridge.compiler.module_info import ModuleInfo, split_by_sizes
 
 
 def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) -> ModuleInfo:
-    """Traces one step of a model and names its variables.
+    """Trace one step of a model and names its variables.
 
     Args:
         model: any brainstate module whose states are initialised.
@@ -110,7 +110,7 @@ def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) 
 
 
 def _example(leaf: Any) -> Any:
-    """An argument that JAX can read: a tensor of another library becomes a NumPy array."""
+    """Return an argument that JAX can read: a tensor of another library becomes a NumPy array."""
     return (
         np.asarray(leaf)
         if hasattr(leaf, "__array__") and not isinstance(leaf, (np.ndarray, np.generic, jax.Array))
@@ -165,7 +165,7 @@ def _check_states(model: brainstate.nn.Module, states: dict[Path, brainstate.Sta
 
 
 def _check_raw(raw, n_arg, n_out, weight_of, compiled, leaves, id_to_path) -> None:
-    """What must hold of the jaxpr as brainstate made it."""
+    """Return what must hold of the jaxpr as brainstate made it."""
     invars, outvars = raw.jaxpr.invars[n_arg:], raw.jaxpr.outvars[n_out:]
     at = 0
     for state, count in zip(compiled, leaves, strict=True):

@@ -88,8 +88,8 @@ class ETraceGraph:
     def call_hidden_perturb(
         self, args: Sequence[Any], perturb_data: Sequence[Any], old_state_vals=None
     ):
-        """The perturbed step: as `ModuleInfo.jaxpr_call`, with `perturb_data` added to the new
-        hidden states.
+        """Return the perturbed step: as `ModuleInfo.jaxpr_call`, with `perturb_data` added to the
+        new hidden states.
         """
         perturb = self.hidden_perturb or add_hidden_perturbation_from_minfo(self.module_info)
         return perturb.call(self.module_info, args, perturb_data, old_state_vals)
@@ -101,7 +101,9 @@ class ETraceGraph:
         hidden_path: Path | None = None,
         kind: DiagnosticKind | str | None = None,
     ) -> list[CompilationRecord]:
-        """The records that concern a parameter, a hidden state or a kind of decision, in order."""
+        """Return the records that concern a parameter, a hidden state or a kind of decision, in
+        order.
+        """
         return [
             r
             for r in self.diagnostics
@@ -115,7 +117,9 @@ class ETraceGraph:
         return dict(self.structure.certificates)
 
     def report(self) -> str:
-        """A table for people: parameter, contact, hidden group, exact or what is dropped and why."""
+        """Return a table for people: parameter, contact, hidden group, exact or what is dropped and
+        why.
+        """
         return render_report(self)
 
     def __repr__(self) -> str:
@@ -125,14 +129,14 @@ class ETraceGraph:
         return render_html(self)
 
     def dict(self) -> dict[str, Any]:
-        """The fields by name."""
+        """Return the fields by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
 
 def compile_etrace_graph(
     model: brainstate.nn.Module, *args: Any, include_hidden_perturb: bool = True, **kwargs: Any
 ) -> ETraceGraph:
-    """Reads one step of a model into an `ETraceGraph`.
+    """Read one step of a model into an `ETraceGraph`.
 
     Args:
         model: any brainstate module with initialised states.
@@ -146,7 +150,7 @@ def compile_etrace_graph(
 
 
 def compile_graph_from_minfo(minfo: ModuleInfo, include_hidden_perturb: bool = True) -> ETraceGraph:
-    """Runs the compiler's passes on a traced step."""
+    """Run the compiler's passes on a traced step."""
     use, alignment, matter = find_alignment(minfo)
     groups, by_path = build_groups(minfo, use, alignment)
     facts = collect_facts(minfo, use, alignment, matter)
@@ -172,8 +176,8 @@ def compile_graph_from_minfo(minfo: ModuleInfo, include_hidden_perturb: bool = T
 def find_legs(
     use: WeightUse, alignment: Alignment, by_path: dict[Path, HiddenGroup]
 ) -> tuple[Leg, ...]:
-    """The traces to keep: one a piece of a contact and group that it feeds, where each value feeds
-    one position.
+    """Return the traces to keep: one a piece of a contact and group that it feeds, where each value
+    feeds one position.
     """
     index = {leaf.index: by_path[leaf.path].index for leaf in alignment.leaves}
     legs = []

@@ -65,7 +65,7 @@ class HiddenGroup:
         return ", ".join(show_path(p) for p in self.hidden_paths)
 
     def check_consistent_varshape(self) -> None:
-        """Raises if states of different shape are in one group."""
+        """Raise if states of different shape are in one group."""
         shapes = {tuple(n for n in leaf.varshape if n != 1) for leaf in self.leaves}
         if len(shapes) > 1:
             found = ", ".join(f"`{show_path(leaf.path)}` {leaf.varshape}" for leaf in self.leaves)
@@ -76,7 +76,7 @@ class HiddenGroup:
             )
 
     def transition(self, hidden_vals: Sequence[Any], input_vals: Sequence[Any]) -> list[Any]:
-        """New hidden values from old ones.
+        """Return new hidden values from old ones.
 
         Args:
             hidden_vals: one value a hidden state.
@@ -89,8 +89,8 @@ class HiddenGroup:
         return [read(env, v) for v in self.hidden_outvars]
 
     def diagonal_jacobian(self, hidden_vals: Sequence[Any], input_vals: Sequence[Any]) -> Any:
-        """`(*varshape, num_state, num_state)`: entry `[…, i, j]` is `∂h_i^t/∂h_j^{t-1}` at the same
-        position.
+        """Return `(*varshape, num_state, num_state)`: entry `[…, i, j]` is `∂h_i^t/∂h_j^{t-1}` at
+        the same position.
         """
         self._check(hidden_vals, input_vals)
         new, pull = jax.vjp(
@@ -131,7 +131,7 @@ class HiddenGroup:
         return values
 
     def dict(self) -> dict[str, Any]:
-        """The fields by name."""
+        """Return the fields by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     def _check(self, hidden_vals: Sequence[Any], input_vals: Sequence[Any]) -> None:
@@ -148,7 +148,7 @@ class HiddenGroup:
 def build_groups(
     minfo: ModuleInfo, use: WeightUse, alignment: Alignment
 ) -> tuple[list[HiddenGroup], dict[Path, HiddenGroup]]:
-    """Joins states whose old value reaches another's new value through the core.
+    """Join states whose old value reaches another's new value through the core.
 
     A state that does not matter later stays alone: in a group with others, every trace would carry
     it along.
@@ -198,7 +198,7 @@ def _make_group(
 def find_hidden_groups_from_minfo(
     minfo: ModuleInfo,
 ) -> tuple[list[HiddenGroup], dict[Path, HiddenGroup]]:
-    """The hidden groups of a traced step, and the group of each hidden state."""
+    """Return the hidden groups of a traced step, and the group of each hidden state."""
     use, alignment, _ = find_alignment(minfo)
     return build_groups(minfo, use, alignment)
 
@@ -206,5 +206,5 @@ def find_hidden_groups_from_minfo(
 def find_hidden_groups_from_module(
     model: brainstate.nn.Module, *args: Any, **kwargs: Any
 ) -> tuple[list[HiddenGroup], dict[Path, HiddenGroup]]:
-    """The hidden groups of a model, and the group of each hidden state."""
+    """Return the hidden groups of a model, and the group of each hidden state."""
     return find_hidden_groups_from_minfo(extract_module_info(model, *args, **kwargs))

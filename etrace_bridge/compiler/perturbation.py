@@ -52,7 +52,7 @@ class HiddenPerturbation:
     perturb_jaxpr: ClosedJaxpr
 
     def eval_jaxpr(self, inputs: Sequence[Any], perturb_data: Sequence[Any]) -> list[Any]:
-        """The step's flat outputs.
+        """Return the step's flat outputs.
 
         Args:
             inputs: the step's flat inputs: arguments, then old states.
@@ -81,7 +81,7 @@ class HiddenPerturbation:
         )
 
     def init_perturb_data(self) -> list[Any]:
-        """Zeros of the right shape and dtype, one array a hidden state."""
+        """Return zeros of the right shape and dtype, one array a hidden state."""
         return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in self.perturb_vars]
 
     def perturb_data_to_hidden_group_data(
@@ -101,7 +101,7 @@ class HiddenPerturbation:
         ]
 
     def dict(self) -> dict[str, Any]:
-        """The fields by name."""
+        """Return the fields by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     def _check(self, perturb_data: Sequence[Any]) -> None:
@@ -115,7 +115,7 @@ class HiddenPerturbation:
 
 
 def _undo(eqn: JaxprEqn, p: Any) -> list[Any]:
-    """What a perturbation of an alias is at its operands."""
+    """Return what a perturbation of an alias is at its operands."""
     name, params = eqn.primitive.name, eqn.params
     shape, dtype = eqn.invars[0].aval.shape, eqn.invars[0].aval.dtype
     if name == "transpose":
@@ -196,7 +196,7 @@ class _Perturber:
 
 
 def add_hidden_perturbation_from_minfo(minfo: ModuleInfo) -> HiddenPerturbation:
-    """Adds a perturbation to every hidden state of a traced step."""
+    """Add a perturbation to every hidden state of a traced step."""
     hidden = minfo.hidden_path_to_invar
     avals = [
         jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=weak)
@@ -217,5 +217,5 @@ def add_hidden_perturbation_from_minfo(minfo: ModuleInfo) -> HiddenPerturbation:
 def add_hidden_perturbation_in_module(
     model: brainstate.nn.Module, *args: Any, **kwargs: Any
 ) -> HiddenPerturbation:
-    """Adds a perturbation to every hidden state of a model."""
+    """Add a perturbation to every hidden state of a model."""
     return add_hidden_perturbation_from_minfo(extract_module_info(model, *args, **kwargs))

@@ -79,7 +79,7 @@ class HiddenLeaf:
         return int(np.prod(self.invar.aval.shape, dtype=np.int64)) // self.count
 
     def places(self) -> np.ndarray:
-        """The place of each element."""
+        """Return the place of each element."""
         shape = self.invar.aval.shape
         if self.axis is None:
             return np.arange(int(np.prod(shape, dtype=np.int64))).reshape(shape)
@@ -104,8 +104,9 @@ class Alignment:
 
     @functools.cached_property
     def joined(self) -> tuple[int, ...]:
-        """For each hidden state, the first of those that the core joins it with; a state that does
-        not matter stays alone.
+        """For each hidden state, the first of those that the core joins it with.
+
+        A state that does not matter stays alone.
         """
         root = list(range(len(self.leaves)))
 
@@ -128,7 +129,7 @@ class Alignment:
 
 
 def find_hidden_leaves(minfo: ModuleInfo) -> tuple[HiddenLeaf, ...]:
-    """The step's hidden states, packed ones divided."""
+    """Return the step's hidden states, packed ones divided."""
     leaves = []
     for i, (path, invar) in enumerate(minfo.hidden_path_to_invar.items()):
         outvar = minfo.hidden_path_to_outvar[path]
@@ -140,8 +141,8 @@ def find_hidden_leaves(minfo: ModuleInfo) -> tuple[HiddenLeaf, ...]:
 def _packing(
     minfo: ModuleInfo, state: brainstate.State, invar: Var, outvar: Any
 ) -> tuple[int | None, int]:
-    """A state read in equal slices and written by a concatenation of such slices holds several
-    states.
+    """Return a state read in equal slices and written by a concatenation of such slices holds
+    several states.
     """
     if isinstance(state, brainstate.HiddenGroupState):
         return len(invar.aval.shape) - 1, invar.aval.shape[-1]
@@ -179,8 +180,8 @@ def _slice_bounds(eqn: JaxprEqn, axis: int) -> list[int]:
 
 
 def find_alignment(minfo: ModuleInfo) -> tuple[WeightUse, Alignment, set[Var]]:
-    """Weight use, alignment and the variables of states that matter: what groups and relations are
-    made from.
+    """Return weight use, alignment and the variables of states that matter: what groups and
+    relations are made from.
     """
     use = find_weight_use(minfo)
     leaves = find_hidden_leaves(minfo)
@@ -192,7 +193,7 @@ def find_alignment(minfo: ModuleInfo) -> tuple[WeightUse, Alignment, set[Var]]:
 def align(
     minfo: ModuleInfo, use: WeightUse, leaves: tuple[HiddenLeaf, ...], targets: frozenset[int]
 ) -> Alignment:
-    """Runs the two passes until no new cut is found.
+    """Run the two passes until no new cut is found.
 
     Args:
         minfo: the step.
@@ -231,14 +232,14 @@ class Aligner:
                     self.maps[i] = maps
 
     def run(self) -> Aligner:
-        """Repeats the passes until no cut is new."""
+        """Repeat the passes until no cut is new."""
         while True:
             self.backward()
             if not self.forward():
                 return self
 
     def aligned_kind(self, i: int) -> str:
-        """`same` (element-wise), `moved` (structural) or `mixed`."""
+        """Return `same` (element-wise), `moved` (structural) or `mixed`."""
         eqn = self.eqns[i]
         if i in self.contact_eqns or not passes_derivative(eqn):
             return "mixed"
@@ -247,8 +248,8 @@ class Aligner:
         return "moved" if i in self.maps else "mixed"
 
     def edge_feeds(self, i: int, k: int, outvars: Sequence[Var] | None = None) -> Feeds:
-        """What operand `k` of equation `i` feeds through this equation, or through a copy of it
-        with other outputs.
+        """Return what operand `k` of equation `i` feeds through this equation, or through a copy of
+        it with other outputs.
         """
         eqn, kind = self.eqns[i], self.aligned_kind(i)
         operand = eqn.invars[k]
@@ -267,7 +268,9 @@ class Aligner:
         return {t: a for t, a in result.items() if a}
 
     def _pull(self, i: int, k: int, n: int, array: Any) -> Any:
-        """Places fed by operand `k`, from the places fed by output `n`, of a structural equation."""
+        """Return places fed by operand `k`, from the places fed by output `n`, of a structural
+        equation.
+        """
         if array is MANY:
             return MANY
         eqn = self.eqns[i]
@@ -285,7 +288,7 @@ class Aligner:
         return pulled.reshape(eqn.invars[k].aval.shape)
 
     def backward(self) -> None:
-        """Follows the places of new states."""
+        """Follow the places of new states."""
         self.feeds: dict[Var, Feeds] = {
             v: self.own_places(v) for v in variables([leaf.outvar for leaf in self.leaves])
         }
@@ -301,7 +304,7 @@ class Aligner:
                     self.feeds[operand] = merge_feeds(self.feeds.get(operand, {}), fed)
 
     def own_places(self, out: Var) -> Feeds:
-        """What a value feeds by being a new hidden state."""
+        """Return what a value feeds by being a new hidden state."""
         return {
             leaf.index: [self.places[leaf.index]]
             for leaf in self.leaves
@@ -309,7 +312,7 @@ class Aligner:
         }
 
     def forward(self) -> bool:
-        """Follows old states; returns whether a new cut was found."""
+        """Follow old states; returns whether a new cut was found."""
         before = len(self.cuts)
         self.comes: dict[Var, np.ndarray] = {
             leaf.invar: self.places[leaf.index] for leaf in self.leaves
@@ -406,8 +409,8 @@ class Aligner:
 
 
 def feeds_many(contact: Contact, alignment: Alignment) -> bool:
-    """Whether a value of a contact's output feeds several positions of a state: then none of its
-    pieces has a trace.
+    """Return whether a value of a contact's output feeds several positions of a state: then none of
+    its pieces has a trace.
     """
     feeds = [
         places_by_group(alignment.feeds.get(p.var, {}), alignment.joined) for p in contact.parts
@@ -418,7 +421,7 @@ def feeds_many(contact: Contact, alignment: Alignment) -> bool:
 
 
 def merge_feeds(known: Feeds, new: Feeds) -> Feeds:
-    """What two readers of a value feed together."""
+    """Return what two readers of a value feed together."""
     merged = {target: list(arrays) for target, arrays in known.items()}
     for target, arrays in new.items():
         for array in arrays:
@@ -427,7 +430,7 @@ def merge_feeds(known: Feeds, new: Feeds) -> Feeds:
 
 
 def places_by_group(feeds: Feeds, group_of: Sequence[int]) -> Feeds:
-    """The same by hidden group: the states of a group share their places."""
+    """Return the same by hidden group: the states of a group share their places."""
     merged: Feeds = {}
     for target, arrays in sorted(feeds.items()):
         merged = merge_feeds(merged, {group_of[target]: arrays})
@@ -435,7 +438,7 @@ def places_by_group(feeds: Feeds, group_of: Sequence[int]) -> Feeds:
 
 
 def merge_places(arrays: list[Any], new: Any) -> None:
-    """Adds places to a list, joined with an entry they do not contradict."""
+    """Add places to a list, joined with an entry they do not contradict."""
     for n, old in enumerate(arrays):
         if old is MANY or new is MANY:
             if old is new:
@@ -449,7 +452,7 @@ def merge_places(arrays: list[Any], new: Any) -> None:
 
 
 def states_that_matter(minfo: ModuleInfo) -> set[Var]:
-    """Variables, before the step, of the states whose value can change a later loss through
+    """Return variables, before the step, of the states whose value can change a later loss through
     derivatives.
     """
     jaxpr = minfo.jaxpr

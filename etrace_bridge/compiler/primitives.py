@@ -43,7 +43,7 @@ CUSTOM_DERIVATIVE = frozenset({"custom_jvp_call", "custom_vjp_call"})
 
 
 def register_elementwise(*names: str) -> None:
-    """Tells the compiler that primitives of these names act position by position.
+    """Tell the compiler that primitives of these names act position by position.
 
     Example:
         >>> from etrace_bridge.compiler.primitives import register_elementwise
@@ -53,7 +53,7 @@ def register_elementwise(*names: str) -> None:
 
 
 def is_elementwise(eqn: JaxprEqn) -> bool:
-    """Whether every output element depends only on the operands' elements at the same place."""
+    """Return whether every output element depends only on the operands' elements at the same place."""
     name = eqn.primitive.name
     if name in _ELEMENTWISE:
         return True
@@ -85,17 +85,19 @@ def _elementwise_body(jaxpr, shape) -> bool:
 
 
 def is_structural(eqn: JaxprEqn) -> bool:
-    """Whether every output element is one input element or a fill value, chosen by static indices."""
+    """Return whether every output element is one input element or a fill value, chosen by static
+    indices.
+    """
     return eqn.primitive.name in STRUCTURAL
 
 
 def is_float(var) -> bool:
-    """Whether a variable can carry a derivative."""
+    """Return whether a variable can carry a derivative."""
     return jnp.issubdtype(var.aval.dtype, jnp.inexact)
 
 
 def passes_derivative(eqn: JaxprEqn) -> bool:
-    """Whether a derivative can pass through an equation at all."""
+    """Return whether a derivative can pass through an equation at all."""
     return eqn.primitive.name not in _NO_DERIVATIVE and any(is_float(v) for v in eqn.outvars)
 
 
@@ -162,7 +164,7 @@ def _pad(x: np.ndarray, config, out_shape) -> np.ndarray:
 
 
 def _indexed(eqn: JaxprEqn, ids: list[np.ndarray], constants: dict) -> list[np.ndarray] | None:
-    """Gather, scatter and the dynamic slices, where the indices are compile-time constants."""
+    """Return gather, scatter and the dynamic slices, where the indices are compile-time constants."""
     name = eqn.primitive.name
     first = {"dynamic_slice": 1, "gather": 1, "scatter": 1, "dynamic_update_slice": 2}[name]
     last = first + 1 if name in ("gather", "scatter") else len(eqn.invars)

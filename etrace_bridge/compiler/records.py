@@ -33,8 +33,8 @@ LARGE_TRACE_BYTES = 256 * 2**20
 def records_of(
     minfo: ModuleInfo, structure: StepStructure, groups: Sequence[HiddenGroup]
 ) -> list[CompilationRecord]:
-    """What was noticed while reading the model, then one record a decision, in the order of the
-    step.
+    """Return what was noticed while reading the model, then one record a decision, in the order of
+    the step.
     """
     enters = _states_entered(minfo, structure)
     return [
@@ -49,7 +49,7 @@ def records_of(
 
 
 def contact_name(contact: Contact) -> str:
-    """A contact as people name it."""
+    """Return a contact as people name it."""
     return (
         "element-wise"
         if contact.form is not None and contact.form.x_index is None
@@ -197,7 +197,7 @@ def _cuts(
 def _stopped(
     minfo: ModuleInfo, structure: StepStructure, cut: Cut, operand: Var
 ) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    """The states and parameters that arrive at a cut uncut."""
+    """Return the states and parameters that arrive at a cut uncut."""
     if operand in structure.use.weight_paths:
         return (), structure.use.weight_paths[operand]
     facts = structure.facts.at.get(operand, {})

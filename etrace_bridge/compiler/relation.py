@@ -71,7 +71,7 @@ class HiddenParamOpRelation:
     def y_to_hidden_groups(
         self, y_val: Any, const_vals: dict[Var, Any], concat_hidden_vals: bool = True
     ) -> list[Any]:
-        """New hidden values of each group from the contact's output.
+        """Return new hidden values of each group from the contact's output.
 
         Args:
             y_val: the value of `y_var`.
@@ -96,14 +96,14 @@ class HiddenParamOpRelation:
         return results
 
     def dict(self) -> dict[str, Any]:
-        """The fields by name."""
+        """Return the fields by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
 
 def build_relations(
     minfo: ModuleInfo, structure: StepStructure, groups: Sequence[HiddenGroup]
 ) -> list[HiddenParamOpRelation]:
-    """The relations of a step, in the order of its equations."""
+    """Return the relations of a step, in the order of its equations."""
     readers = _readers(minfo.jaxpr.eqns)
     group_of = {path: group for group in groups for path in group.hidden_paths}
     held = {g.index: _with_stops(g) for g in groups}
@@ -160,8 +160,8 @@ def _fed_paths(y: Var, structure: StepStructure) -> list[Path]:
 
 
 def _leaf_keys(minfo: ModuleInfo, contact: Contact, readers) -> dict[str, Var]:
-    """The leaves a view is computed from, keyed `weight`, `weight_1`, … (`bias` where the view is
-    only added).
+    """Return the leaves a view is computed from, keyed `weight`, `weight_1`, … (`bias` where the
+    view is only added).
     """
     leaves = [
         v
@@ -174,8 +174,8 @@ def _leaf_keys(minfo: ModuleInfo, contact: Contact, readers) -> dict[str, Var]:
 
 
 def _with_stops(group: HiddenGroup) -> tuple[JaxprEqn, ...]:
-    """A group's core, with the operands that are cuts read through an equation that stops their
-    gradient.
+    """Return a group's core, with the operands that are cuts read through an equation that stops
+    their gradient.
     """
     eqns: list[JaxprEqn] = []
     for eqn in group.core.eqns:
@@ -199,7 +199,7 @@ def _to_hidden(jaxpr: Jaxpr, y: Var, group: HiddenGroup, core: Sequence[JaxprEqn
 
 
 def find_hidden_param_op_relations_from_minfo(minfo: ModuleInfo) -> list[HiddenParamOpRelation]:
-    """The relations of a traced step."""
+    """Return the relations of a traced step."""
     # The graph is made of relations
     from etrace_bridge.compiler.graph import compile_graph_from_minfo
 
@@ -211,5 +211,5 @@ def find_hidden_param_op_relations_from_minfo(minfo: ModuleInfo) -> list[HiddenP
 def find_hidden_param_op_relations_from_module(
     model: brainstate.nn.Module, *args: Any, **kwargs: Any
 ) -> list[HiddenParamOpRelation]:
-    """The relations of a model."""
+    """Return the relations of a model."""
     return find_hidden_param_op_relations_from_minfo(extract_module_info(model, *args, **kwargs))

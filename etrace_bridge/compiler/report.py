@@ -27,8 +27,8 @@ _VERDICTS = {"exact": "exact", "approximate": "approximate", "none": "without gr
 
 
 def render_report(graph: ETraceGraph) -> str:
-    """Parameters with their gradients, hidden groups with their states, and the numbered cuts they
-    refer to.
+    """Return parameters with their gradients, hidden groups with their states, and the numbered
+    cuts they refer to.
     """
     cuts = _numbered_cuts(graph)
     rows = _rows(graph, cuts)
@@ -47,14 +47,14 @@ def render_report(graph: ETraceGraph) -> str:
 
 
 def render_line(graph: ETraceGraph) -> str:
-    """The graph in one line."""
+    """Return the graph in one line."""
     names = ", ".join(group.name for group in graph.hidden_groups)
     title = _title(_rows(graph, _numbered_cuts(graph)))
     return f"ETraceGraph({title}; hidden groups: {names or 'none'}; `report()` has the table)"
 
 
 def render_html(graph: ETraceGraph) -> str:
-    """The parameters' table and the cuts, for a notebook."""
+    """Return the parameters' table and the cuts, for a notebook."""
     cuts = _numbered_cuts(graph)
     rows = _rows(graph, cuts)
     return html_table(_title(rows), _HEADER, rows, [f"[{n}] {text}" for text, n in cuts.values()])
@@ -111,12 +111,15 @@ def _gradient(certificate: ParameterCertificate, cuts: dict) -> str:
 
 
 def _key(edge: tuple[int, int], into: Path) -> tuple:
-    """A cut is named by its edge; credit lost in a state that is no HiddenState, by that state."""
+    """Return a cut is named by its edge.
+
+    Credit lost in a state that is no HiddenState, by that state.
+    """
     return edge if edge[0] >= 0 else (*edge, into)
 
 
 def _numbered_cuts(graph: ETraceGraph) -> dict[tuple, tuple[str, int]]:
-    """What each cut is, and its number."""
+    """Return what each cut is, and its number."""
     texts: dict[tuple, str] = {}
     for record in graph.explain(kind=DiagnosticKind.CUT):
         sources = (*record.context["from"], *record.context["parameters"])

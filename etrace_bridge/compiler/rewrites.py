@@ -15,8 +15,8 @@ from etrace_bridge.compiler.jaxpr import evaluate, read
 
 
 def slices_to_splits(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Slices that tile a value become one `split`, whose transpose is a concatenation and not a sum
-    of pads.
+    """Return slices that tile a value become one `split`, whose transpose is a concatenation and
+    not a sum of pads.
     """
     jaxpr = closed.jaxpr
     slices: dict[Var, list[JaxprEqn]] = {}
@@ -41,7 +41,7 @@ def slices_to_splits(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _tiling(v: Var, eqns: list[JaxprEqn]) -> tuple[int, list[int], list[int]] | None:
-    """(axis, starts, sizes) if these slices tile the value along one axis."""
+    """Return (axis, starts, sizes) if these slices tile the value along one axis."""
     shape = v.aval.shape
     bounds: dict[tuple[int, int], None] = {}
     axes = set()
@@ -64,7 +64,7 @@ def _tiling(v: Var, eqns: list[JaxprEqn]) -> tuple[int, list[int], list[int]] | 
 def _rewritten(
     closed: ClosedJaxpr, on_equation: Callable[[JaxprEqn, list[Any]], list[Any] | None]
 ) -> ClosedJaxpr:
-    """The step traced again, with another meaning for some equations."""
+    """Return the step traced again, with another meaning for some equations."""
     jaxpr = closed.jaxpr
 
     def flat(*args: Any) -> list[Any]:

@@ -22,13 +22,13 @@ _BY_POSITION = frozenset({"coo_matmat", "coo_matvec"})  # operands: values, rows
 
 
 def is_sparse_product(eqn: JaxprEqn, operands: Sequence[Any]) -> bool:
-    """Whether an equation is a product with a sparse matrix whose positions are known."""
+    """Return whether an equation is a product with a sparse matrix whose positions are known."""
     name = eqn.primitive.name
     return name in _BY_ROW_STARTS | _BY_POSITION and all(is_concrete(x) for x in operands[1:3])
 
 
 def dense_product(eqn: JaxprEqn, values: Any, second: Any, third: Any, dense: Any) -> list[Any]:
-    """The product by plain operations; operands in the order of the equation."""
+    """Return the product by plain operations; operands in the order of the equation."""
     params, second, third = eqn.params, np.asarray(second), np.asarray(third)
     if eqn.primitive.name in _BY_POSITION:
         rows, columns, shape = second, third, params["spinfo"].shape

@@ -44,8 +44,9 @@ NEVER_NAN = ("parameter ", "hidden state ", "trace ")  # what the guard keeps fi
 
 
 def save_learner(learner: OnlineLearner, path: str | os.PathLike) -> Path:
-    """Writes a learner; raises before anything is written if it holds NaN and is guarded against
-    it.
+    """Write a learner.
+
+    Raises before anything is written if a guarded learner holds NaN.
     """
     runtime, store = learner.runtime, learner.runtime.store
     runtime.watch.look()
@@ -68,7 +69,7 @@ def save_learner(learner: OnlineLearner, path: str | os.PathLike) -> Path:
 
 
 def _facts(learner: OnlineLearner) -> tuple[Tensors, dict[str, Any]]:
-    """What a checkpoint holds besides weights and state: further arrays, and facts."""
+    """Return what a checkpoint holds besides weights and state: further arrays, and facts."""
     runtime, store = learner.runtime, learner.runtime.store
     arrays: Tensors = {}
     is_torch = isinstance(runtime.optimizer, torch.optim.Optimizer)
@@ -98,7 +99,7 @@ def _facts(learner: OnlineLearner) -> tuple[Tensors, dict[str, Any]]:
 
 
 def names_with_nan(arrays: Mapping[str, Any]) -> list[str]:
-    """Names of the arrays (JAX or torch) that must not hold NaN and do."""
+    """Return the names of the arrays (JAX or torch) that hold NaN and must not."""
 
     def has_nan(x: Any) -> bool:
         if isinstance(x, torch.Tensor):
@@ -117,14 +118,17 @@ def _versions() -> dict[str, str]:
 
 
 def _weights(runtime: Runtime) -> Tensors:
-    """What the weights file holds: a torch model's state dict, or a brainstate module's parameters."""
+    """Return the content of the weights file.
+
+    That is the state dict of a torch model, or the parameters of a brainstate module.
+    """
     if isinstance(runtime.net, BridgedModule):
         return {name: t.clone().contiguous() for name, t in runtime.net.state_dict().items()}
     return {name: to_torch(x) for name, x in module_parameters(runtime.net)}
 
 
 def module_parameters(net: brainstate.nn.Module) -> list[tuple[str, Any]]:
-    """Name and value of every array in a brainstate module's parameters."""
+    """Return name and value of every array in a brainstate module's parameters."""
     states = [(path, state.value) for path, state in net.states(brainstate.ParamState).items()]
     return list(
         zip(state_names(states), jax.tree.leaves([value for _, value in states]), strict=True)
@@ -132,7 +136,7 @@ def module_parameters(net: brainstate.nn.Module) -> list[tuple[str, Any]]:
 
 
 def named_arrays(store: Store) -> dict[str, Any]:
-    """All arrays of a learner by a name that does not depend on their position in a list."""
+    """Return all arrays of a learner by names that do not depend on positions in a list."""
     if not store.started:
         return {}
     state, compiled = store.state, store.compiled
@@ -150,7 +154,7 @@ def named_arrays(store: Store) -> dict[str, Any]:
 
 
 def rule_options(rule: Rule) -> dict[str, Any] | None:
-    """The rule's options, if they are plain values."""
+    """Return the rule's options, if they are plain values."""
     options = dataclasses.asdict(rule) if dataclasses.is_dataclass(rule) else {}
     try:
         return json.loads(json.dumps(options))

@@ -34,9 +34,7 @@ READ_ATTEMPTS = 10
 
 
 def weights_file(path: str | os.PathLike) -> Path:
-    """The file that holds the weights of a checkpoint: `path`, with `.safetensors` added if it is
-    missing.
-    """
+    """Return the path of the weights file: `path`, with `.safetensors` added if it is missing."""
     path = Path(path)
     if path.is_dir():
         return path / f"model{SUFFIX}"
@@ -52,8 +50,9 @@ def weights_file(path: str | os.PathLike) -> Path:
 def write_checkpoint(
     path: str | os.PathLike, weights: Tensors, arrays: Tensors, facts: Mapping[str, Any]
 ) -> Path:
-    """Writes both files; returns that of the weights. If it raises, the checkpoint that was there
-    is whole.
+    """Write both files; return the path of the weights file.
+
+    If this raises, the checkpoint that was there before is intact.
     """
     target = weights_file(path)
     stem = target.name.removesuffix(SUFFIX)
@@ -87,7 +86,7 @@ def write_checkpoint(
 
 
 def check_writable(target: Path) -> None:
-    """Raises if a file could not be written there; leaves nothing behind but the folder."""
+    """Raise if a file could not be written there; leave nothing behind but the folder."""
     probe = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
         _make_folder(target.parent)
@@ -112,8 +111,9 @@ def _make_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _only_writer(folder: Path) -> Iterator[bool]:
-    """Waits until no other process writes a checkpoint in this folder; gives False where folders
-    cannot be locked.
+    """Wait until no other process writes a checkpoint in this folder.
+
+    The value is False where folders cannot be locked.
     """
     if fcntl is None:
         yield False
@@ -143,7 +143,7 @@ def _lock(handle: int) -> bool:
 
 
 def _state_named_in(target: Path) -> str | None:
-    """The state file of the checkpoint that is about to be replaced, if that can be read."""
+    """Return the state file of the checkpoint that is about to be replaced; None if unreadable."""
     try:
         return json.loads(read_metadata(target.read_bytes())["etrace_bridge"])["state"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -151,8 +151,9 @@ def _state_named_in(target: Path) -> str | None:
 
 
 def _remove_left_over(target: Path, state: Path, before: str | None, alone: bool) -> None:
-    """Removes files of older checkpoints; where another process may be writing, only that of the
-    one just replaced.
+    """Remove files of older checkpoints.
+
+    Where another process may be writing, only the file of the replaced checkpoint is removed.
     """
     stem = glob.escape(target.name.removesuffix(SUFFIX))
     known = f"{stem}.????????.state{SUFFIX}"
@@ -184,7 +185,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def read_checkpoint(path: str | os.PathLike) -> tuple[Tensors, Tensors, dict[str, Any]]:
-    """Weights, other arrays and facts, all as they were saved."""
+    """Return weights, other arrays and facts, all as they were saved."""
     target = weights_file(path)
     if not target.is_file():
         raise InputError(f"There is no checkpoint {str(target)!r}.")

@@ -31,7 +31,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def pack(tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> bytes:
-    """A safetensors file with its list of arrays, `about` and its own checksum in the metadata."""
+    """Make a safetensors file with a list of its arrays, `about` and its own checksum."""
     listed = {name: _describe(tensor) for name, tensor in tensors.items()}
     text = json.dumps({"format": FORMAT, "arrays": listed, **about}, default=_as_plain)
     stored = {name: _as_stored(tensor) for name, tensor in tensors.items()}
@@ -41,7 +41,7 @@ def pack(tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> bytes
 
 
 def unpack(content: bytes, path: Path) -> tuple[Tensors, dict[str, Any]]:
-    """Arrays and `about` of a file made by `pack`; raises if anything in it has changed."""
+    """Return the arrays and `about` of a file made by `pack`; raise if anything in it has changed."""
     try:
         # which gives them in no order
         tensors = dict(sorted(safetensors.torch.load(content).items()))
@@ -85,7 +85,7 @@ def _other_format(path: Path, found: Any) -> str:
 
 
 def _as_plain(value: Any) -> Any:
-    """A number of NumPy, torch or JAX in a history, for JSON."""
+    """Convert a number of NumPy, torch or JAX for JSON."""
     return (
         value.item()
         if getattr(value, "size", None) == 1 or getattr(value, "ndim", None) == 0
@@ -99,7 +99,7 @@ def read_metadata(content: bytes) -> dict[str, str]:
 
 
 def _find_digest(content: bytes) -> tuple[int, bytes]:
-    """Place and text of a file's own checksum."""
+    """Return the position and the text of a file's own checksum."""
     header = content[8 : 8 + int.from_bytes(content[:8], "little")]
     found = list(_DIGEST.finditer(header))
     if len(found) != 1:
@@ -123,14 +123,15 @@ def _check_digest(content: bytes, path: Path) -> None:
 
 
 def _as_stored(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of a dtype that safetensors knows: complex128, which it does not, as pairs of real
-    numbers.
+    """Return a tensor of a dtype that safetensors knows.
+
+    It does not know complex128, which is stored as pairs of real numbers.
     """
     return torch.view_as_real(tensor).contiguous() if tensor.dtype == torch.complex128 else tensor
 
 
 def _as_listed(tensor: torch.Tensor, listed: Any) -> torch.Tensor:
-    """The tensor that was stored, by its entry in the list."""
+    """Return the tensor that was stored, by its entry in the list."""
     is_pairs = (
         isinstance(listed, list)
         and listed[:1] == ["complex128"]
@@ -141,7 +142,7 @@ def _as_listed(tensor: torch.Tensor, listed: Any) -> torch.Tensor:
 
 
 def _describe(tensor: torch.Tensor) -> list[Any]:
-    """Dtype, shape and the number of NaN and infinite elements."""
+    """Return dtype, shape and the number of NaN and infinite elements."""
     odd = (
         int((~torch.isfinite(tensor)).sum())
         if tensor.is_floating_point() or tensor.is_complex()
@@ -151,7 +152,7 @@ def _describe(tensor: torch.Tensor) -> list[Any]:
 
 
 def _check_arrays(tensors: Tensors, listed: Any, path: Path) -> None:
-    """The arrays are those that were listed when the file was written; NaN and infinity too."""
+    """Raise unless the arrays, with their NaN and infinities, are those listed when writing."""
     if not isinstance(listed, dict):
         raise CheckpointError(f"{str(path)!r} is damaged: it has no list of its arrays.")
     found = {name: _describe(tensor) for name, tensor in tensors.items()}

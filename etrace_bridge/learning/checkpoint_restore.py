@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 
 
 def read_learner(path: str | os.PathLike) -> tuple[Tensors, Tensors, dict[str, Any]]:
-    """Weights, other arrays and facts of a checkpoint that is whole; of several processes', arrays
-    without the state.
+    """Return weights, other arrays and facts of an intact checkpoint.
+
+    Of a checkpoint of several processes, the arrays do not include the state.
     """
     if is_sharded(path):
         arrays, facts = read_host(path)
@@ -68,7 +69,7 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def rule_of(facts: Mapping[str, Any], rule: str | Rule | None) -> Rule:
-    """The rule to go on with: the checkpoint's, or the given one if it is the same."""
+    """Return the rule to continue with: the checkpoint's, or the given one if it is the same."""
     saved = facts["rule"]
     if rule is None:
         if saved["options"] is None:
@@ -123,8 +124,9 @@ def restore_learner(
     arrays: Tensors,
     facts: dict[str, Any],
 ) -> None:
-    """Puts a checkpoint into a new learner; raises with a list if it does not fit, and leaves model
-    and optimizer as they were.
+    """Put a checkpoint into a new learner.
+
+    If it does not fit, raises with a list of the differences; model and optimizer are unchanged.
     """
     runtime, store = learner.runtime, learner.runtime.store
     with _undo_on_error(runtime):
@@ -160,7 +162,7 @@ def restore_learner(
 
 @contextlib.contextmanager
 def _undo_on_error(runtime: Runtime) -> Iterator[None]:
-    """Within this, an error leaves the model's States and the torch optimizer as they were."""
+    """Restore the model's States and the torch optimizer if this context raises."""
     optimizer = runtime.optimizer
     gradients = {name: p.grad for name, p in runtime.parameters.items()}
     is_torch = isinstance(optimizer, torch.optim.Optimizer)
@@ -211,7 +213,7 @@ def _restore_weights(runtime: Runtime, weights: Tensors) -> None:
 
 
 def _prepare(store: Store, facts: Mapping[str, Any]) -> None:
-    """Compiles the step for the inputs that the saved learner had."""
+    """Compile the step for the inputs of the saved learner."""
     try:
         examples = [np.zeros(shape, jnp.dtype(dtype)) for shape, dtype in facts["inputs"]]
         store.prepare(examples, continues=facts["in_stream"])
@@ -225,7 +227,7 @@ def _prepare(store: Store, facts: Mapping[str, Any]) -> None:
 
 
 def _restore_state(store: Store, saved: Mapping[str, Any], has_optimizer: bool) -> None:
-    """Puts a state by name into a learner: tensors of a file, or JAX arrays in their places."""
+    """Put a state by name into a learner: tensors of a file, or JAX arrays on their devices."""
     everything = named_arrays(store)
     own = everything
     if not has_optimizer:  # a learner without an optimizer leaves the saved one's state alone

@@ -1,6 +1,4 @@
-"""A model's step compiled for inputs of one shape, and the way between its States, names and flat
-lists of arrays.
-"""
+"""A model's step compiled for inputs of one shape; converts between States, names and lists."""
 
 from __future__ import annotations
 
@@ -124,12 +122,13 @@ class CompiledStep:
     # -- names and lists --------------------------------------------------------------------------
 
     def by_weight_name(self, arrays: Sequence[Any]) -> dict[str, Any]:
-        """Arrays that are one per weight, by the weights' names."""
+        """Return arrays that are one per weight, by the weights' names."""
         return dict(zip(self.weight_names, arrays, strict=True))
 
     def gradient_trees(self, grads: Mapping[str, Any]) -> dict[str, Any]:
-        """Gradients by weight name as values of the module's States: by the report's names, in the
-        inverse of a weight's unit.
+        """Return gradients by weight name as values of the module's States.
+
+        The names are those of the report, the units the inverse of the weights' units.
         """
         states, found, arrays = self._states(), {}, iter(grads[name] for name in self.weight_names)
 
@@ -143,12 +142,11 @@ class CompiledStep:
         return found
 
     def by_state_name(self, hidden: Sequence[Any], other: Sequence[Any]) -> dict[str, Any]:
-        """Hidden states and other arrays, by name."""
+        """Return hidden states and other arrays, by name."""
         return dict(zip([*self.hidden_names, *self.other_names], [*hidden, *other], strict=True))
 
     def join_other(self, of_sequence: Sequence[Any], of_model: Sequence[Any]) -> list[Any]:
-        """Other arrays, taken from one list where they belong to a sequence and from another where
-        they belong to the model.
+        """Join the arrays of `of_sequence` that belong to a sequence and the others of `of_model`.
 
         What belongs to the model (running statistics, random keys) outlives a sequence.
         """
@@ -208,7 +206,7 @@ class CompiledStep:
         return not isinstance(self.net, BridgedModule) or self._settings.hold()
 
     def check_settings(self, evaluates: bool = False) -> None:
-        """Raises if the torch model's settings have changed such that its step is another.
+        """Raise if the torch model's settings have changed such that its step is another.
 
         Args:
             evaluates: modes of the modules do not count: the step runs in its own.
@@ -231,14 +229,14 @@ class CompiledStep:
         self._settings = now
 
     def tuned_for(self, platform: str) -> CompiledStep:
-        """The same step, laid out for another kind of device."""
+        """Return the same step, laid out for another kind of device."""
         made = copy.copy(self)
         made.platform, made.programs = platform, {}
         made.program = replace(self.program, tuning=tuning_for(platform))
         return made
 
     def in_evaluation(self) -> CompiledStep:
-        """The same step, compiled for evaluation."""
+        """Compile the same step for evaluation."""
         with evaluation_mode(self.net):
             made = CompiledStep(
                 self.net, [*self._examples, *self._keep], self.platform, self._freezes
@@ -250,7 +248,7 @@ class CompiledStep:
     # -- the model's States -----------------------------------------------------------------------
 
     def fit_states(self) -> None:
-        """Makes the model's states fit this step's inputs, if they do not."""
+        """Make the model's states fit this step's inputs, if they do not."""
         if isinstance(self.net, BridgedModule):
             fit_bridged_states(self.net, self._examples, self.batch)
             return
@@ -268,7 +266,7 @@ class CompiledStep:
                 state.value = tree.unflatten(map(jax.numpy.asarray, fresh))
 
     def read(self) -> tuple[list[Any], list[Any], list[Any]]:
-        """Weights, hidden states and other arrays as the States have them."""
+        """Return weights, hidden states and other arrays from the States."""
         states = self._states()
         return (
             [x for p in self._weight_paths for x in jax.tree.leaves(states[p].value)],
@@ -277,7 +275,7 @@ class CompiledStep:
         )
 
     def write(self, theta: Sequence[Any], hidden: Sequence[Any], other: Sequence[Any]) -> None:
-        """Puts weights, hidden states and other arrays into the States."""
+        """Put weights, hidden states and other arrays into the States."""
         self.fit_states()
         states = self._states()
         for path, leaf in zip((leaf.path for leaf in self.program.leaves), hidden, strict=True):
@@ -310,7 +308,7 @@ class CompiledStep:
 def compile_or_explain(
     net: brainstate.nn.Module, args: Sequence[Any], platform: str | None, freezes: bool
 ) -> CompiledStep:
-    """A model's step for inputs like these; an error says what a learner's methods take."""
+    """Compile a model's step; explain in the error what a learner's methods take."""
     try:
         return CompiledStep(net, args, platform, freezes)
     except Exception as error:

@@ -80,7 +80,7 @@ class _Parts:
 def export_learner(
     learner: OnlineLearner, path: str | os.PathLike, platforms: Sequence[str], batch: str
 ) -> Path:
-    """Writes a learner that has made a step with a target; returns the folder."""
+    """Write a learner that has made a step with a target; return the folder."""
     if batch not in ("fixed", "symbolic"):
         raise InputError(f"`batch` is {batch!r}; it must be 'fixed' or 'symbolic'.")
     runtime, store = learner.runtime, learner.runtime.store
@@ -150,7 +150,7 @@ def export_learner(
 
 
 def _one_batch(runtime: Runtime, target: Any, loss: JaxLoss) -> _Parts:
-    """The learner's own step, from where it is."""
+    """Return the learner's own step, starting from its current state."""
     store = runtime.store
     store.need_trace()
     spec, evaluation = runtime.programs.spec(loss), store.evaluation()
@@ -163,9 +163,7 @@ def _one_batch(runtime: Runtime, target: Any, loss: JaxLoss) -> _Parts:
         tuned = evaluation.tuned_for(platform)
 
         def run(state: LearnerState, args: list[Any]) -> tuple[LearnerState, Any]:
-            """The states move on; the trace is zero afterwards, since it does not know of this
-            step.
-            """
+            """Run one step; the trace is zero afterwards, since it does not include this step."""
             outputs, hidden, other = tuned.run(
                 state.theta, state.hidden, state.other, [a[None] for a in args]
             )
@@ -181,8 +179,9 @@ def _one_batch(runtime: Runtime, target: Any, loss: JaxLoss) -> _Parts:
 
 
 def _any_batch(runtime: Runtime, target: Any, loss: JaxLoss) -> _Parts:
-    """The step for any batch size, from the learner's weights and optimizer state and from initial
-    states.
+    """Return the step for any batch size.
+
+    It starts from the learner's weights and optimizer state and from initial states.
     """
     store = runtime.store
     mapped = map_step(runtime, loss, target)
@@ -220,7 +219,7 @@ def _flat(
     learn: Callable[[str], Callable],
     infer: Callable[[str], Callable],
 ) -> _Parts:
-    """The programs on flat arguments; `learn` and `infer` give them for a platform."""
+    """Return the programs on flat arguments; `learn` and `infer` give them for a platform."""
     tree, wanted = jax.tree.structure(start), jax.tree.structure(target)
     inputs = [_shape(shape, jnp.dtype(dtype)) for shape, dtype in runtime.store.compiled.signature]
     states, given = tree.num_leaves, tree.num_leaves + len(inputs)
@@ -253,9 +252,7 @@ def _flat(
 def _lower(
     make: Callable[[str], Callable], shapes: Sequence[Any], platforms: Sequence[str]
 ) -> list[jax.export.Exported]:
-    """A program for as many of the platforms as it can be lowered to: one for all that share a
-    layout.
-    """
+    """Lower a program for the platforms that can run it; those that share a layout share one."""
     able: dict[type, list[str]] = {}
     refused: dict[str, Exception] = {}
     for platform in platforms:
@@ -277,7 +274,7 @@ def _lower(
 
 
 def _last_target(runtime: Runtime) -> tuple[Any, JaxLoss]:
-    """The shapes of the last new kind of target, and the loss for it."""
+    """Return the shapes of the last new kind of target, and the loss for it."""
     store = runtime.store
     if store.updater is None or runtime.torch_update is not None:
         raise NotSupportedError(

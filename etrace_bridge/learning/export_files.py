@@ -35,7 +35,7 @@ def program_file(name: str, exported: jax.export.Exported) -> str:
 
 
 def program_facts(name: str, exported: jax.export.Exported) -> dict[str, Any]:
-    """What a reader needs besides the module itself to make a `jax.export.Exported` of it."""
+    """Return what a reader needs, besides the module, to make a `jax.export.Exported`."""
     return {
         "file": program_file(name, exported),
         "platforms": list(exported.platforms),
@@ -46,19 +46,19 @@ def program_facts(name: str, exported: jax.export.Exported) -> dict[str, Any]:
 
 
 def checksum(content: bytes) -> str:
-    """SHA-256, in hexadecimal."""
+    """Return the SHA-256 in hexadecimal."""
     return hashlib.sha256(content).hexdigest()
 
 
 def manifest_bytes(manifest: dict[str, Any]) -> bytes:
-    """The manifest as it is signed: sorted, without its own checksum."""
+    """Return the manifest as it is signed: sorted, without its own checksum."""
     return json.dumps(
         {k: v for k, v in manifest.items() if k != "checksum"}, sort_keys=True
     ).encode()
 
 
 def write_folder(path: Path, files: dict[str, bytes], manifest: dict[str, Any]) -> Path:
-    """Writes a new folder beside `path` and puts it in its place."""
+    """Write a new folder beside `path` and replace `path` by it."""
     if path.exists() and not (path / "manifest.json").is_file():
         raise InputError(
             f"{str(path)!r} exists and is not an exported learner. Choose another path."

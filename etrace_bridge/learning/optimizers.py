@@ -50,7 +50,7 @@ class Updater:
     seen: tuple | None = field(default=None, repr=False)
 
     def init(self, theta: Arrays) -> UpdateState:
-        """The state before the first update."""
+        """Return the state before the first update."""
         norm = jnp.zeros((), jnp.result_type(*jax.tree.leaves(theta))) if self.track_norm else None
         return UpdateState(self.transform.init(theta), self.numbers(theta), norm)
 
@@ -77,7 +77,7 @@ class Updater:
 
 
 def gradient_norm(grads: Any) -> Any:
-    """The norm of all gradients together."""
+    """Return the norm of all gradients together."""
     return jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
 
 

@@ -286,8 +286,8 @@ class Runtime:
         return losses, outputs, weights
 
     def own_slope(self, xs: tuple, targets: Any, mask: Any) -> tuple[float, float]:
-        """Return the slopes of a sequence's loss along the rule's own gradient: the true one and the
-        rule's.
+        """Return the true slope of a loss along the rule's gradient, and the slope the rule
+        predicts.
 
         The learner's state does not change.
         """

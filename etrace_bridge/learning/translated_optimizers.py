@@ -54,7 +54,7 @@ class Translated:
         self.transform = optax.GradientTransformationExtraArgs(self._init, self._update)
 
     def signature(self) -> tuple:
-        """The values of all options that may change from step to step."""
+        """Return the values of all options that may change from step to step."""
         return tuple(
             float(v) if isinstance(v, torch.Tensor) else v
             for group in self.optimizer.param_groups
@@ -63,7 +63,7 @@ class Translated:
         )
 
     def numbers(self) -> np.ndarray:
-        """The groups' numbers, (groups, numbers)."""
+        """Return the groups' numbers, (groups, numbers)."""
         if self._structure() != self._fixed:
             raise InputError(
                 f"The parameter groups of `{type(self.optimizer).__name__}` changed after the "

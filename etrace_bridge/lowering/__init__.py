@@ -28,7 +28,7 @@ __all__ = [
 
 
 def tuning_for(platform: str | None = None) -> Tuning:
-    """The tuning for a kind of device (`"cpu"`, `"gpu"`, `"tpu"`); None: JAX's default."""
+    """Return the tuning for a kind of device (`"cpu"`, `"gpu"`, `"tpu"`); None: JAX's default."""
     import jax
 
     return CPUTuning() if (platform or jax.default_backend()) == "cpu" else Tuning()

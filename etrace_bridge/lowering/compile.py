@@ -32,8 +32,8 @@ FLOAT64_OPTIONS = {"xla_cpu_use_fusion_emitters": False}
 def jit(
     function: Callable, one_step: bool = False, platform: str | None = None, **options: Any
 ) -> Program:
-    """`jax.jit` with the compiler's options that this package wants, and a word on the terminal
-    while it compiles.
+    """Return `jax.jit` with the compiler's options that this package wants, and a word on the
+    terminal while it compiles.
 
     Not for use inside another jitted function.
 
@@ -56,8 +56,9 @@ def as_call(function: Callable) -> Callable:
 
 
 def keep_programs(folder: str | PathLike) -> None:
-    """Keeps compiled programs in a folder, from which later processes read them; for every JAX
-    program of this process.
+    """Keep compiled programs in a folder, from which later processes read them.
+
+    For every JAX program of this process.
     """
     path = Path(folder).expanduser()
     try:
@@ -75,8 +76,9 @@ def keep_programs(folder: str | PathLike) -> None:
 
 
 def compiler_options(one_step: bool = False, platform: str | None = None) -> dict[str, Any]:
-    """The compiler's options for a single step or a sequence; none for devices that they do not
-    tune.
+    """Return the compiler's options for a single step or a sequence.
+
+    None for devices that they do not tune.
 
     Arguments as in `jit`.
     """
@@ -92,7 +94,7 @@ def compiler_options(one_step: bool = False, platform: str | None = None) -> dic
 
 @functools.cache
 def _is_known(name: str, value: Any) -> bool:
-    """Whether this version of XLA has the option for a CPU.
+    """Return whether this version of XLA has the option for a CPU.
 
     Others are skipped, since they only tune.
     """

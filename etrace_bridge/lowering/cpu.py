@@ -99,7 +99,7 @@ class CPUTuning(Tuning):
 
 
 def _zeros_if_finite(x: Any) -> Any:
-    """A vector of zeros, or with NaN in it."""
+    """Return a vector of zeros, or with NaN in it."""
     if x.size > VECTOR and x.ndim > 1:
         x = x.reshape(-1, x.shape[-1]) @ jnp.zeros(x.shape[-1], x.dtype)
     return (0 * x.reshape(-1)).astype(jnp.float32)

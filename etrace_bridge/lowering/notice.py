@@ -79,7 +79,7 @@ _LINE = _Line()
 
 
 def _is_terminal() -> bool:
-    """Whether somebody can see the line, and no other process shows it."""
+    """Return whether somebody can see the line, and no other process shows it."""
     try:
         seen = sys.stderr.isatty()
     except (AttributeError, ValueError):  # None, or closed
@@ -139,7 +139,7 @@ class Program:
             return self.jitted(*args, **named)
 
     def lower(self, *args: Any, **named: Any) -> Any:
-        """The jitted function's `lower`."""
+        """Return the jitted function's `lower`."""
         with self._announced:
             return self.jitted.lower(*args, **named)
 
@@ -160,7 +160,7 @@ class _Announced:
             _LINE.close()
 
     def begin(self) -> None:
-        """The function is traced."""
+        """Return the function is traced."""
         if self._calls and not _HUSHED.get():
             _LINE.open(COMPILING)
             self._begun += 1

@@ -21,7 +21,7 @@ PATCH_BYTES = (
 
 
 def patch_form(eqn: JaxprEqn) -> ContactForm | None:
-    """The form of a convolution that runs as a product; None for any other equation."""
+    """Return the form of a convolution that runs as a product; None for any other equation."""
     if eqn.primitive.name != "conv_general_dilated":
         return None
     form = contact_form(eqn, 1)
@@ -34,7 +34,7 @@ def patch_form(eqn: JaxprEqn) -> ContactForm | None:
 
 
 def as_patch_product(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
-    """The results of a convolution, as a product; None for any other equation."""
+    """Return the results of a convolution, as a product; None for any other equation."""
     form = patch_form(eqn)
     if form is None or form.phi is None:
         return None

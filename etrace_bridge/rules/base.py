@@ -149,31 +149,31 @@ class Rule:
         return self.schedule == "reverse"
 
     def variants(self) -> Iterator[Rule]:
-        """The rule with more and with less memory, most faithful first, for `recommend` to choose
-        from.
+        """Return the rule with more and with less memory, most faithful first, for `recommend` to
+        choose from.
         """
         yield self
 
     def init(self, program: StepProgram) -> Any:
-        """The memory before the first step: arrays of zeros."""
+        """Return the memory before the first step: arrays of zeros."""
         raise InputError(f"The rule `{type(self).__name__}` does not define `init(program)`.")
 
     def unit_axes(self, program: StepProgram) -> Any:
-        """The axis of units of each array of the memory, in a tree like that of `init`.
+        """Return the axis of units of each array of the memory, in a tree like that of `init`.
 
         Along it a mesh may divide the memory. None: it follows the batch axis in all of them.
         """
         return None
 
     def reset(self, program: StepProgram, memory: Any, keep: Any) -> Any:
-        """The memory with the rows of some batch elements set to zero.
+        """Return the memory with the rows of some batch elements set to zero.
 
         `keep` is (B,) of zeros and ones.
         """
         raise InputError(f"The rule `{type(self).__name__}` cannot reset single batch elements.")
 
     def promise(self, certificate: ParameterCertificate, length: int, chunk: int) -> Promise:
-        """What the rule promises for a parameter that reaches a state.
+        """Return what the rule promises for a parameter that reaches a state.
 
         Args:
             certificate: what the compiler knows about the parameter.
@@ -186,7 +186,10 @@ class Rule:
         )
 
     def promises(self, graph: ETraceGraph, length: int, chunk: int) -> dict[Path, Promise]:
-        """What the rule promises for each parameter that a step uses; arguments as in `promise`."""
+        """Return what the rule promises for each parameter that a step uses.
+
+        Arguments as in `promise`.
+        """
         found = {}
         for path, certificate in graph.certificate().items():
             if certificate.kind == "unused":
@@ -210,7 +213,8 @@ class ReverseRule(Rule):
     def past(
         self, program: StepProgram, theta: Sequence[Any], memory: Any, h0: Sequence[Any]
     ) -> dict[int, Any]:
-        """The gradient of the chunk's losses through what came before it, by index of the weight.
+        """Return the gradient of the chunk's losses through what came before it, by index of the
+        weight.
 
         Args:
             program: the step.
@@ -223,14 +227,14 @@ class ReverseRule(Rule):
     def future(
         self, program: StepProgram, memory: Any, hidden: Sequence[Any]
     ) -> Sequence[Any] | None:
-        """What losses after the chunk ask of its last hidden states, one cotangent per leaf.
+        """Return what losses after the chunk ask of its last hidden states, one cotangent per leaf.
 
         None for rules that make no prediction. Not called while the memory is zero.
         """
         return None
 
     def discarded(self, program: StepProgram, memory: Any | None, h0: Sequence[Any]) -> Any:
-        """What the rule left out of the chunk's gradient: an array of two numbers.
+        """Return what the rule left out of the chunk's gradient: an array of two numbers.
 
         The first is the estimated square of the error's norm, the second a bound of the norm. None
         for rules that do not know. Arguments as in `past`; `memory` is None where it is still zero.
@@ -245,7 +249,7 @@ class ReverseRule(Rule):
         data: Chunk,
         memory: Any | None,
     ) -> Any:
-        """The memory after the chunk; `memory` is None where it is still zero."""
+        """Return the memory after the chunk; `memory` is None where it is still zero."""
         raise InputError(f"The rule `{type(self).__name__}` does not define `advance(...)`.")
 
 
@@ -253,7 +257,7 @@ _RULES: dict[str, type[Rule]] = {}
 
 
 def register_rule(rule: type[Rule]) -> type[Rule]:
-    """Adds a rule class under its `name`; usable as a decorator.
+    """Add a rule class under its `name`; usable as a decorator.
 
     Example:
         >>> @register_rule
@@ -270,12 +274,12 @@ def register_rule(rule: type[Rule]) -> type[Rule]:
 
 
 def rule_names() -> tuple[str, ...]:
-    """The names that `rule=` accepts."""
+    """Return the names that `rule=` accepts."""
     return tuple(_RULES)
 
 
 def make_rule(rule: str | Rule) -> Rule:
-    """A rule from its name, or the rule itself.
+    """Return a rule from its name, or the rule itself.
 
     A name may be followed by options: `"low_rank:rank=2:hops=1"` is `LowRankRTRL(rank=2, hops=1)`.
     """
@@ -294,7 +298,9 @@ def make_rule(rule: str | Rule) -> Rule:
 
 
 def rule_text(rule: Rule) -> str:
-    """The text that `make_rule` reads as the rule: its name, and options that are not the default."""
+    """Return the text that `make_rule` reads as the rule: its name, and options that are not the
+    default.
+    """
     changed = (
         f":{f.name}={getattr(rule, f.name)}"
         for f in fields(rule)
@@ -318,7 +324,7 @@ def _read_option(rule: type[Rule], text: str) -> tuple[str, Any]:
 
 
 def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
-    """Raises unless an option has one of its values."""
+    """Raise unless an option has one of its values."""
     if value not in allowed:
         raise InputError(
             f"`{name}` is {value!r}; it must be one of {', '.join(map(repr, allowed))}."
@@ -326,6 +332,6 @@ def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
 
 
 def check_decay(name: str, value: float) -> None:
-    """Raises unless an option is what is left of something after a step."""
+    """Raise unless an option is what is left of something after a step."""
     if not 0 <= value < 1:
         raise InputError(f"`{name}` is {value}; it must be at least 0 and below 1.")

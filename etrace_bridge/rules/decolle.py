@@ -66,7 +66,7 @@ class DECOLLE(EProp):
         return signals | {v: sum(by_output[n] for n in ns) for v, ns in outputs.items()}
 
     def readouts(self, program: StepProgram) -> dict[tuple[Var, int], Any]:
-        """`G` (elements of the exit, outputs), by exit and index of the output."""
+        """Return `G` (elements of the exit, outputs), by exit and index of the output."""
         rng, matrices = np.random.default_rng(self.seed), {}
         for own in self.exits(program):
             for e in own.exits:

@@ -68,7 +68,7 @@ class DNI(ReverseRule):
         return {"W": jnp.zeros((n, n), dtype), "c": jnp.zeros(n, dtype)}
 
     def future(self, program: StepProgram, memory: Memory, hidden: Sequence[Any]) -> list[Any]:
-        """`M(h)`, one array per hidden leaf."""
+        """Return `M(h)`, one array per hidden leaf."""
         layout, found, at = find_layout(program), [], 0
         rows = _predict(memory, flat_rows(layout, hidden))
         for h in hidden:

@@ -12,7 +12,7 @@ import numpy as np
 def feedback_matrix(
     rng: np.random.Generator, output: tuple[int, ...], inside: tuple[int, ...]
 ) -> Any:
-    """A matrix (outputs, elements inside) with entries of variance 1 / outputs.
+    """Return a matrix (outputs, elements inside) with entries of variance 1 / outputs.
 
     Where both shapes begin with the same batch axis, both leave it out: one matrix serves every
     batch element.
@@ -23,6 +23,6 @@ def feedback_matrix(
 
 
 def project(error: Any, matrix: Any, inside: tuple[int, ...]) -> Any:
-    """The error (K, …) at an output, times the matrix: (K, *inside)."""
+    """Return the error (K, …) at an output, times the matrix: (K, *inside)."""
     rows = error.reshape(error.shape[0], -1, matrix.shape[0])
     return (rows @ matrix.astype(error.dtype)).reshape(error.shape[0], *inside)

@@ -60,7 +60,7 @@ class FPTT(BPTT):
         return {"mean": zeros, "slope": list(zeros), "begun": jnp.zeros((), zeros[0].dtype)}
 
     def past(self, program: StepProgram, theta, memory: Memory, h0) -> dict[int, Any]:
-        """`alpha (theta - mean) - lambda`."""
+        """Return `alpha (theta - mean) - lambda`."""
         now = self._after_update(theta, memory)
         terms = zip(theta, now["mean"], now["slope"], strict=True)
         return {n: self.alpha * (w - mean) - slope for n, (w, mean, slope) in enumerate(terms)}
@@ -72,7 +72,7 @@ class FPTT(BPTT):
         return old if data.loss is None else self._after_update(theta, old)
 
     def _after_update(self, theta: Sequence[Any], memory: Memory) -> Memory:
-        """The memory that belongs to these weights, given that of the weights before them."""
+        """Return the memory that belongs to these weights, given that of the weights before them."""
 
         def moved(w: Any, mean: Any, slope: Any) -> tuple[Any, Any]:
             mean = jnp.where(memory["begun"] > 0, mean, w)

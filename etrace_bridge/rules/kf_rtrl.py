@@ -66,7 +66,7 @@ class KFRTRL(UORO):
         return {"factors": factors, "draws": jnp.zeros((), jnp.uint32)}
 
     def past(self, program: StepProgram, theta, memory: dict[str, Any], h0) -> dict[int, Any]:
-        """`(b A) ⊗ u`."""
+        """Return `(b A) ⊗ u`."""
         layout, by_part = find_layout(program), {}
         flat = flat_rows(layout, h0)
         for summed, old in zip(find_sums(layout), memory["factors"], strict=True):
@@ -106,14 +106,14 @@ class KFRTRL(UORO):
         return {"factors": factors, "draws": draws}
 
     def pairs(self, layout: Layout, draws: Any, hidden: Sequence[Any], args: Sequence[Any]) -> Any:
-        """`c1` and `c2` of every sum, (sums, 2)."""
+        """Return `c1` and `c2` of every sum, (sums, 2)."""
         key = draw_key(self.seed, draws, [*hidden, *args])
         return jax.random.rademacher(key, (len(find_sums(layout)), 2), hidden[0].dtype)
 
     def move(
         self, layout: Layout, summed: Sum, made: Influence, old: Factors, signs: Any
     ) -> Factors:
-        """The factors of one sum after a step."""
+        """Return the factors of one sum after a step."""
         A = old["A"].reshape(layout.size, layout.rows, -1)
         moved = jnp.einsum("ejk,keu->jeu", made.F, A).reshape(old["A"].shape)
         xs, G = self.features(layout, summed, made), made.G[summed.var]
@@ -124,11 +124,11 @@ class KFRTRL(UORO):
         return jax.tree.map(lambda x, like: x.astype(like.dtype), new, old)
 
     def letters(self, layout: Layout, summed: Sum, piece: Piece) -> str:
-        """The letters of a piece's `u`: those of its features; none for a bias."""
+        """Return the letters of a piece's `u`: those of its features; none for a bias."""
         return piece.part.form.feature
 
     def features(self, layout: Layout, summed: Sum, made: Influence) -> list[Any]:
-        """`x` of each piece, like `u`; for a bias 1."""
+        """Return `x` of each piece, like `u`; for a bias 1."""
         found = []
         for piece in summed.pieces:
             form, x = piece.part.form, made.data.get(piece.contact.index)
@@ -154,5 +154,5 @@ class KFRTRL(UORO):
 
 
 def find_sums(layout: Layout) -> list[Sum]:
-    """The sums of all families."""
+    """Return the sums of all families."""
     return [summed for family in layout.families for summed in family.sums]

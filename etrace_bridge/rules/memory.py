@@ -30,7 +30,7 @@ class Dense:
     dtype: str | None = None
 
     def init(self, program: StepProgram, rows: Sequence[int]) -> list[list[Any]]:
-        """Zeros, [trace][row]; `rows` counts the rows of each group."""
+        """Return zeros, [trace][row]; `rows` counts the rows of each group."""
 
         def zeros(leg: Leg) -> list[Any]:
             shape, dtype = (
@@ -42,7 +42,7 @@ class Dense:
         return [zeros(leg) for leg in program.traces]
 
     def reset(self, program: StepProgram, memory: list[list[Any]], keep: Any) -> list[list[Any]]:
-        """The traces with the rows of some batch elements set to zero."""
+        """Return the traces with the rows of some batch elements set to zero."""
         cleared = []
         for leg, rows in zip(program.traces, memory, strict=True):
             form = leg.part.form
@@ -85,13 +85,13 @@ class Channel:
         return self.legs[0].part.var.aval.shape
 
     def zeros(self, program: StepProgram) -> list[Any]:
-        """A filter at its start, for each state of the group."""
+        """Return a filter at its start, for each state of the group."""
         dtype = self.legs[0].part.var.aval.dtype
         return [jnp.zeros(self.shape, dtype) for _ in range(program.groups[self.group].num_state)]
 
 
 def find_channels(program: StepProgram) -> tuple[list[Channel], list[Channel]]:
-    """The channels with products, and the others."""
+    """Return the channels with products, and the others."""
     found: dict[Any, list[Leg]] = {}
     for leg in program.legs:
         key = (program.roots[program.tap_index(leg)], leg.group, leg.places.tobytes())
@@ -109,7 +109,7 @@ def find_channels(program: StepProgram) -> tuple[list[Channel], list[Channel]]:
 
 
 def contacts_with_data(program: StepProgram) -> list[Contact]:
-    """The traced contacts that are products."""
+    """Return the traced contacts that are products."""
     return [c for c in program.traced_contacts if c.x is not None]
 
 
@@ -124,16 +124,17 @@ class Filters:
     dtype: str | None = None
 
     def zeros(self, program: StepProgram) -> dict[str, Any]:
-        """The filters before the first step, as a chunk computes them."""
+        """Return the filters before the first step, as a chunk computes them."""
         raise InputError(f"The memory `{type(self).__name__}` does not define `zeros(program)`.")
 
     def init(self, program: StepProgram, rows: Sequence[int]) -> dict[str, Any]:
-        """The filters before the first step."""
+        """Return the filters before the first step."""
         return self.stored(self.zeros(program))
 
     def stored(self, filters: dict[str, Any]) -> dict[str, Any]:
-        """Filters in the dtype in which they are stored; the norms `n` are small and stay as they
-        are.
+        """Filters in the dtype in which they are stored.
+
+        The norms `n` are small and stay as they are.
         """
         if self.dtype is None:
             return filters
@@ -179,7 +180,7 @@ class Factored(Filters):
         }
 
     def reset(self, program: StepProgram, memory: dict[str, Any], keep: Any) -> dict[str, Any]:
-        """The filters with the rows of some batch elements set to zero."""
+        """Return the filters with the rows of some batch elements set to zero."""
 
         def cleared(channels: Sequence[Channel], filters: list[Any]) -> list[Any]:
             result = []
@@ -234,7 +235,7 @@ class Presynaptic(Filters):
         }
 
     def reset(self, program: StepProgram, memory: dict[str, Any], keep: Any) -> dict[str, Any]:
-        """The filters with the rows of some batch elements set to zero."""
+        """Return the filters with the rows of some batch elements set to zero."""
         contacts = [c for c in contacts_with_data(program) if c.index in memory["x"]]
         x = {c.index: _clear(program, c, memory["x"], keep) for c in contacts}
         ones = {}
@@ -246,20 +247,23 @@ class Presynaptic(Filters):
 
 
 def filtered_taps(program: StepProgram) -> list[int]:
-    """Taps that feed a state by a product, and those of biases that are only added to one."""
+    """Return taps that feed a state by a product, and those of biases that are only added to one."""
     products = {program.roots[t.index] for t in program.taps if t.contact.x is not None}
     return [t.index for t in program.taps if t.legs and program.roots[t.index] in products]
 
 
 def _clear(program: StepProgram, contact: Contact, filters: dict[int, Any], keep: Any) -> Any:
-    """Filtered features with the rows of some batch elements set to zero."""
+    """Return filtered features with the rows of some batch elements set to zero."""
     axis, old = _batch_axis(program, contact), filters[contact.index]
     mask = keep.reshape([-1 if n == axis else 1 for n in range(old.ndim)])
     return old * mask.astype(old.dtype)
 
 
 def _batch_rows(group: HiddenGroup, leg: Leg, keep: Any) -> Any:
-    """`keep` spread to the elements of a leg's piece; elements that feed nothing get zero."""
+    """Return `keep` spread to the elements of a leg's piece.
+
+    Elements that feed nothing get zero.
+    """
     if not group.varshape or group.varshape[0] != keep.shape[0]:
         raise InputError(
             f"The hidden state `{group.name}` has shape {group.varshape}, so its first axis is not "
@@ -272,7 +276,7 @@ def _batch_rows(group: HiddenGroup, leg: Leg, keep: Any) -> Any:
 
 
 def _batch_axis(program: StepProgram, contact: Contact) -> int:
-    """The axis of a contact's features that counts batch elements."""
+    """Return the axis of a contact's features that counts batch elements."""
     leg = next(leg for leg in program.legs if leg.contact is contact)
     group = program.groups[program.group_index(leg)]
     form = leg.part.form

@@ -57,7 +57,7 @@ class SnAp1(DRTRL):
 
 
 def _add(row: Sequence[Any], added: Sequence[Any], states: Sequence[int]) -> list[Any]:
-    """Adds to the entries of the given states; None stands for zero."""
+    """Add to the entries of the given states; None stands for zero."""
     return [
         (added[j] if old is None else old + added[j]) if j in states else old
         for j, old in enumerate(row)

@@ -87,11 +87,11 @@ class TraceRule(Rule):
         return self.reverse_inside
 
     def system(self, steps: Steps) -> TraceSystem:
-        """The recursion's terms for these steps."""
+        """Return the recursion's terms for these steps."""
         raise InputError(f"The rule `{type(self).__name__}` does not define `system(steps)`.")
 
     def rows(self, program: StepProgram) -> Sequence[int]:
-        """How many rows each group has."""
+        """Return how many rows each group has."""
         return [group.num_state for group in program.groups]
 
     def init(self, program: StepProgram) -> Any:
@@ -102,7 +102,7 @@ class TraceRule(Rule):
 
 
 def times_blocks(s: Grouped, D: Blocks) -> Grouped:
-    """`s D` for each group: `sum over i of s[i] D[i][j]`."""
+    """Return `s D` for each group: `sum over i of s[i] D[i][j]`."""
 
     def column(s_g: list[Any], D_g: list[list[Any]], j: int) -> Any:
         terms = [s_i * row[j] for s_i, row in zip(s_g, D_g, strict=True) if row[j] is not None]

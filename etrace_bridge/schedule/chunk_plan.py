@@ -45,7 +45,7 @@ class ChunkPlan:
 
 
 def working_bytes(program: StepProgram) -> int:
-    """An estimate of the buffers of one step in the parallel passes.
+    """Return an estimate of the buffers of one step in the parallel passes.
 
     A contact's piece is there as value and as cotangent for every state of its group; a state with
     `b`, `a`, and its rows of `D` and `M`. For a GRU the estimate is within 10% of the compiled
@@ -64,7 +64,9 @@ def working_bytes(program: StepProgram) -> int:
 
 
 def kept_bytes(program: StepProgram, with_trace: bool) -> int:
-    """What a chunk keeps of each step: states and products, and for the trace its two factors."""
+    """Return what a chunk keeps of each step: states and products, and for the trace its two
+    factors.
+    """
     kept = sum(_bytes(leaf.invar) for leaf in program.leaves) + sum(map(_bytes, program.saved_vars))
     if with_trace:
         distinct = {n for n in program.first_taps if n is not None}
@@ -115,7 +117,7 @@ def block_steps(program: StepProgram, length: int) -> int:
 
 
 def chunk_bytes(program: StepProgram, length: int, with_trace: bool, rule: Rule) -> int:
-    """An estimate of the buffers of a chunk, its trace aside."""
+    """Return an estimate of the buffers of a chunk, its trace aside."""
     if rule.schedule == "forward":
         return block_steps(program, length) * working_bytes(program)
     at_once = length * working_bytes(program)
@@ -126,7 +128,7 @@ def chunk_bytes(program: StepProgram, length: int, with_trace: bool, rule: Rule)
 
 
 def trace_bytes(trace: Any) -> int:
-    """The size of a rule's memory."""
+    """Return the size of a rule's memory."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(trace))
 
 
@@ -177,7 +179,7 @@ def choose_chunk(
 
 
 def divide(length: int, steps: int) -> ChunkPlan:
-    """Full chunks and the rest."""
+    """Return full chunks and the rest."""
     return ChunkPlan(steps, length // steps, length % steps)
 
 

@@ -27,7 +27,7 @@ ChunkFunction = Callable[[Any, Any, bool, bool], tuple[Any, Any, Any, Any]]
 def run_sequence(
     run: ChunkFunction, carry: Any, data: Any, plan: ChunkPlan, fresh: bool, final: bool
 ):
-    """Runs a sequence.
+    """Run a sequence.
 
     Args:
         run: runs one chunk.
@@ -63,7 +63,7 @@ def run_sequence(
 
 
 def _run_loop(run: ChunkFunction, carry: Any, data: Any, plan: ChunkPlan):
-    """The full chunks of a sequence, as one loop; results as in `run_sequence`."""
+    """Return the full chunks of a sequence, as one loop; results as in `run_sequence`."""
     count, span = plan.full, plan.full * plan.steps
     shape = count, plan.steps
     parts = jax.tree.map(lambda x: lax.slice_in_dim(x, 0, span).reshape(*shape, *x.shape[1:]), data)
@@ -82,13 +82,13 @@ def _run_loop(run: ChunkFunction, carry: Any, data: Any, plan: ChunkPlan):
 
 
 def add_trees(a: Any, b: Any) -> Any:
-    """Sum of two trees of one structure; None counts as zero."""
+    """Return sum of two trees of one structure; None counts as zero."""
     if a is None or b is None:
         return b if a is None else a
     return jax.tree.map(jnp.add, a, b)
 
 
 def step_weights(length: int, mask: Any, reduction: str) -> Any:
-    """Factors of the steps' losses: `mask` normalised to a mean, or as it is for a sum."""
+    """Return factors of the steps' losses: `mask` normalised to a mean, or as it is for a sum."""
     weights = jnp.ones(length) if mask is None else jnp.asarray(mask, dtype=float)
     return weights / jnp.sum(weights) if reduction == "mean" else weights

@@ -46,7 +46,7 @@ class Window:
         return self.data.loss is not None
 
     def steps(self, env: dict[Var, Any], forward: Forward) -> Steps:
-        """The chunk's steps after their forward pass."""
+        """Return the chunk's steps after their forward pass."""
         data = self.data
         values = data.args, data.targets, data.weights, data.loss or no_loss
         return Steps(self.program, self.theta, env, forward, *values)

@@ -55,8 +55,8 @@ def follow_positions(
     with_contacts: bool,
     stops: frozenset[Edge] = frozenset(),
 ) -> Aligned:
-    """Follows a group's positions from its old states, and from contacts that feed it if wanted,
-    but not over `stops`.
+    """Follow a group's positions from its old states, and from contacts that feed it if wanted, but
+    not over `stops`.
     """
     positions: dict[Var, np.ndarray] = {leaf.invar: leaf.places() for leaf in group.leaves}
     if with_contacts:
@@ -94,7 +94,7 @@ def follow_positions(
 def _pass_on(
     eqn: JaxprEqn, known: dict[int, np.ndarray], constants: dict
 ) -> tuple[dict[Var, np.ndarray], list[int]]:
-    """Positions of an equation's results, and the operands that they agree with."""
+    """Return positions of an equation's results, and the operands that they agree with."""
     outs = [v for v in eqn.outvars if is_float(v)]
     if is_elementwise(eqn):
         shape = eqn.outvars[0].aval.shape
@@ -121,7 +121,7 @@ def _flat_positions(eqn: JaxprEqn, k: int, known: dict[int, np.ndarray]) -> np.n
 
 
 def sheets(positions: np.ndarray, num_positions: int) -> Iterator[np.ndarray]:
-    """Divides elements so that each position occurs at most once.
+    """Divide elements so that each position occurs at most once.
 
     For each position the element's number (-1: none).
     """
@@ -136,7 +136,7 @@ def sheets(positions: np.ndarray, num_positions: int) -> Iterator[np.ndarray]:
 
 
 def pairs_of_positions(left: np.ndarray, right: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All (element of left, element of right) with the same position."""
+    """Return all (element of left, element of right) with the same position."""
     left, right = left.reshape(-1), right.reshape(-1)
     order = np.argsort(left, kind="stable")
     ranked = left[order]

@@ -64,7 +64,7 @@ class StepEquations:
 
 
 def read_equations(graph: ETraceGraph) -> StepEquations:
-    """Sorts the equations of a compiled model's step."""
+    """Sort the equations of a compiled model's step."""
     info = graph.module_info
     eqns = list(info.jaxpr.eqns)
     constants = dict(zip(info.jaxpr.constvars, info.closed_jaxpr.consts, strict=True))

@@ -63,7 +63,7 @@ class GroupExits:
 
 
 def find_exits(program: StepProgram, broadcast: bool = False) -> list[GroupExits]:
-    """The exits of every group.
+    """Return the exits of every group.
 
     Args:
         program: the step.
@@ -110,7 +110,7 @@ def _operand(program: StepProgram, edge: Edge) -> Any:
 
 
 def at_exit(program: StepProgram, g: int, exit_: Exit, value: Any) -> Any:
-    """The exit's elements at the positions of its group; leading axes are kept."""
+    """Return the exit's elements at the positions of its group; leading axes are kept."""
     lead = value.ndim - len(exit_.var.aval.shape)
     front, flat = value.shape[:lead], value.reshape(*value.shape[:lead], -1)
     if not np.array_equal(exit_.sheet, np.arange(flat.shape[-1])):
@@ -119,7 +119,8 @@ def at_exit(program: StepProgram, g: int, exit_: Exit, value: Any) -> Any:
 
 
 def linearise_exits(steps: Steps, g: int, group_exits: GroupExits):
-    """The pull-back of a group's exits for all steps: cotangents of the exits -> (states, taps).
+    """Return the pull-back of a group's exits for all steps: cotangents of the exits -> (states,
+    taps).
 
     States are the group's own; taps that do not feed it get None.
     """
@@ -168,7 +169,9 @@ def linearise_exits(steps: Steps, g: int, group_exits: GroupExits):
 
 
 def exit_cotangents(steps: Steps, exits: Sequence[GroupExits]) -> Grouped:
-    """Derivative of each step's loss by the exits, [group][exit], each at its group's positions."""
+    """Return derivative of each step's loss by the exits, [group][exit], each at its group's
+    positions.
+    """
     program, length = steps.program, steps.length
     edges = sorted({edge for of_group in exits for e in of_group.exits for edge in e.edges})
     shapes = [_operand(program, edge).aval for edge in edges]
@@ -255,7 +258,7 @@ def signal_gradient(
 def _run_tapped(
     program: StepProgram, env: dict[Var, Any], saved: Sequence[Any], deltas: dict[Edge, Any]
 ) -> list[Any]:
-    """The step's outputs, with taps on edges."""
+    """Return the step's outputs, with taps on edges."""
     number = {id(eqn): i for i, eqn in enumerate(program.eqns)}
     known = dict(zip(program.saved_vars, saved, strict=True))
 

@@ -41,11 +41,11 @@ class Forward:
     new_other: list[Any]
 
     def steps(self) -> tuple[list[Any], list[Any], list[Any]]:
-        """The arrays with a step axis, so that a loop can take them apart."""
+        """Return the arrays with a step axis, so that a loop can take them apart."""
         return self.hidden, self.other, self.saved
 
     def with_steps(self, steps: tuple[list[Any], list[Any], list[Any]]) -> Forward:
-        """The same for some of the steps."""
+        """Return the same for some of the steps."""
         return Forward(*steps, self.new_hidden, self.new_other)
 
 
@@ -56,7 +56,7 @@ def run_forward(
     other: Sequence[Any],
     args: Sequence[Any],
 ) -> Forward:
-    """Runs K steps.
+    """Run K steps.
 
     Args:
         program: the step.
@@ -86,7 +86,7 @@ def _run_level(
     known: dict[Var, Any],
     length: int,
 ) -> dict[int, Any]:
-    """Runs one level through all steps, adds its values to `known`, and returns its states after
+    """Run one level through all steps, adds its values to `known`, and returns its states after
     them.
     """
     old_vars, new_vars = (
@@ -120,7 +120,7 @@ def _run_level(
 
 
 def _depending(eqns: Sequence[JaxprEqn], sources: Sequence[Var]) -> list[JaxprEqn]:
-    """The equations that depend on `sources`."""
+    """Return the equations that depend on `sources`."""
     reach, chosen = set(sources), []
     for eqn in eqns:
         if not reach.isdisjoint(variables(eqn.invars)):
@@ -132,7 +132,7 @@ def _depending(eqns: Sequence[JaxprEqn], sources: Sequence[Var]) -> list[JaxprEq
 def _in_parallel(
     program: StepProgram, env: dict[Var, Any], known: dict[Var, Any], wanted: Sequence[Var]
 ) -> dict[Var, Any]:
-    """Values at all steps that follow from known ones."""
+    """Return values at all steps that follow from known ones."""
     missing = [v for v in wanted if v not in known]
     if not missing:
         return {}

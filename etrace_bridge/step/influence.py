@@ -44,7 +44,7 @@ class Influence:
 def step_influence(
     program: StepProgram, layout: Layout, theta: Sequence[Any], hidden, other, args
 ) -> tuple[Influence, list[Any], list[Any]]:
-    """The influence of one step, and hidden and other states after it."""
+    """Return the influence of one step, and hidden and other states after it."""
     lead = [a[None] for a in args]
     made, hidden, other = chunk_influence(program, layout, theta, hidden, other, lead)
     return made.of_one_step, hidden, other
@@ -53,8 +53,9 @@ def step_influence(
 def chunk_influence(
     program: StepProgram, layout: Layout, theta: Sequence[Any], hidden, other, args
 ) -> tuple[Influence, list[Any], list[Any]]:
-    """The influence of K steps, and hidden and other states after them; what goes through other
-    states is not in it.
+    """Return the influence of K steps, and hidden and other states after them.
+
+    What goes through other states is not in it.
 
     By n reverse passes, since surrogate gradients have no forward mode.
     """
@@ -95,7 +96,7 @@ def weights_of_views(
     by_part: dict[Any, Any],
     by_contact: dict[int, Any] | None = None,
 ) -> dict[int, Any]:
-    """Gradients of the weights by index, from those of views.
+    """Return gradients of the weights by index, from those of views.
 
     Args:
         program: the step.

@@ -61,7 +61,7 @@ class KeptProducts:
 
 
 def kept_products(program: StepProgram) -> list[KeptProducts]:
-    """The kept entries of every group that has some."""
+    """Return the kept entries of every group that has some."""
     result = []
     for g, group in enumerate(program.groups):
         aligned = follow_positions(program, group, with_contacts=False)
@@ -114,8 +114,8 @@ def _feature_sources(form: Any, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def pull_through(steps: Steps, kept: KeptProducts) -> Callable[[Sequence[Any]], list[Any]]:
-    """A function: cotangents at the taps -> cotangents of the group's old states, through the kept
-    entries alone.
+    """Return a function: cotangents at the taps -> cotangents of the group's old states, through
+    the kept entries alone.
     """
     program, xs = steps.program, list(dict.fromkeys(k.contact.x for k in kept.entries))
 

@@ -40,7 +40,7 @@ class ChunkGradient:
 def scan_steps(
     program: StepProgram, theta: Sequence[Any], hidden: Sequence[Any], other, args: Sequence[Any]
 ):
-    """Runs K steps: outputs, hidden and other states after them.
+    """Run K steps: outputs, hidden and other states after them.
 
     Differentiable in `theta` and `hidden`.
     """
@@ -62,7 +62,7 @@ def chunk_gradient(
     data: Any,
     after: Callable[[Sequence[Any]], Sequence[Any] | None] | None = None,
 ) -> ChunkGradient:
-    """Gradient of the chunk's weighted losses by reverse mode through its K steps.
+    """Return gradient of the chunk's weighted losses by reverse mode through its K steps.
 
     Args:
         program: the step.

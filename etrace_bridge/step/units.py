@@ -156,7 +156,7 @@ def single_block(summed: Sum, piece: Piece) -> Block:
 
 
 def find_layout(program: StepProgram) -> Layout:
-    """Finds the units of a step."""
+    """Find the units of a step."""
     reach, crossing = _paths_to_states(program)
     sums = _find_sums(program, reach)
     rows = independent_rows(program, list(sums))
@@ -180,7 +180,7 @@ def find_layout(program: StepProgram) -> Layout:
 
 
 def weight_unit_axes(program: StepProgram) -> dict[Var, int]:
-    """The axis of a weight along which its units lie, of weights that meet data as they are."""
+    """Return the axis of a weight along which its units lie, of weights that meet data as they are."""
     axes: dict[Var, int] = {}
     for contact in program.traced_contacts:
         form: Any = contact.form
@@ -226,7 +226,7 @@ def state_numbers(program: StepProgram, rows: int, size: int) -> list[list[np.nd
 
 
 def _find_sums(program: StepProgram, reach: set[Var]) -> dict[Var, list[Piece]]:
-    """Every sum of pieces that reaches a state that matters."""
+    """Return every sum of pieces that reaches a state that matters."""
     contacts = program.graph.structure.use.contacts
     parts = [(c, p) for c in contacts for p in c.parts if p.var in reach]
     found: dict[Var, list[Piece]] = {}
@@ -239,8 +239,8 @@ def _find_sums(program: StepProgram, reach: set[Var]) -> dict[Var, list[Piece]]:
 
 
 def _paths_to_states(program: StepProgram) -> tuple[set[Var], set[Var]]:
-    """Variables from which a derivative leads to a new state, and those with a path outside the
-    core.
+    """Return variables from which a derivative leads to a new state, and those with a path outside
+    the core.
     """
     structure = program.graph.structure
     core, cuts = set(structure.alignment.core), structure.alignment.cuts
