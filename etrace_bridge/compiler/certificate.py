@@ -18,11 +18,12 @@ from typing import Any
 
 from etrace_bridge._jax_compat import JaxprEqn, Literal, Var, module_scope
 from etrace_bridge.compiler.aliases import alias_equations, alias_roots, producers
+from etrace_bridge.compiler.aligner import Alignment, Edge
 from etrace_bridge.compiler.control_flow import source_line
 from etrace_bridge.compiler.diagnostics import Path, show_path
 from etrace_bridge.compiler.jaxpr import variables
 from etrace_bridge.compiler.module_info import ModuleInfo
-from etrace_bridge.compiler.positions import Alignment, Edge, feeds_many
+from etrace_bridge.compiler.positions import feeds_many
 from etrace_bridge.compiler.primitives import (
     is_elementwise,
     is_float,

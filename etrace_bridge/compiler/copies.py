@@ -1,8 +1,8 @@
-"""Copies: a value that feeds several places of a state is computed once for each of them.
+"""Copies: a value that feeds several positions of a state is computed once for each of them.
 
-In `h' = 0.9 h + u + roll(u)` with `u = W x`, an element of `u` feeds two places, and one trace
+In `h' = 0.9 h + u + roll(u)` with `u = W x`, an element of `u` feeds two positions, and one trace
 cannot hold both. The step with two products, `h' = 0.9 h + u1 + roll(u2)`, is the same function,
-and every element feeds one place: two contacts with one view, each with a trace of its own. Equal
+and every element feeds one position: two contacts with one view, each with a trace of its own. Equal
 products are computed once when the program is compiled.
 """
 
@@ -13,17 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from etrace_bridge._jax_compat import ClosedJaxpr, Literal, Var
+from etrace_bridge.compiler.aligner import Aligner
+from etrace_bridge.compiler.feeds import MANY, Feeds, feeds_by_group, merge_feeds
 from etrace_bridge.compiler.jaxpr import variables
 from etrace_bridge.compiler.module_info import ModuleInfo
-from etrace_bridge.compiler.positions import (
-    MANY,
-    Aligner,
-    Feeds,
-    feeds_many,
-    find_alignment,
-    merge_feeds,
-    places_by_group,
-)
+from etrace_bridge.compiler.positions import feeds_many, find_alignment
 
 # Of one equation; where more are needed the contact has no trace, and the report says so
 MAX_COPIES = 16
@@ -38,9 +32,9 @@ class _Copy:
     outvars: list[Var]
 
 
-def copy_for_each_place(minfo: ModuleInfo) -> ModuleInfo:
+def copy_for_each_position(minfo: ModuleInfo) -> ModuleInfo:
     """Return the step with contacts, and what lies between them and the states, copied until each
-    value feeds one place.
+    value feeds one position.
     """
     use, alignment, _ = find_alignment(minfo)
     many = {c.eqn_index for c in use.contacts if c.form is not None and feeds_many(c, alignment)}
@@ -84,7 +78,7 @@ class _Copier:
 
     def _divide(self, i: int) -> list[_Copy]:
         """Return the copies of an equation. The first has the old outputs and whatever reads them
-        without feeding a place.
+        without feeding a position.
         """
         eqn = self.aligner.eqns[i]
         copies = [_Copy(i, list(eqn.invars), list(eqn.outvars))]
@@ -110,7 +104,7 @@ class _Copier:
 
     def _fed(self, out: Var, reader: tuple[_Copy, int] | None) -> Feeds:
         if reader is None:
-            return self.aligner.own_places(out)
+            return self.aligner.state_positions(out)
         copy, k = reader
         return (
             {}
@@ -124,12 +118,12 @@ class _Copier:
         """
         if known is None:
             return True
-        by_group = places_by_group(merge_feeds(known, fed), self.group_of)
+        by_group = feeds_by_group(merge_feeds(known, fed), self.group_of)
         return all(len(arrays) == 1 and arrays[0] is not MANY for arrays in by_group.values())
 
 
 def _downstream(aligner: Aligner, contacts: set[int]) -> set[int]:
-    """Return the equations from these contacts on, as far as places can be followed."""
+    """Return the equations from these contacts on, as far as positions can be followed."""
     found, reached = set(), set()
     for i, eqn in enumerate(aligner.eqns):
         if i in contacts or (

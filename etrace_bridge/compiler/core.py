@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from etrace_bridge._jax_compat import JaxprEqn, Var, bind_equation
+from etrace_bridge.compiler.aligner import Alignment, Edge
+from etrace_bridge.compiler.hidden_leaves import HiddenLeaf
 from etrace_bridge.compiler.jaxpr import evaluate, needed_equations, reads_of
-from etrace_bridge.compiler.positions import Alignment, Edge, HiddenLeaf
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 from etrace_bridge._errors import BridgeError, CompilationError, InputError, StateError
 from etrace_bridge._jax_compat import Literal
 from etrace_bridge.compiler.control_flow import normalise
-from etrace_bridge.compiler.copies import copy_for_each_place
+from etrace_bridge.compiler.copies import copy_for_each_position
 from etrace_bridge.compiler.diagnostics import (
     CompilationRecord,
     DiagnosticKind,
@@ -106,7 +106,7 @@ def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) 
         num_var_arg=n_arg,
         records=(*_state_records(retrieved, compiled, id_to_path), *records),
     )
-    return copy_for_each_place(minfo)
+    return copy_for_each_position(minfo)
 
 
 def _example(leaf: Any) -> Any:

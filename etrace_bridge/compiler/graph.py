@@ -11,6 +11,7 @@ import brainstate
 import numpy as np
 
 from etrace_bridge._jax_compat import Var
+from etrace_bridge.compiler.aligner import Alignment
 from etrace_bridge.compiler.certificate import (
     ParameterCertificate,
     StepFacts,
@@ -19,13 +20,14 @@ from etrace_bridge.compiler.certificate import (
 )
 from etrace_bridge.compiler.diagnostics import CompilationRecord, DiagnosticKind, Path
 from etrace_bridge.compiler.extraction import extract_module_info
+from etrace_bridge.compiler.feeds import feeds_by_group
 from etrace_bridge.compiler.hidden_group import HiddenGroup, build_groups
 from etrace_bridge.compiler.module_info import ModuleInfo
 from etrace_bridge.compiler.perturbation import (
     HiddenPerturbation,
     add_hidden_perturbation_from_minfo,
 )
-from etrace_bridge.compiler.positions import Alignment, feeds_many, find_alignment, places_by_group
+from etrace_bridge.compiler.positions import feeds_many, find_alignment
 from etrace_bridge.compiler.records import records_of
 from etrace_bridge.compiler.relation import HiddenParamOpRelation, build_relations
 from etrace_bridge.compiler.report import render_html, render_line, render_report
@@ -40,13 +42,13 @@ class Leg:
         contact: the contact.
         part: the piece of its output.
         group: index of the hidden group.
-        places: for each element of the piece, the place of the group that it feeds (-1: none).
+        positions: for each element of the piece, the position of the group that it feeds (-1: none).
     """
 
     contact: Contact
     part: Part
     group: int
-    places: np.ndarray
+    positions: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,7 @@ def find_legs(
     legs = []
     for contact in use.contacts:
         for part in () if feeds_many(contact, alignment) else contact.parts:
-            by_group = places_by_group(alignment.feeds.get(part.var, {}), alignment.joined)
+            by_group = feeds_by_group(alignment.feeds.get(part.var, {}), alignment.joined)
             legs += [
                 Leg(contact, part, index[root], arrays[0])
                 for root, arrays in sorted(by_group.items())

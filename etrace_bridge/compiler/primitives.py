@@ -53,7 +53,7 @@ def register_elementwise(*names: str) -> None:
 
 
 def is_elementwise(eqn: JaxprEqn) -> bool:
-    """Return whether every output element depends only on the operands' elements at the same place."""
+    """Return whether every output element depends only on the operands' elements at the same position."""
     name = eqn.primitive.name
     if name in _ELEMENTWISE:
         return True

@@ -17,10 +17,10 @@ from etrace_bridge._errors import InputError
 from etrace_bridge._jax_compat import Jaxpr, JaxprEqn, Literal, Var, make_jaxpr_closed, sub_jaxpr
 from etrace_bridge.compiler.diagnostics import Path
 from etrace_bridge.compiler.extraction import extract_module_info
+from etrace_bridge.compiler.feeds import MANY
 from etrace_bridge.compiler.hidden_group import HiddenGroup
 from etrace_bridge.compiler.jaxpr import evaluate, needed_equations, read, reads_of, variables
 from etrace_bridge.compiler.module_info import ModuleInfo
-from etrace_bridge.compiler.positions import MANY
 from etrace_bridge.compiler.views import Contact, WeightView
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class HiddenParamOpRelation:
         trainable_leaf_indices: which leaf of its ParamState each is, by key.
         trainable_param_states: their ParamStates, by key.
         weight_view: how the traced view is computed from the parameters.
-        contact_index: the contact's place among the step's contacts.
+        contact_index: the contact's index among the step's contacts.
     """
 
     primitive: Any

@@ -67,8 +67,8 @@ class Contact:
     """One equation in which a weight view meets data.
 
     Attributes:
-        index: its place among the contacts.
-        eqn_index: its place among the step's equations.
+        index: its index among the contacts.
+        eqn_index: its index among the step's equations.
         eqn: the equation.
         form: its linear form; None where the table has no rule, and the contact then gets no trace.
         view: the weight view.

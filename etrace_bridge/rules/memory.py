@@ -94,7 +94,7 @@ def find_channels(program: StepProgram) -> tuple[list[Channel], list[Channel]]:
     """Return the channels with products, and the others."""
     found: dict[Any, list[Leg]] = {}
     for leg in program.legs:
-        key = (program.roots[program.tap_index(leg)], leg.group, leg.places.tobytes())
+        key = (program.roots[program.tap_index(leg)], leg.group, leg.positions.tobytes())
         found.setdefault(key, []).append(leg)
     channels = [
         Channel(
@@ -270,8 +270,8 @@ def _batch_rows(group: HiddenGroup, leg: Leg, keep: Any) -> Any:
             f"the batch of {keep.shape[0]}. Single batch elements can only be reset where the "
             "batch comes first; call `reset()` without a mask."
         )
-    positions = jnp.asarray(leg.places)
-    rows = positions // (group.leaves[0].num_places // group.varshape[0])
+    positions = jnp.asarray(leg.positions)
+    rows = positions // (group.leaves[0].num_positions // group.varshape[0])
     return jnp.where(positions >= 0, jnp.take(keep, jnp.maximum(rows, 0)), 0)
 
 
@@ -280,8 +280,8 @@ def _batch_axis(program: StepProgram, contact: Contact) -> int:
     leg = next(leg for leg in program.legs if leg.contact is contact)
     group = program.groups[program.group_index(leg)]
     form = leg.part.form
-    rows = leg.places.reshape(form.shape(form.out)) // (
-        group.leaves[0].num_places // group.varshape[0]
+    rows = leg.positions.reshape(form.shape(form.out)) // (
+        group.leaves[0].num_positions // group.varshape[0]
     )
     for letter in form.feature:
         if letter in form.out and form.sizes[letter] == group.varshape[0]:

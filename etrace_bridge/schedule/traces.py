@@ -112,7 +112,7 @@ def take_positions(leg: Leg, array: Any, lead: int) -> Any:
     """Return values at a group's positions for each of the piece's elements, zero where an element
     feeds none; `lead` axes kept.
     """
-    positions = leg.places.reshape(-1)
+    positions = leg.positions.reshape(-1)
     size = int(np.prod(array.shape[lead:], dtype=np.int64))
     if positions.size == size and (positions == np.arange(size)).all():
         return array

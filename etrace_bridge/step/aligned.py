@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from etrace_bridge._jax_compat import JaxprEqn, Literal, Var
+from etrace_bridge.compiler.aligner import Edge
 from etrace_bridge.compiler.core import held_operands
 from etrace_bridge.compiler.hidden_group import HiddenGroup
-from etrace_bridge.compiler.positions import Edge
 from etrace_bridge.compiler.primitives import (
     index_maps,
     is_elementwise,
@@ -58,10 +58,10 @@ def follow_positions(
     """Follow a group's positions from its old states, and from contacts that feed it if wanted, but
     not over `stops`.
     """
-    positions: dict[Var, np.ndarray] = {leaf.invar: leaf.places() for leaf in group.leaves}
+    positions: dict[Var, np.ndarray] = {leaf.invar: leaf.positions() for leaf in group.leaves}
     if with_contacts:
         positions.update(
-            (leg.part.var, leg.places) for leg in program.legs if leg.group == group.index
+            (leg.part.var, leg.positions) for leg in program.legs if leg.group == group.index
         )
     origins = {leaf.invar: frozenset([leaf.index]) for leaf in group.leaves}
     structure = program.graph.structure

@@ -15,8 +15,8 @@ from typing import Any
 
 from etrace_bridge._jax_compat import JaxprEqn, Literal, Var
 from etrace_bridge.compiler.graph import ETraceGraph
+from etrace_bridge.compiler.hidden_leaves import HiddenLeaf
 from etrace_bridge.compiler.jaxpr import variables
-from etrace_bridge.compiler.positions import HiddenLeaf
 
 Levels = tuple[tuple[int, ...], ...]
 

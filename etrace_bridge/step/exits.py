@@ -18,9 +18,9 @@ import numpy as np
 from jax import lax
 
 from etrace_bridge._jax_compat import JaxprEqn, Literal, Var
+from etrace_bridge.compiler.aligner import Edge
 from etrace_bridge.compiler.core import held_operands
 from etrace_bridge.compiler.jaxpr import evaluate, needed_equations, read
-from etrace_bridge.compiler.positions import Edge
 from etrace_bridge.compiler.primitives import is_float
 from etrace_bridge.step.aligned import follow_positions, sheets
 from etrace_bridge.step.linearise import Grouped, LossGradient, group_states
@@ -96,7 +96,7 @@ def find_exits(program: StepProgram, broadcast: bool = False) -> list[GroupExits
         exits = [
             Exit(v, tuple(edges.get(v, ())), tuple(outputs.get(v, ())), sheet)
             for v in dict.fromkeys([*edges, *outputs])
-            for sheet in sheets(aligned.positions[v], group.leaves[0].num_places)
+            for sheet in sheets(aligned.positions[v], group.leaves[0].num_positions)
         ]
         earlier = {e.var for own in result for e in own.exits}
         result.append(

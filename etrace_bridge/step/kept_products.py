@@ -70,7 +70,7 @@ def kept_products(program: StepProgram) -> list[KeptProducts]:
             if t.contact.x is None or t.contact.x not in aligned.positions:
                 continue
             feeding = [leg for leg in t.legs if leg.group == group.index]
-            kept += [_entries(t, leg.places, aligned.positions[t.contact.x]) for leg in feeding]
+            kept += [_entries(t, leg.positions, aligned.positions[t.contact.x]) for leg in feeding]
         kept = [entries for entries in kept if entries.y.size]
         reached = frozenset().union(*(aligned.origins[k.contact.x] for k in kept))
         owners = [leaf.index for leaf in group.leaves for _ in range(leaf.count)]

@@ -116,7 +116,7 @@ def _join_legs(contact: Contact, legs: Sequence[Leg]) -> Leg:
     form: Any = contact.form
     axis = form.out.index(legs[0].part.letter)
     places = np.concatenate(
-        [leg.places.reshape(leg.part.form.shape(form.out)) for leg in legs], axis
+        [leg.positions.reshape(leg.part.form.shape(form.out)) for leg in legs], axis
     )
     return Leg(contact, Part(contact.y, form), legs[0].group, places.reshape(contact.y.aval.shape))
 

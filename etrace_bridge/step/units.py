@@ -164,7 +164,7 @@ def find_layout(program: StepProgram) -> Layout:
     numbers = state_numbers(program, rows, size)
     families: dict[Any, list[Sum]] = {}
     for var, pieces in sums.items():
-        places = {program.group_index(leg): leg.places.reshape(-1) for leg in pieces[0].legs}
+        places = {program.group_index(leg): leg.positions.reshape(-1) for leg in pieces[0].legs}
         only = next(iter(places.values())) if len(places) == 1 else np.empty(0)
         is_group = len(only) > 0 and np.array_equal(np.sort(only), np.arange(only.size))
         unit = only if is_group else np.arange(var.aval.size)
@@ -197,7 +197,7 @@ def _family(
     groups, positions, states = [], [], []
     for leg in first.pieces[0].legs:
         g, at = program.group_index(leg), np.full(first.var.aval.size, -1)
-        at[first.unit] = leg.places.reshape(-1)
+        at[first.unit] = leg.positions.reshape(-1)
         for s, number in enumerate(numbers[g]):
             groups.append((g, s))
             positions.append(at)
