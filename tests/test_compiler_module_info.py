@@ -146,7 +146,7 @@ def test_jaxpr_call_checks_its_arguments():
 
 def test_equations_keep_their_source_line():
     minfo = models.graph_of("jitted").module_info
-    from etrace_bridge.compiler.control_flow import source_line
+    from etrace_bridge.compiler.source_line import source_line
 
     lines = [source_line(eqn) for eqn in minfo.jaxpr.eqns]
     assert all("models.py" in line for line in lines)

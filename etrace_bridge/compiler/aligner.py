@@ -1,4 +1,16 @@
-"""The two passes over the step that follow positions."""
+"""The two passes over a step that follow positions.
+
+Both work on integer arrays:
+
+- backward, `feeds[v][state]`: the position of the new state that each element of `v` feeds;
+- forward, `comes[v]`: the position of an old state that each element of `v` comes from.
+
+-1 stands for none.
+
+Element-wise equations keep positions, structural ones move them. Where a value's two numbers
+differ, or an equation mixes positions, the path is not position by position, and that operand is a
+cut.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +36,53 @@ from etrace_bridge.compiler.primitives import (
 from etrace_bridge.compiler.views import WeightUse
 
 
+@dataclass
+class Alignment:
+    """The result of the passes: what values feed, the cuts, and the equations of the core.
+
+    Attributes:
+        leaves: the hidden states.
+        targets: indices of those whose future matters.
+        feeds: what a variable feeds.
+        origins: indices of the hidden states that a variable comes from.
+        cuts: operands at which positions do not agree.
+        core: indices of the equations of the core.
+        dynamic: indices of structural equations that mix, because their indices are data.
+    """
+
+    leaves: tuple[HiddenLeaf, ...]
+    targets: frozenset[int] = frozenset()
+    feeds: dict[Var, Feeds] = field(default_factory=dict)
+    origins: dict[Var, frozenset[int]] = field(default_factory=dict)
+    cuts: set[Edge] = field(default_factory=set)
+    core: tuple[int, ...] = ()
+    dynamic: frozenset[int] = frozenset()
+
+    @functools.cached_property
+    def joined(self) -> tuple[int, ...]:
+        """For each hidden state, the first state that the core joins it with.
+
+        A state that does not matter is joined with none.
+        """
+        root = list(range(len(self.leaves)))
+
+        def find(i: int) -> int:
+            while root[i] != i:
+                i = root[i]
+            return i
+
+        for leaf in self.leaves:
+            is_literal = isinstance(leaf.outvar, Literal)
+            for origin in () if is_literal else self.origins.get(leaf.outvar, ()):
+                matter = {origin, leaf.index} <= self.targets
+                if matter and self.leaves[origin].num_positions == leaf.num_positions:
+                    a, b = sorted((find(origin), find(leaf.index)))
+                    root[b] = a
+        return tuple(find(i) for i in root)
+
+
 class Aligner:
-    """The two passes and what they know."""
+    """Runs the two passes, and holds what they have determined so far."""
 
     def __init__(
         self,
@@ -59,7 +116,7 @@ class Aligner:
                 return self
 
     def aligned_kind(self, i: int) -> str:
-        """Return `same` (element-wise), `moved` (structural) or `mixed`."""
+        """Return `same` (element-wise), `moved` (structural) or `mixed` for an equation."""
         eqn = self.eqns[i]
         if i in self.contact_eqns or not passes_derivative(eqn):
             return "mixed"
@@ -68,8 +125,9 @@ class Aligner:
         return "moved" if i in self.maps else "mixed"
 
     def edge_feeds(self, i: int, k: int, outvars: Sequence[Var] | None = None) -> Feeds:
-        """Return what operand `k` of equation `i` feeds through this equation, or through a copy of
-        it with other outputs.
+        """Return what operand `k` of equation `i` feeds through this equation.
+
+        With `outvars`, through a copy of the equation with these outputs.
         """
         eqn, kind = self.eqns[i], self.aligned_kind(i)
         operand = eqn.invars[k]
@@ -88,8 +146,8 @@ class Aligner:
         return {t: a for t, a in result.items() if a}
 
     def _pull(self, i: int, k: int, n: int, array: Any) -> Any:
-        """Return positions fed by operand `k`, from the positions fed by output `n`, of a structural
-        equation.
+        """Return the positions fed by operand `k` of a structural equation, from those fed by
+        output `n`.
         """
         if array is MANY:
             return MANY
@@ -124,7 +182,7 @@ class Aligner:
                     self.feeds[operand] = merge_feeds(self.feeds.get(operand, {}), fed)
 
     def state_positions(self, out: Var) -> Feeds:
-        """Return what a value feeds by being a new hidden state."""
+        """Return what a value feeds by being a new hidden state itself."""
         return {
             leaf.index: [self.positions[leaf.index]]
             for leaf in self.leaves
@@ -132,7 +190,7 @@ class Aligner:
         }
 
     def forward(self) -> bool:
-        """Follow old states; returns whether a new cut was found."""
+        """Follow old states; return whether there is a new cut."""
         before = len(self.cuts)
         self.comes: dict[Var, np.ndarray] = {
             leaf.invar: self.positions[leaf.index] for leaf in self.leaves
@@ -202,6 +260,7 @@ class Aligner:
                 self.comes[out], self.origins[out] = positions, origins
 
     def result(self) -> Alignment:
+        """Collect the alignment and the equations of the core."""
         live: set[Var] = {leaf.invar for leaf in self.leaves}
         core = []
         for i, eqn in enumerate(self.eqns):
@@ -229,42 +288,3 @@ class Aligner:
 
 
 Edge = tuple[int, int]  # (equation, operand)
-
-
-@dataclass
-class Alignment:
-    """The result: positions that values feed, the cuts, and the equations of the core."""
-
-    leaves: tuple[HiddenLeaf, ...]
-    targets: frozenset[int] = frozenset()
-    feeds: dict[Var, Feeds] = field(default_factory=dict)
-    origins: dict[Var, frozenset[int]] = field(default_factory=dict)
-    cuts: set[Edge] = field(default_factory=set)
-    core: tuple[int, ...] = ()
-    # structural equations whose indices are not static: they mix
-    dynamic: frozenset[int] = frozenset()
-
-    @functools.cached_property
-    def joined(self) -> tuple[int, ...]:
-        """For each hidden state, the first of those that the core joins it with.
-
-        A state that does not matter stays alone.
-        """
-        root = list(range(len(self.leaves)))
-
-        def find(i: int) -> int:
-            while root[i] != i:
-                i = root[i]
-            return i
-
-        for leaf in self.leaves:
-            origins = (
-                self.origins.get(leaf.outvar, ()) if not isinstance(leaf.outvar, Literal) else ()
-            )
-            for origin in origins:
-                if {origin, leaf.index} <= self.targets and self.leaves[
-                    origin
-                ].num_positions == leaf.num_positions:
-                    a, b = sorted((find(origin), find(leaf.index)))
-                    root[b] = a
-        return tuple(find(i) for i in root)

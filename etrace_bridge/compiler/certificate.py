@@ -19,7 +19,6 @@ from typing import Any
 from etrace_bridge._jax_compat import JaxprEqn, Literal, Var, module_scope
 from etrace_bridge.compiler.aliases import alias_equations, alias_roots, producers
 from etrace_bridge.compiler.aligner import Alignment, Edge
-from etrace_bridge.compiler.control_flow import source_line
 from etrace_bridge.compiler.diagnostics import Path, show_path
 from etrace_bridge.compiler.jaxpr import variables
 from etrace_bridge.compiler.module_info import ModuleInfo
@@ -30,6 +29,7 @@ from etrace_bridge.compiler.primitives import (
     is_structural,
     passes_derivative,
 )
+from etrace_bridge.compiler.source_line import source_line
 from etrace_bridge.compiler.views import WeightUse
 
 Source = tuple[str, Any]  # ("weight", path) or ("state", variable)

@@ -2,7 +2,7 @@
 
 In `h' = 0.9 h + u + roll(u)` with `u = W x`, an element of `u` feeds two positions, and one trace
 cannot hold both. The step with two products, `h' = 0.9 h + u1 + roll(u2)`, is the same function,
-and every element feeds one position: two contacts with one view, each with a trace of its own. Equal
+and every element feeds one position: two contacts with one view, each with its own trace. Equal
 products are computed once when the program is compiled.
 """
 
@@ -33,9 +33,7 @@ class _Copy:
 
 
 def copy_for_each_position(minfo: ModuleInfo) -> ModuleInfo:
-    """Return the step with contacts, and what lies between them and the states, copied until each
-    value feeds one position.
-    """
+    """Copy contacts, and what leads from them to the states, until a value feeds one position."""
     use, alignment, _ = find_alignment(minfo)
     many = {c.eqn_index for c in use.contacts if c.form is not None and feeds_many(c, alignment)}
     if not many:
@@ -51,9 +49,7 @@ def copy_for_each_position(minfo: ModuleInfo) -> ModuleInfo:
 
 
 class _Copier:
-    """One pass backwards: when an equation is divided, all its readers are known, and what each of
-    them feeds.
-    """
+    """Goes once backwards over the step: all readers of an equation are known when it is copied."""
 
     def __init__(self, aligner: Aligner, group_of: tuple[int, ...], contacts: set[int]) -> None:
         self.aligner, self.group_of = aligner, group_of
@@ -77,8 +73,9 @@ class _Copier:
         return backwards[::-1]
 
     def _divide(self, i: int) -> list[_Copy]:
-        """Return the copies of an equation. The first has the old outputs and whatever reads them
-        without feeding a position.
+        """Return the copies of an equation.
+
+        The first one has the old outputs, and whatever reads them without feeding a position.
         """
         eqn = self.aligner.eqns[i]
         copies = [_Copy(i, list(eqn.invars), list(eqn.outvars))]
@@ -113,8 +110,9 @@ class _Copier:
         )
 
     def _may_join(self, known: Feeds | None, fed: Feeds) -> bool:
-        """Return whether a reader fits in a copy: a copy without readers takes any, and what is
-        spread has a copy to itself.
+        """Return whether a reader fits in a copy.
+
+        A copy without readers takes any; what is spread needs a copy to itself.
         """
         if known is None:
             return True

@@ -11,7 +11,6 @@ import numpy as np
 
 from etrace_bridge._errors import BridgeError, CompilationError, InputError, StateError
 from etrace_bridge._jax_compat import Literal
-from etrace_bridge.compiler.control_flow import normalise
 from etrace_bridge.compiler.copies import copy_for_each_position
 from etrace_bridge.compiler.diagnostics import (
     CompilationRecord,
@@ -21,6 +20,7 @@ from etrace_bridge.compiler.diagnostics import (
     show_path,
 )
 from etrace_bridge.compiler.module_info import ModuleInfo, split_by_sizes
+from etrace_bridge.compiler.normalise import normalise
 
 
 def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) -> ModuleInfo:

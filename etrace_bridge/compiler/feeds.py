@@ -1,4 +1,4 @@
-"""Which positions of which states a value feeds: arrays of positions, merged."""
+"""Which positions of the states a value feeds, as arrays, and how they are merged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def merge_feeds(known: Feeds, new: Feeds) -> Feeds:
 
 
 def feeds_by_group(feeds: Feeds, group_of: Sequence[int]) -> Feeds:
-    """Return the same by hidden group: the states of a group share their positions."""
+    """Return what a value feeds by hidden group: the states of a group share positions."""
     merged: Feeds = {}
     for target, arrays in sorted(feeds.items()):
         merged = merge_feeds(merged, {group_of[target]: arrays})
@@ -32,7 +32,7 @@ def feeds_by_group(feeds: Feeds, group_of: Sequence[int]) -> Feeds:
 
 
 def merge_positions(arrays: list[Any], new: Any) -> None:
-    """Add positions to a list, joined with an entry they do not contradict."""
+    """Add positions to a list; they are joined with an entry that they do not contradict."""
     for n, old in enumerate(arrays):
         if old is MANY or new is MANY:
             if old is new:

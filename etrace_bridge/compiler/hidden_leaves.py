@@ -1,4 +1,4 @@
-"""Hidden states of a step, and how packed ones are divided."""
+"""The hidden states of a step, and how packed ones are divided."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class HiddenLeaf:
 
 
 def find_hidden_leaves(minfo: ModuleInfo) -> tuple[HiddenLeaf, ...]:
-    """Return the step's hidden states, packed ones divided."""
+    """Return the step's hidden states, with packed ones divided."""
     leaves = []
     for i, (path, invar) in enumerate(minfo.hidden_path_to_invar.items()):
         outvar = minfo.hidden_path_to_outvar[path]
@@ -73,8 +73,10 @@ def find_hidden_leaves(minfo: ModuleInfo) -> tuple[HiddenLeaf, ...]:
 def _packing(
     minfo: ModuleInfo, state: brainstate.State, invar: Var, outvar: Any
 ) -> tuple[int | None, int]:
-    """Return a state read in equal slices and written by a concatenation of such slices holds
-    several states.
+    """Return the axis and the number of states that a state holds.
+
+    A state that is read in equal slices and written by a concatenation of such slices holds
+    several.
     """
     if isinstance(state, brainstate.HiddenGroupState):
         return len(invar.aval.shape) - 1, invar.aval.shape[-1]
@@ -103,6 +105,7 @@ def _packing(
 
 
 def _slice_bounds(eqn: JaxprEqn, axis: int) -> list[int]:
+    """Return the bounds at which an equation slices its operand along an axis."""
     if eqn.primitive.name == "split" and eqn.params["axis"] == axis:
         return [int(b) for b in np.cumsum(eqn.params["sizes"])]
     if eqn.primitive.name == "slice":

@@ -1,15 +1,8 @@
-"""Positions: which position of which hidden state each element of a value feeds, and where that is
-lost.
+"""Positions: which position of which hidden state each element of a value feeds.
 
 Every hidden state numbers its positions 0, 1, 2, …; a packed state (`(B, 2H)` holding `h` and `c`)
-numbers each of its blocks from 0. Two passes over the step, on integer arrays:
-
-- backward, `feeds[v][state]`: the position of the new state that each element of `v` feeds (-1: none);
-- forward, `comes[v]`: the position of an old state that each element of `v` comes from (-1: none).
-
-Element-wise equations keep positions, structural ones carry them along. Where a value's two numbers
-differ, or an equation mixes positions, the path is not position by position: that operand is a *cut*,
-held constant in the core.
+numbers each of its blocks from 0. Two passes over the step (`aligner`) follow the numbers as
+integer arrays. Where they do not agree, an operand is a *cut*, held constant in the core.
 """
 
 from __future__ import annotations
@@ -25,8 +18,10 @@ from etrace_bridge.compiler.views import Contact, WeightUse, find_weight_use
 
 
 def find_alignment(minfo: ModuleInfo) -> tuple[WeightUse, Alignment, set[Var]]:
-    """Return weight use, alignment and the variables of states that matter: what groups and
-    relations are made from.
+    """Find weights, positions and the states that matter.
+
+    Returns the weight use, the alignment, and the variables of the states that matter: what groups
+    and relations are made from.
     """
     use = find_weight_use(minfo)
     leaves = find_hidden_leaves(minfo)
@@ -50,8 +45,9 @@ def align(
 
 
 def feeds_many(contact: Contact, alignment: Alignment) -> bool:
-    """Return whether a value of a contact's output feeds several positions of a state: then none of
-    its pieces has a trace.
+    """Return whether an element of a contact's output feeds several positions of a state.
+
+    None of its pieces has a trace then.
     """
     feeds = [
         feeds_by_group(alignment.feeds.get(p.var, {}), alignment.joined) for p in contact.parts
@@ -62,8 +58,9 @@ def feeds_many(contact: Contact, alignment: Alignment) -> bool:
 
 
 def states_that_matter(minfo: ModuleInfo) -> set[Var]:
-    """Return variables, before the step, of the states whose value can change a later loss through
-    derivatives.
+    """Return the states whose value can change a later loss through derivatives.
+
+    They are given as variables before the step.
     """
     jaxpr = minfo.jaxpr
     pairs = [
