@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import etrace_bridge as eb
-from etrace_bridge.check.reference import map_tensors
+from etrace_bridge.check.torch_reference import map_tensors
 from etrace_bridge.learning.footprint import parse_bytes
 from etrace_bridge.rules import RTRL, EProp
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import models
-from etrace_bridge.compiler.core import split_leaf
+from etrace_bridge.compiler.core_equations import split_leaf
 from etrace_bridge.compiler.graph import ETraceGraph
 from etrace_bridge.compiler.jaxpr import evaluate
 from oracle_compiler import Step, compute

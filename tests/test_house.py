@@ -130,7 +130,7 @@ def package_imports(file: Path) -> list[Import]:
 
 
 def room_of(module: str) -> str:
-    """Name the room of a module: `compiler` for etrace_bridge.compiler.views; the package itself is
+    """Name the room of a module: `compiler` for etrace_bridge.compiler.weight_views; the package itself is
     the top.
     """
     parts = module.split(".")
@@ -350,10 +350,10 @@ def test_a_trace_rule_is_one_short_file(rule):
     assert len((ROOT / file).read_text().splitlines()) < 80 and len(inside) <= 5, inside
 
 
-def test_files_of_the_engine_have_names_of_their_own():
+def test_files_have_unique_names():
     rooms = {
         room: [f.stem for f in python_files(f"{PACKAGE}/{room}")]
-        for room in ("step", "rules", "schedule", "lowering")
+        for room in ("step", "rules", "schedule", "lowering", "check")
     }
     names = [name for stems in rooms.values() for name in stems if name != "__init__"]
     others = {

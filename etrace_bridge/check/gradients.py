@@ -11,10 +11,10 @@ from torch import nn
 
 from etrace_bridge._errors import InputError
 from etrace_bridge.check.check_loss import read_loss
-from etrace_bridge.check.comparison import RuleComparison
+from etrace_bridge.check.gradient_report import GradientReport
 from etrace_bridge.check.module_check import check_module
 from etrace_bridge.check.precision import float_dtype, torch_dtype
-from etrace_bridge.check.report import GradientReport
+from etrace_bridge.check.rule_comparison import RuleComparison
 from etrace_bridge.check.text import short
 from etrace_bridge.check.torch_check import FixedPrecisionError, TorchCheck
 from etrace_bridge.frontend import BridgedModule, unwrapped

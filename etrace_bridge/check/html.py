@@ -19,8 +19,8 @@ from etrace_bridge.check.text import (
 )
 
 if TYPE_CHECKING:
+    from etrace_bridge.check.gradient_report import GradientReport
     from etrace_bridge.check.parameter_report import ParameterReport
-    from etrace_bridge.check.report import GradientReport
 
 _MOST_POINTS = 1500
 _STYLE = """

@@ -12,11 +12,11 @@ import numpy as np
 
 from etrace_bridge._errors import InputError, NotSupportedError
 from etrace_bridge.check.check_loss import CheckLoss
+from etrace_bridge.check.gradient_report import GradientReport
 from etrace_bridge.check.module_reference import module_reference, preserved_states
-from etrace_bridge.check.reference import JAX_GRAD, CheckData
-from etrace_bridge.check.report import GradientReport
 from etrace_bridge.check.rule_check import check_rules, numpy_grads
 from etrace_bridge.check.setup import CheckSetup, chunk_size, default_tolerance, step_weights
+from etrace_bridge.check.torch_reference import JAX_GRAD, CheckData
 from etrace_bridge.frontend import to_torch
 from etrace_bridge.learning.inputs import as_array, as_inputs
 from etrace_bridge.learning.learner import OnlineLearner

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from etrace_bridge.check.reference import Reference
+from etrace_bridge.check.torch_reference import Reference
 from etrace_bridge.compiler.diagnostics import show_path
 from etrace_bridge.lowering import jit
 

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from etrace_bridge.check.parameter_report import ParameterReport
-from etrace_bridge.check.reference import Reference
 from etrace_bridge.check.text import short
+from etrace_bridge.check.torch_reference import Reference
 from etrace_bridge.compiler.certificate import ParameterCertificate
 from etrace_bridge.learning.results import GradientResult
 

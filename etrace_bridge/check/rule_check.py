@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from etrace_bridge.check.expectation import NOT_USED, START_ONLY
+from etrace_bridge.check.gradient_report import GradientReport
 from etrace_bridge.check.module_reference import flat_gradient
 from etrace_bridge.check.parameter_report import ParameterReport, compare
 from etrace_bridge.check.problems import empty_problems, forward_problems, trace_problems
-from etrace_bridge.check.reference import Reference, map_tensors
-from etrace_bridge.check.report import GradientReport
 from etrace_bridge.check.setup import CheckSetup, chunk_size
+from etrace_bridge.check.torch_reference import Reference, map_tensors
 from etrace_bridge.compiler.diagnostics import show_path
 from etrace_bridge.frontend import to_jax
 from etrace_bridge.learning.footprint import compile_gradients

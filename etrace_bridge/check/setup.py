@@ -12,7 +12,7 @@ import torch
 
 from etrace_bridge._errors import InputError
 from etrace_bridge.check.check_loss import CheckLoss
-from etrace_bridge.check.reference import TORCH_BPTT, CheckData
+from etrace_bridge.check.torch_reference import TORCH_BPTT, CheckData
 from etrace_bridge.learning.learner import OnlineLearner
 from etrace_bridge.learning.results import GradientResult
 from etrace_bridge.rules import Rule

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from etrace_bridge._tables import html_table, text_table
 
 if TYPE_CHECKING:
+    from etrace_bridge.check.gradient_report import GradientReport
     from etrace_bridge.check.gradients import RuleComparison
     from etrace_bridge.check.parameter_report import ParameterReport
-    from etrace_bridge.check.report import GradientReport
 
 _HEADER = (
     "parameter",

@@ -17,9 +17,8 @@ from torch import nn
 
 from etrace_bridge._errors import InputError, NotSupportedError
 from etrace_bridge.check.check_loss import CheckLoss
+from etrace_bridge.check.gradient_report import GradientReport
 from etrace_bridge.check.precision import dtype_name, float_dtype, in_precision
-from etrace_bridge.check.reference import CheckData, Reference, map_tensors, torch_reference
-from etrace_bridge.check.report import GradientReport
 from etrace_bridge.check.rule_check import REPEATS, check_rules, numpy_grads
 from etrace_bridge.check.setup import (
     CheckSetup,
@@ -29,6 +28,7 @@ from etrace_bridge.check.setup import (
     step_weights,
 )
 from etrace_bridge.check.stepwise import check_steps, training_precision
+from etrace_bridge.check.torch_reference import CheckData, Reference, map_tensors, torch_reference
 from etrace_bridge.frontend import BridgedModule, map_input, to_jax, wrap
 from etrace_bridge.learning.inputs import sequence_length
 from etrace_bridge.learning.modes import evaluation_mode

@@ -33,7 +33,9 @@ from etrace_bridge.compiler.primitives import (
     is_structural,
     passes_derivative,
 )
-from etrace_bridge.compiler.views import WeightUse
+from etrace_bridge.compiler.weight_views import WeightUse
+
+Edge = tuple[int, int]  # (equation, operand)
 
 
 @dataclass
@@ -285,6 +287,3 @@ class Aligner:
             tuple(core),
             frozenset(self.dynamic),
         )
-
-
-Edge = tuple[int, int]  # (equation, operand)

@@ -30,7 +30,7 @@ from etrace_bridge.compiler.primitives import (
     passes_derivative,
 )
 from etrace_bridge.compiler.source_line import source_line
-from etrace_bridge.compiler.views import WeightUse
+from etrace_bridge.compiler.weight_views import WeightUse
 
 Source = tuple[str, Any]  # ("weight", path) or ("state", variable)
 Facts = dict[Source, frozenset[Any]]  # source -> first cuts; None among them: reached without a cut

@@ -21,6 +21,7 @@ from etrace_bridge.compiler.certificate import (
 from etrace_bridge.compiler.diagnostics import CompilationRecord, DiagnosticKind, Path
 from etrace_bridge.compiler.extraction import extract_module_info
 from etrace_bridge.compiler.feeds import feeds_by_group
+from etrace_bridge.compiler.graph_report import render_html, render_line, render_report
 from etrace_bridge.compiler.hidden_group import HiddenGroup, build_groups
 from etrace_bridge.compiler.module_info import ModuleInfo
 from etrace_bridge.compiler.perturbation import (
@@ -30,8 +31,7 @@ from etrace_bridge.compiler.perturbation import (
 from etrace_bridge.compiler.positions import feeds_many, find_alignment
 from etrace_bridge.compiler.records import records_of
 from etrace_bridge.compiler.relation import HiddenParamOpRelation, build_relations
-from etrace_bridge.compiler.report import render_html, render_line, render_report
-from etrace_bridge.compiler.views import Contact, Part, WeightUse
+from etrace_bridge.compiler.weight_views import Contact, Part, WeightUse
 
 
 @dataclass(frozen=True)

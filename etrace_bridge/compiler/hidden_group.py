@@ -14,14 +14,14 @@ import jax.numpy as jnp
 from etrace_bridge._errors import InputError, NotSupportedError
 from etrace_bridge._jax_compat import Jaxpr, Var, make_jaxpr_closed, sub_jaxpr
 from etrace_bridge.compiler.aligner import Alignment
-from etrace_bridge.compiler.core import Core, build_core, join_leaf, split_leaf
+from etrace_bridge.compiler.core_equations import Core, build_core, join_leaf, split_leaf
 from etrace_bridge.compiler.diagnostics import Path, show_path
 from etrace_bridge.compiler.extraction import extract_module_info
 from etrace_bridge.compiler.hidden_leaves import HiddenLeaf
 from etrace_bridge.compiler.jaxpr import read
 from etrace_bridge.compiler.module_info import ModuleInfo
 from etrace_bridge.compiler.positions import align, find_alignment
-from etrace_bridge.compiler.views import WeightUse
+from etrace_bridge.compiler.weight_views import WeightUse
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from etrace_bridge.compiler.hidden_leaves import HiddenLeaf, find_hidden_leaves
 from etrace_bridge.compiler.jaxpr import variables
 from etrace_bridge.compiler.module_info import ModuleInfo
 from etrace_bridge.compiler.primitives import is_float, passes_derivative
-from etrace_bridge.compiler.views import Contact, WeightUse, find_weight_use
+from etrace_bridge.compiler.weight_views import Contact, WeightUse, find_weight_use
 
 
 def find_alignment(minfo: ModuleInfo) -> tuple[WeightUse, Alignment, set[Var]]:

@@ -25,7 +25,7 @@ from etrace_bridge.compiler.primitives import is_float, passes_derivative
 
 if TYPE_CHECKING:
     from etrace_bridge.compiler.graph import StepStructure
-    from etrace_bridge.compiler.views import Contact
+    from etrace_bridge.compiler.weight_views import Contact
 
 LARGE_TRACE_BYTES = 256 * 2**20
 

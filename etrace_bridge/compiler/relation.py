@@ -21,7 +21,7 @@ from etrace_bridge.compiler.feeds import MANY
 from etrace_bridge.compiler.hidden_group import HiddenGroup
 from etrace_bridge.compiler.jaxpr import evaluate, needed_equations, read, reads_of, variables
 from etrace_bridge.compiler.module_info import ModuleInfo
-from etrace_bridge.compiler.views import Contact, WeightView
+from etrace_bridge.compiler.weight_views import Contact, WeightView
 
 if TYPE_CHECKING:
     from etrace_bridge.compiler.graph import StepStructure

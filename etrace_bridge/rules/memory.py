@@ -13,7 +13,7 @@ import numpy as np
 from etrace_bridge._errors import InputError
 from etrace_bridge.compiler.graph import Leg
 from etrace_bridge.compiler.hidden_group import HiddenGroup
-from etrace_bridge.compiler.views import Contact
+from etrace_bridge.compiler.weight_views import Contact
 from etrace_bridge.step.program import StepProgram
 
 

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from etrace_bridge._errors import InputError
-from etrace_bridge.compiler.views import Contact
+from etrace_bridge.compiler.weight_views import Contact
 from etrace_bridge.rules.base import Rule
 from etrace_bridge.step.program import StepProgram
 

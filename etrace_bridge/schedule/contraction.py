@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from etrace_bridge._jax_compat import Var, bind_equation
 from etrace_bridge.compiler.contacts import ContactForm
-from etrace_bridge.compiler.views import Contact
+from etrace_bridge.compiler.weight_views import Contact
 from etrace_bridge.step.program import StepProgram
 from etrace_bridge.step.taps import Tap
 

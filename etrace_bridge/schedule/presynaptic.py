@@ -17,7 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from etrace_bridge.compiler.views import Contact
+from etrace_bridge.compiler.weight_views import Contact
 from etrace_bridge.rules.memory import Presynaptic, contacts_with_data, filtered_taps
 from etrace_bridge.rules.trace_rule import TraceSystem
 from etrace_bridge.schedule.contraction import features

@@ -16,7 +16,7 @@ import numpy as np
 
 from etrace_bridge._jax_compat import JaxprEqn, Literal, Var
 from etrace_bridge.compiler.aligner import Edge
-from etrace_bridge.compiler.core import held_operands
+from etrace_bridge.compiler.core_equations import held_operands
 from etrace_bridge.compiler.hidden_group import HiddenGroup
 from etrace_bridge.compiler.primitives import (
     index_maps,

@@ -19,7 +19,7 @@ from jax import lax
 
 from etrace_bridge._jax_compat import JaxprEqn, Literal, Var
 from etrace_bridge.compiler.aligner import Edge
-from etrace_bridge.compiler.core import held_operands
+from etrace_bridge.compiler.core_equations import held_operands
 from etrace_bridge.compiler.jaxpr import evaluate, needed_equations, read
 from etrace_bridge.compiler.primitives import is_float
 from etrace_bridge.step.aligned import follow_positions, sheets

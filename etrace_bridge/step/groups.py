@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from etrace_bridge._jax_compat import Literal, Var
-from etrace_bridge.compiler.core import Core, build_core, held_operands
+from etrace_bridge.compiler.core_equations import Core, build_core, held_operands
 from etrace_bridge.compiler.graph import Leg
 from etrace_bridge.compiler.hidden_group import HiddenGroup
 from etrace_bridge.compiler.jaxpr import needed_equations

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from etrace_bridge.compiler.views import Contact
+from etrace_bridge.compiler.weight_views import Contact
 from etrace_bridge.step.aligned import follow_positions, pairs_of_positions
 from etrace_bridge.step.linearise import group_states
 from etrace_bridge.step.program import StepProgram

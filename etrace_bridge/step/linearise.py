@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from etrace_bridge.compiler.core import split_leaf
+from etrace_bridge.compiler.core_equations import split_leaf
 from etrace_bridge.compiler.jaxpr import read
 from etrace_bridge.step.program import StepProgram
 from etrace_bridge.step.steps import Steps

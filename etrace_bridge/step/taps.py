@@ -15,7 +15,7 @@ from etrace_bridge._jax_compat import JaxprEqn, Literal, Var
 from etrace_bridge.compiler.graph import Leg
 from etrace_bridge.compiler.jaxpr import variables
 from etrace_bridge.compiler.primitives import is_float, is_structural, passes_derivative
-from etrace_bridge.compiler.views import Contact, Part
+from etrace_bridge.compiler.weight_views import Contact, Part
 from etrace_bridge.step.equations import StepEquations
 
 SUMS = frozenset({"add", "add_any"})

@@ -20,7 +20,7 @@ from etrace_bridge.compiler.contacts import ContactForm
 from etrace_bridge.compiler.graph import Leg
 from etrace_bridge.compiler.jaxpr import variables
 from etrace_bridge.compiler.primitives import is_float, passes_derivative
-from etrace_bridge.compiler.views import Contact, Part
+from etrace_bridge.compiler.weight_views import Contact, Part
 from etrace_bridge.step.batch_rows import independent_rows
 from etrace_bridge.step.linearise import group_states
 from etrace_bridge.step.program import StepProgram

@@ -12,20 +12,14 @@ from typing import Any
 import numpy as np
 
 from etrace_bridge._errors import InputError
-from etrace_bridge.check.expectation import (
-    AS_EXPECTED,
-    EXACT,
-    MISMATCH,
-    NONE,
-    START,
-)
+from etrace_bridge.check.expectation import AS_EXPECTED, EXACT, MISMATCH, NONE, START
 from etrace_bridge.check.html import render_page
 from etrace_bridge.check.output_files import write_json, write_text
 from etrace_bridge.check.parameter_report import ParameterReport, plain_number
-from etrace_bridge.check.plot import draw_report
-from etrace_bridge.check.reference import TORCH_BPTT
+from etrace_bridge.check.report_plot import draw_report
 from etrace_bridge.check.stepwise import StepCheck
 from etrace_bridge.check.text import render_report, report_html, short
+from etrace_bridge.check.torch_reference import TORCH_BPTT
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 from etrace_bridge._errors import InputError, NotSupportedError
 
 if TYPE_CHECKING:
-    from etrace_bridge.check.report import GradientReport
+    from etrace_bridge.check.gradient_report import GradientReport
 
 _MOST_POINTS = 5000
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from etrace_bridge._errors import InputError
+from etrace_bridge.check.gradient_report import GradientReport
 from etrace_bridge.check.html import render_page
 from etrace_bridge.check.output_files import write_json, write_text
-from etrace_bridge.check.report import GradientReport
 from etrace_bridge.check.text import comparison_html, render_comparison, size
 from etrace_bridge.learning.footprint import parse_bytes
 
