@@ -140,7 +140,7 @@ def test_jaxpr_call_checks_its_arguments():
     _, args = models.build("rnn")
     with pytest.raises(eb.InputError, match="has 1 values, but the step takes 4 states"):
         minfo.jaxpr_call(*args, old_state_vals=[0])
-    with pytest.raises(eb.InputError, match="takes 5 arrays in all, 4 were given"):
+    with pytest.raises(eb.InputError, match="takes 5 arrays in all, but 4 were given"):
         minfo.jaxpr_call()
 
 

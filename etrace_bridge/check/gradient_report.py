@@ -64,8 +64,9 @@ class GradientReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every parameter is as promised, single steps give the same, and the comparison
-        shows something.
+        """Whether every parameter is as promised and nothing else is wrong.
+
+        Single steps must give the same results, and the comparison must show something.
         """
         return not self.problems and all(p.ok for p in self.parameters.values())
 

@@ -1,5 +1,4 @@
-"""The reference of a gradient check for a brainstate module: `jax.grad` through time of its own
-step.
+"""The reference of a gradient check for a brainstate module: `jax.grad` through its own steps.
 
 The step is brainstate's functional form of the module's call, before any pass of the compiler.
 """

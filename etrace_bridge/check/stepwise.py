@@ -1,5 +1,6 @@
-"""`learner.step` beside `learner.gradients`, on the user's own arrays, in the precision and JAX
-mode that training will use.
+"""Compares `learner.step` with `learner.gradients` on the user's arrays.
+
+Both run in the precision and JAX mode that training will use.
 """
 
 from __future__ import annotations

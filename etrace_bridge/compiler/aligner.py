@@ -148,9 +148,7 @@ class Aligner:
         return {t: a for t, a in result.items() if a}
 
     def _pull(self, i: int, k: int, n: int, array: Any) -> Any:
-        """Return the positions fed by operand `k` of a structural equation, from those fed by
-        output `n`.
-        """
+        """Return what operand `k` of a structural equation feeds, from what output `n` feeds."""
         if array is MANY:
             return MANY
         eqn = self.eqns[i]

@@ -65,7 +65,7 @@ def build_core(
 
 
 def held_operands(eqns: Sequence[JaxprEqn], cuts: set[Edge]) -> dict[int, tuple[int, ...]]:
-    """Cut operands by equation id."""
+    """Return the cut operands by equation id."""
     held: dict[int, tuple[int, ...]] = {}
     for i, k in sorted(cuts):
         held[id(eqns[i])] = (*held.get(id(eqns[i]), ()), k)
@@ -73,7 +73,7 @@ def held_operands(eqns: Sequence[JaxprEqn], cuts: set[Edge]) -> dict[int, tuple[
 
 
 def split_leaf(leaf: HiddenLeaf, value: Any, varshape: tuple[int, ...]) -> list[Any]:
-    """Return the virtual states that a hidden state's value holds, each of shape `varshape`.
+    """Split a hidden state's value into its virtual states, each of shape `varshape`.
 
     Leading axes are kept.
     """
@@ -84,7 +84,7 @@ def split_leaf(leaf: HiddenLeaf, value: Any, varshape: tuple[int, ...]) -> list[
 
 
 def join_leaf(leaf: HiddenLeaf, parts: Sequence[Any], varshape: tuple[int, ...]) -> Any:
-    """Return the other way round."""
+    """Join virtual states into a hidden state's value: the inverse of `split_leaf`."""
     block = list(leaf.invar.aval.shape)
     if leaf.axis is not None:
         block[leaf.axis] //= leaf.count

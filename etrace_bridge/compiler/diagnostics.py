@@ -1,4 +1,4 @@
-"""What the compiler decided, as data: one `CompilationRecord` a decision."""
+"""What the compiler decided, as data: one `CompilationRecord` per decision."""
 
 from __future__ import annotations
 

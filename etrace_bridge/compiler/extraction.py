@@ -1,4 +1,4 @@
-"""Reading a module: one step traced, brought into plain equations, and its variables named."""
+"""Reads a module: traces one step, normalises it, and names its variables."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from etrace_bridge.compiler.normalise import normalise
 
 
 def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) -> ModuleInfo:
-    """Trace one step of a model and names its variables.
+    """Trace one step of a model and name its variables.
 
     Args:
         model: any brainstate module whose states are initialised.
@@ -165,7 +165,7 @@ def _check_states(model: brainstate.nn.Module, states: dict[Path, brainstate.Sta
 
 
 def _check_raw(raw, n_arg, n_out, weight_of, compiled, leaves, id_to_path) -> None:
-    """Return what must hold of the jaxpr as brainstate made it."""
+    """Raise if the step assigns to a parameter or changes the shape of a hidden state."""
     invars, outvars = raw.jaxpr.invars[n_arg:], raw.jaxpr.outvars[n_out:]
     at = 0
     for state, count in zip(compiled, leaves, strict=True):
@@ -207,8 +207,7 @@ def _state_records(retrieved, compiled, id_to_path) -> list[CompilationRecord]:
         CompilationRecord(
             DiagnosticKind.STATE_NOT_IN_MODULE,
             DiagnosticLevel.INFO,
-            f"the step uses a {type(s).__name__} that the module does not list; it is carried, not "
-            "traced",
+            f"the step uses a {type(s).__name__} that the module does not list; it has no trace",
         )
         for s in compiled
         if id(s) not in id_to_path

@@ -1,4 +1,4 @@
-"""The compiler's result: one graph a model, and the call that makes it."""
+"""The compiler's result: one graph per model, and the call that makes it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from etrace_bridge.compiler.weight_views import Contact, Part, WeightUse
 
 @dataclass(frozen=True)
 class Leg:
-    """A piece of a contact and a group that it feeds: each leg has a trace of its own.
+    """A piece of a contact and a group that it feeds; each leg has its own trace.
 
     Attributes:
         contact: the contact.
@@ -53,7 +53,7 @@ class Leg:
 
 @dataclass(frozen=True)
 class StepStructure:
-    """What the passes found, for the engine: weight use, alignment, facts, and the traces to keep."""
+    """What the passes give to the engine: weight use, alignment, facts, and the traces to keep."""
 
     use: WeightUse
     alignment: Alignment
@@ -65,16 +65,15 @@ class StepStructure:
 
 @dataclass(frozen=True, repr=False)
 class ETraceGraph:
-    """A model read into hidden groups, contacts and what is known about every parameter's online
-    gradient.
+    """A model's hidden groups and contacts, and what is known about each parameter's gradient.
 
     Attributes:
         module_info: one step of the model.
         hidden_groups: hidden states joined by the recurrence.
         hid_path_to_group: the group of each hidden state.
         hidden_param_op_relations: one per contact (per gate of a fused product) and the
-            groups it feeds.
-        hidden_perturb: the step with `h + p`; None when not asked for.
+            groups that it feeds.
+        hidden_perturb: the step with `h + p`; None if it was not requested.
         diagnostics: every decision, in order.
         structure: what the engine reads.
     """
@@ -90,8 +89,9 @@ class ETraceGraph:
     def call_hidden_perturb(
         self, args: Sequence[Any], perturb_data: Sequence[Any], old_state_vals=None
     ):
-        """Return the perturbed step: as `ModuleInfo.jaxpr_call`, with `perturb_data` added to the
-        new hidden states.
+        """Run the step with `perturb_data` added to the new hidden states.
+
+        Otherwise as `ModuleInfo.jaxpr_call`.
         """
         perturb = self.hidden_perturb or add_hidden_perturbation_from_minfo(self.module_info)
         return perturb.call(self.module_info, args, perturb_data, old_state_vals)
@@ -103,9 +103,7 @@ class ETraceGraph:
         hidden_path: Path | None = None,
         kind: DiagnosticKind | str | None = None,
     ) -> list[CompilationRecord]:
-        """Return the records that concern a parameter, a hidden state or a kind of decision, in
-        order.
-        """
+        """Return the records on a parameter, a hidden state or a kind of decision, in order."""
         return [
             r
             for r in self.diagnostics
@@ -115,13 +113,11 @@ class ETraceGraph:
         ]
 
     def certificate(self) -> dict[Path, ParameterCertificate]:
-        """For each parameter: exact or not, what is dropped, and where its traces live."""
+        """Return for each parameter: exact or not, what is dropped, and where its traces are."""
         return dict(self.structure.certificates)
 
     def report(self) -> str:
-        """Return a table for people: parameter, contact, hidden group, exact or what is dropped and
-        why.
-        """
+        """Return a table: parameter, contact, hidden group, and exact or what is dropped and why."""
         return render_report(self)
 
     def __repr__(self) -> str:
@@ -178,8 +174,9 @@ def compile_graph_from_minfo(minfo: ModuleInfo, include_hidden_perturb: bool = T
 def find_legs(
     use: WeightUse, alignment: Alignment, by_path: dict[Path, HiddenGroup]
 ) -> tuple[Leg, ...]:
-    """Return the traces to keep: one a piece of a contact and group that it feeds, where each value
-    feeds one position.
+    """Return the traces to keep, where each value feeds one position.
+
+    There is one for each piece of a contact and each group that it feeds.
     """
     index = {leaf.index: by_path[leaf.path].index for leaf in alignment.leaves}
     legs = []

@@ -26,8 +26,9 @@ from etrace_bridge.compiler.weight_views import WeightUse
 
 @dataclass(frozen=True)
 class HiddenGroup:
-    """Hidden states joined by `h_1^t, h_2^t, … = f(h_1^{t-1}, h_2^{t-1}, …, x^t)`, position by
-    position.
+    """Hidden states joined, position by position, by the recurrence.
+
+    `h_1^t, h_2^t, … = f(h_1^{t-1}, h_2^{t-1}, …, x^t)`
 
     Attributes:
         index: its index among the groups.
@@ -58,12 +59,12 @@ class HiddenGroup:
 
     @property
     def num_state(self) -> int:
-        """How many states the group has; a packed state counts its own."""
+        """Number of states in the group; a packed state counts as several."""
         return sum(leaf.count for leaf in self.leaves)
 
     @property
     def name(self) -> str:
-        """The group's states, for people."""
+        """The names of the group's states."""
         return ", ".join(show_path(p) for p in self.hidden_paths)
 
     def check_consistent_varshape(self) -> None:
@@ -81,8 +82,8 @@ class HiddenGroup:
         """Return new hidden values from old ones.
 
         Args:
-            hidden_vals: one value a hidden state.
-            input_vals: one value a variable in `transition_jaxpr_constvars`.
+            hidden_vals: one value per hidden state.
+            input_vals: one value per variable in `transition_jaxpr_constvars`.
         """
         self._check(hidden_vals, input_vals)
         env = dict(zip(self.transition_jaxpr_constvars, input_vals, strict=True))
@@ -91,8 +92,9 @@ class HiddenGroup:
         return [read(env, v) for v in self.hidden_outvars]
 
     def diagonal_jacobian(self, hidden_vals: Sequence[Any], input_vals: Sequence[Any]) -> Any:
-        """Return `(*varshape, num_state, num_state)`: entry `[…, i, j]` is `∂h_i^t/∂h_j^{t-1}` at
-        the same position.
+        """Return the group's Jacobian, `(*varshape, num_state, num_state)`.
+
+        Entry `[…, i, j]` is `∂h_i^t/∂h_j^{t-1}` at the same position.
         """
         self._check(hidden_vals, input_vals)
         new, pull = jax.vjp(
@@ -105,11 +107,11 @@ class HiddenGroup:
         return jnp.stack(rows, axis=-2)
 
     def concat_hidden(self, values: Sequence[Any]) -> Any:
-        """One array with the group's states along the last axis."""
+        """Join the group's states into one array, along its last axis."""
         if len(values) != len(self.leaves):
             raise InputError(
-                f"Hidden group {self.index} has {len(self.leaves)} states, {len(values)} values "
-                "were given."
+                f"Hidden group {self.index} has {len(self.leaves)} states, but {len(values)} "
+                "values were given."
             )
         parts = [
             p
@@ -119,7 +121,7 @@ class HiddenGroup:
         return jnp.stack(parts, axis=-1)
 
     def split_hidden(self, array: Any) -> list[Any]:
-        """One value a hidden state, from an array with the states along the last axis."""
+        """Return one value per hidden state, from an array with the states along the last axis."""
         if array.shape[-1] != self.num_state:
             raise InputError(
                 f"Hidden group {self.index} has {self.num_state} states; the last axis of the "
@@ -150,11 +152,7 @@ class HiddenGroup:
 def build_groups(
     minfo: ModuleInfo, use: WeightUse, alignment: Alignment
 ) -> tuple[list[HiddenGroup], dict[Path, HiddenGroup]]:
-    """Join states whose old value reaches another's new value through the core.
-
-    A state that does not matter later stays alone: in a group with others, every trace would carry
-    it along.
-    """
+    """Join states if the old value of one reaches the new value of another through the core."""
     leaves, targets = alignment.leaves, alignment.targets
     others = frozenset(leaf.index for leaf in leaves) - targets
     aside = align(minfo, use, leaves, others) if others else alignment

@@ -1,4 +1,4 @@
-"""Running jaxprs equation by equation, and looking inside them: the only walker of sub-jaxprs."""
+"""Runs jaxprs equation by equation, and looks inside them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def evaluate(
     on_equation: Callable[[JaxprEqn, list[Any]], list[Any] | None] | None = None,
     skip: Callable[[JaxprEqn], bool] | None = None,
 ) -> dict[Var, Any]:
-    """Run equations in order on the values in `env`, and adds their results to it.
+    """Run equations in order on the values in `env`, and add their results to it.
 
     Args:
         eqns: equations in topological order.
@@ -78,7 +78,7 @@ def needed_equations(
 
 
 def reads_of(eqns: Sequence[JaxprEqn], targets: Sequence[Any] = ()) -> list[Var]:
-    """Return variables that equations (and targets) read but do not make, in order of first use."""
+    """Return the variables that equations (and targets) read but do not make, in reading order."""
     made = {v for eqn in eqns for v in eqn.outvars}
     seen: dict[Var, None] = {}
     for eqn in eqns:

@@ -1,6 +1,4 @@
-"""Relations: one contact `y = op(x, v)`, or one gate of a fused contact, and the hidden groups that
-`y` feeds.
-"""
+"""Relations: a contact `y = op(x, v)`, or a gate of a fused one, and the hidden groups it feeds."""
 
 from __future__ import annotations
 
@@ -76,7 +74,7 @@ class HiddenParamOpRelation:
         Args:
             y_val: the value of `y_var`.
             const_vals: values of the step's variables that the jaxprs read.
-            concat_hidden_vals: one array a group, the states along its last axis; else a list of
+            concat_hidden_vals: one array per group, with the states along its last axis; else a list of
                 values a group.
         """
         results = []
@@ -160,8 +158,9 @@ def _fed_paths(y: Var, structure: StepStructure) -> list[Path]:
 
 
 def _leaf_keys(minfo: ModuleInfo, contact: Contact, readers) -> dict[str, Var]:
-    """Return the leaves a view is computed from, keyed `weight`, `weight_1`, … (`bias` where the
-    view is only added).
+    """Return the leaves a view is computed from, by key.
+
+    The keys are `weight`, `weight_1`, … (`bias` where the view is only added).
     """
     leaves = [
         v
@@ -174,9 +173,7 @@ def _leaf_keys(minfo: ModuleInfo, contact: Contact, readers) -> dict[str, Var]:
 
 
 def _with_stops(group: HiddenGroup) -> tuple[JaxprEqn, ...]:
-    """Return a group's core, with the operands that are cuts read through an equation that stops
-    their gradient.
-    """
+    """Return a group's core, where an equation stops the gradient of each operand that is a cut."""
     eqns: list[JaxprEqn] = []
     for eqn in group.core.eqns:
         invars = list(eqn.invars)

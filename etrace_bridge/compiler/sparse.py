@@ -1,9 +1,8 @@
-"""Products with a sparse matrix (JAX's, brainunit's and brainevent's), as a dense view of the
-weight and a plain product.
+"""Products with a sparse matrix as a dense view of the weight and a plain product.
 
-The values of a sparse matrix are a parameter, its positions are fixed. So the matrix is a weight
-view like any other, and the product a contact that every rule knows. Its trace has the size of the
-dense matrix.
+The matrices are those of JAX, brainunit and brainevent. The values of a sparse matrix are a
+parameter, its positions are fixed. So the matrix is a weight view like any other, and the product a
+contact that every rule knows. Its trace has the size of the dense matrix.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def is_sparse_product(eqn: JaxprEqn, operands: Sequence[Any]) -> bool:
 
 
 def dense_product(eqn: JaxprEqn, values: Any, second: Any, third: Any, dense: Any) -> list[Any]:
-    """Return the product by plain operations; operands in the order of the equation."""
+    """Compute the product by plain operations; operands in the order of the equation."""
     params, second, third = eqn.params, np.asarray(second), np.asarray(third)
     if eqn.primitive.name in _BY_POSITION:
         rows, columns, shape = second, third, params["spinfo"].shape

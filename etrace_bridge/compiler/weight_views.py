@@ -46,8 +46,7 @@ class WeightView:
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a contact's output that the rest of the step reads: the whole of it, one gate, or
-    a spread copy.
+    """A piece of a contact's output that the step reads: the whole, one gate, or a spread copy.
 
     Attributes:
         var: the piece's variable.
@@ -96,7 +95,7 @@ class Contact:
 
 @dataclass(frozen=True)
 class WeightUse:
-    """What the first pass finds: which variables are weights alone, and the contacts."""
+    """Where parameters are used: the variables that are weights alone, and the contacts."""
 
     weight_paths: dict[Var, tuple[Path, ...]]
     contacts: tuple[Contact, ...]
@@ -204,8 +203,9 @@ def _gates(form: ContactForm, eqn: JaxprEqn) -> tuple[Part, ...] | None:
 
 
 def _spread_part(y: Var, form: ContactForm, eqn: JaxprEqn) -> Part:
-    """Return a product whose values each feed many positions, spread first: the new axes are
-    letters of the output alone.
+    """Return the spread copy of a product whose values each feed many positions.
+
+    The new axes are letters of the output alone.
     """
     shape, dims = eqn.outvars[0].aval.shape, eqn.params["broadcast_dimensions"]
     fresh = iter(c for c in "ABCDEFGHIJ")
@@ -232,8 +232,9 @@ def _spread_part(y: Var, form: ContactForm, eqn: JaxprEqn) -> Part:
 def _contact_site(
     eqn: JaxprEqn, index: int, operand: int, producer: dict[Var, int]
 ) -> tuple[int, int]:
-    """Return (equation, operand) at which the view enters: the spreading equation for element-wise
-    and structural uses.
+    """Return (equation, operand) at which the view enters.
+
+    For element-wise and structural uses that is the equation that spreads it.
     """
     joins = is_elementwise(eqn) or is_structural(eqn)
     if (

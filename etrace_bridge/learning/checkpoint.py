@@ -1,7 +1,7 @@
 """Checkpoints: everything that a learner holds, by name, and how it gets into a new learner.
 
-`checkpoint_files` writes and reads the files, `checkpoint_facts` says what besides arrays stands in
-them.
+`checkpoint_files` writes and reads the files, `checkpoint_facts` checks the facts
+that are stored beside the arrays.
 """
 
 from __future__ import annotations

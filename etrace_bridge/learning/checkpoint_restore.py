@@ -87,7 +87,7 @@ def rule_of(facts: Mapping[str, Any], rule: str | Rule | None) -> Rule:
             "The checkpoint does not fit:\n"
             f"  rule: {saved['name']} {saved['options']} in the checkpoint, {given.name} {options} "
             "given.\n"
-            "Leave `rule` out to go on with the checkpoint's."
+            "Leave `rule` out to continue with the checkpoint's rule."
         )
     return given
 

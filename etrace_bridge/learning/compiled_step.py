@@ -223,8 +223,9 @@ class CompiledStep:
         if str(again.jaxpr) != str(self._traced.jaxpr):
             raise StateError(
                 f"The model has changed since the learner compiled its step: {'; '.join(changes)}; "
-                "with that the step is another. Set it back, or make a new learner; call "
-                "`learner.sync_to_torch()` before, and the new one goes on with these weights."
+                "its step is now a different one. Undo the change, or call "
+                "`learner.sync_to_torch()` and make a new learner, which continues with these "
+                "weights."
             )
         self._settings = now
 

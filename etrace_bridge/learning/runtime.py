@@ -155,13 +155,13 @@ class Runtime:
             store.reset()
             return
         with store.transaction():
-            gone = place.together("reset", lambda: read_mask(mask), lambda x: [x])
+            cleared = place.together("reset", lambda: read_mask(mask), lambda x: [x])
             batch, state = store.compiled.batch, store.state
-            gone = place.join(gone, 0)
-            if gone.shape == (batch,):
-                gone = place.put_batch(gone, 0, batch)
+            cleared = place.join(cleared, 0)
+            if cleared.shape == (batch,):
+                cleared = place.put_batch(cleared, 0, batch)
             start = store.fresh_states(store.compiled)
-            after = self.programs.reset()(state.hidden, state.other, state.trace, start, gone)
+            after = self.programs.reset()(state.hidden, state.other, state.trace, start, cleared)
             store.state = state.with_carry(Carry(*after))
             store.resets += 1
 
@@ -286,8 +286,7 @@ class Runtime:
         return losses, outputs, weights
 
     def own_slope(self, xs: tuple, targets: Any, mask: Any) -> tuple[float, float]:
-        """Return the true slope of a loss along the rule's gradient, and the slope the rule
-        predicts.
+        """Return the slope of a loss along the rule's gradient: the true one and the rule's.
 
         The learner's state does not change.
         """

@@ -43,8 +43,9 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Loan:
-    """Arrays that were put into the model's States: weights, hidden states and other arrays of a
-    compiled step.
+    """The arrays that were put into the model's States, by kind.
+
+    They are weights, hidden states and other arrays of a compiled step.
     """
 
     compiled: CompiledStep
@@ -56,7 +57,7 @@ class Store:
 
     brainstate States are written only on request (`lend`), so that a step is one jitted call on
     donated arrays. There is a compiled step for every shape of input; one of them may be in the
-    middle of a stream, whose states and trace are kept while sequences of another shape run.
+    middle of a stream, whose states and trace are preserved while sequences of another shape run.
 
     Attributes:
         net: the model.
@@ -64,7 +65,7 @@ class Store:
         updater: gradients to new weights; None if torch does that.
         placement: where the arrays live.
         active: the compiled step in use, with its rule; None before the first input.
-        stream: the step whose states and trace hold something worth keeping.
+        stream: the step of the current stream, whose states and trace must be preserved.
         lock: held by the thread that reads or changes the arrays; calls from several threads run
             one after the other.
         steps: time steps seen.
@@ -215,8 +216,8 @@ class Store:
                 raise InputError(
                     "The states are those of inputs "
                     f"{show_signature(self.stream.compiled.signature)}; this input is "
-                    f"{show_signature(key)}. They cannot go on with another batch. Call `reset()` "
-                    "first to start with new states, or use the same batch size."
+                    f"{show_signature(key)}. A stream cannot continue with another batch. Call "
+                    "`reset()` first to start with new states, or use the same batch size."
                 )
             if key not in self._cores:
                 self._write_start()

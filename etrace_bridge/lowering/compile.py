@@ -1,4 +1,4 @@
-"""Compiling: the one place that calls `jax.jit`."""
+"""Compiles programs: the only module that calls `jax.jit`."""
 
 from __future__ import annotations
 
@@ -32,10 +32,9 @@ FLOAT64_OPTIONS = {"xla_cpu_use_fusion_emitters": False}
 def jit(
     function: Callable, one_step: bool = False, platform: str | None = None, **options: Any
 ) -> Program:
-    """Return `jax.jit` with the compiler's options that this package wants, and a word on the
-    terminal while it compiles.
+    """Call `jax.jit` with this package's compiler options.
 
-    Not for use inside another jitted function.
+    A line on the terminal says when it compiles.
 
     Args:
         function: what to compile.

@@ -51,15 +51,11 @@ class Tuning:
         return self.bind
 
     def gradient_letters(self, form: ContactForm) -> str:
-        """Return the letters of a view in the order in which its gradient is made and added up over
-        time.
-        """
+        """Return a view's letters in the order in which its gradient is added up over time."""
         return form.view
 
     def finish_gradient(self, gradient: Any, steps: int) -> Any:
-        """Return a gradient over `steps` steps whose letters are not in the view's order, before it
-        is transposed.
-        """
+        """Return a gradient over `steps` steps before its letters are brought to the view's order."""
         return gradient
 
     def reads_by_row(self, elements: int) -> bool:
@@ -67,9 +63,7 @@ class Tuning:
         return False
 
     def computed_once(self, arrays: Any) -> Any:
-        """Return a tree of arrays that several parts of a program read: not to be computed in each
-        of them.
-        """
+        """Return arrays that several parts of a program read, to be computed only once."""
         return arrays
 
     def any_not_finite(self, arrays: Sequence[Any]) -> Any:
@@ -77,8 +71,5 @@ class Tuning:
         return jnp.any(jnp.stack([jnp.any(~jnp.isfinite(x)) for x in arrays]))
 
     def order_after(self, flag: Any, arrays: Sequence[Any]) -> Any:
-        """Return `flag`, known only after the arrays.
-
-        What depends on it may then overwrite what the arrays were computed from.
-        """
+        """Return `flag` so that it is known only after the arrays."""
         return flag

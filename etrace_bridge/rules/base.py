@@ -149,9 +149,7 @@ class Rule:
         return self.schedule == "reverse"
 
     def variants(self) -> Iterator[Rule]:
-        """Return the rule with more and with less memory, most faithful first, for `recommend` to
-        choose from.
-        """
+        """Yield the rule with different amounts of memory, most faithful first, for `recommend`."""
         yield self
 
     def init(self, program: StepProgram) -> Any:
@@ -202,8 +200,9 @@ class Rule:
 
 
 class ReverseRule(Rule):
-    """Base of rules that are exact inside a chunk, by reverse mode, and carry a memory over from
-    chunk to chunk.
+    """Base of rules that run reverse mode inside a chunk and carry a memory to the next chunk.
+
+    They are exact inside a chunk.
     """
 
     @property
@@ -213,8 +212,7 @@ class ReverseRule(Rule):
     def past(
         self, program: StepProgram, theta: Sequence[Any], memory: Any, h0: Sequence[Any]
     ) -> dict[int, Any]:
-        """Return the gradient of the chunk's losses through what came before it, by index of the
-        weight.
+        """Return the gradient through what came before the chunk, by index of the weight.
 
         Args:
             program: the step.
@@ -227,14 +225,15 @@ class ReverseRule(Rule):
     def future(
         self, program: StepProgram, memory: Any, hidden: Sequence[Any]
     ) -> Sequence[Any] | None:
-        """Return what losses after the chunk ask of its last hidden states, one cotangent per leaf.
+        """Predict the cotangents of the chunk's last hidden states from losses after the chunk.
 
-        None for rules that make no prediction. Not called while the memory is zero.
+        One cotangent per leaf; None for rules that make no prediction. Not called while the memory
+        is zero.
         """
         return None
 
     def discarded(self, program: StepProgram, memory: Any | None, h0: Sequence[Any]) -> Any:
-        """Return what the rule left out of the chunk's gradient: an array of two numbers.
+        """Return how much the rule left out of the chunk's gradient: an array of two numbers.
 
         The first is the estimated square of the error's norm, the second a bound of the norm. None
         for rules that do not know. Arguments as in `past`; `memory` is None where it is still zero.
@@ -267,7 +266,8 @@ def register_rule(rule: type[Rule]) -> type[Rule]:
     """
     if not rule.name:
         raise InputError(
-            f"The rule `{rule.__name__}` needs a `name`, under which users ask for it."
+            f"The rule `{rule.__name__}` needs a `name`, by which users select it, "
+            "such as `name = 'my_rule'`."
         )
     _RULES[rule.name] = rule
     return rule
@@ -279,7 +279,7 @@ def rule_names() -> tuple[str, ...]:
 
 
 def make_rule(rule: str | Rule) -> Rule:
-    """Return a rule from its name, or the rule itself.
+    """Make a rule from its name; a rule is returned as it is.
 
     A name may be followed by options: `"low_rank:rank=2:hops=1"` is `LowRankRTRL(rank=2, hops=1)`.
     """
@@ -298,9 +298,7 @@ def make_rule(rule: str | Rule) -> Rule:
 
 
 def rule_text(rule: Rule) -> str:
-    """Return the text that `make_rule` reads as the rule: its name, and options that are not the
-    default.
-    """
+    """Return the text that `make_rule` reads as this rule: its name and its changed options."""
     changed = (
         f":{f.name}={getattr(rule, f.name)}"
         for f in fields(rule)
@@ -332,6 +330,6 @@ def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
 
 
 def check_decay(name: str, value: float) -> None:
-    """Raise unless an option is what is left of something after a step."""
+    """Raise unless an option is a decay: at least 0 and below 1."""
     if not 0 <= value < 1:
         raise InputError(f"`{name}` is {value}; it must be at least 0 and below 1.")

@@ -84,7 +84,7 @@ class EProp(DRTRL):
     feedback: str = "symmetric"
     seed: int = 0
     name: ClassVar[str] = "eprop"
-    follows_states: ClassVar[bool] = False  # the filters of the exits go on
+    follows_states: ClassVar[bool] = False  # the filters of the exits continue
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -160,11 +160,9 @@ class EProp(DRTRL):
         return signals
 
     def feedback_matrices(self, program: StepProgram) -> dict[tuple[Var, int], Any]:
-        """Return the fixed random matrices, (outputs, elements of the exit), by exit and index of
-        the output.
+        """Return the fixed random matrices by exit and index of the output.
 
-        Where exit and output have a batch axis, both leave it out: the same matrix serves every
-        batch element.
+        Their shape is (outputs, elements of the exit).
         """
         rng = np.random.default_rng(self.seed)
         matrices: dict[tuple[Var, int], Any] = {}

@@ -1,6 +1,6 @@
 """KF-RTRL: Kronecker-factored RTRL (Mujika et al. 2018), one column of inputs for all units.
 
-For the sum `y` of some products (a gate's pre-activation) with inputs `x`, `dh_t/dtheta` is kept as
+For the sum `y` of some products (a gate's pre-activation) with inputs `x`, `dh_t/dtheta` is stored as
 `A ⊗ u`, A: hidden values by units, u: like `x`, and is right in the mean:
 
     A_t = c1 ρ1 F_t A_(t-1) + c2 ρ2 dh_t/dy_t        u_t = (c1 / ρ1) u_(t-1) + (c2 / ρ2) x_t
@@ -74,11 +74,11 @@ class KFRTRL(UORO):
             b = jnp.einsum("en,neu->eu", flat, by_row).reshape(-1)
             for piece, u in zip(summed.pieces, old["u"], strict=True):
                 form = piece.part.form
-                asked = at_elements(single_block(summed, piece), b).reshape(
+                cotangent = at_elements(single_block(summed, piece), b).reshape(
                     form.shape(form.trace_out)
                 )
                 letters = self.letters(layout, summed, piece)
-                spread = jnp.einsum(f"{form.trace_out},{letters}->{form.trace}", asked, u)
+                spread = jnp.einsum(f"{form.trace_out},{letters}->{form.trace}", cotangent, u)
                 by_part[piece.part.var] = to_view(single_block(summed, piece), spread)
         return weights_of_views(program, theta, by_part)
 

@@ -19,8 +19,7 @@ from etrace_bridge.step.program import StepProgram
 
 @dataclass(frozen=True)
 class Dense:
-    """`eps` itself: for each trace of the program and each row of its group, an array of B·P
-    elements.
+    """The trace itself: for each trace of the program and each row of its group B·P elements.
 
     Attributes:
         dtype: in which it is stored, e.g. `"bfloat16"`; None keeps the states' dtype.
@@ -132,9 +131,9 @@ class Filters:
         return self.stored(self.zeros(program))
 
     def stored(self, filters: dict[str, Any]) -> dict[str, Any]:
-        """Filters in the dtype in which they are stored.
+        """Convert filters to the dtype in which they are stored.
 
-        The norms `n` are small and stay as they are.
+        The norms `n` are small and keep their dtype.
         """
         if self.dtype is None:
             return filters
@@ -142,7 +141,7 @@ class Filters:
         return {**jax.tree.map(lambda x: x.astype(self.dtype), filters), **norms}
 
     def computed(self, program: StepProgram, filters: dict[str, Any]) -> dict[str, Any]:
-        """Stored filters in the dtype in which a chunk computes them."""
+        """Convert stored filters to the dtype in which a chunk computes them."""
         if self.dtype is None:
             return filters
         like = jax.eval_shape(lambda: self.zeros(program))

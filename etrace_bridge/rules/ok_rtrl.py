@@ -1,6 +1,6 @@
 """OK-RTRL: a sum of r Kronecker products (Benzing et al. 2019), cut with the least possible noise.
 
-As KF-RTRL, but `dh_t/dtheta` of a sum of products is kept as `sum over k of A_k ⊗ u_k`, k up to r.
+As KF-RTRL, but `dh_t/dtheta` of a sum of products is stored as `sum over k of A_k ⊗ u_k`, k up to r.
 A step adds one term,
 
     sum of F_t A_k ⊗ u_k  +  dh_t/dy_t ⊗ x_t  =  sum over i of sigma_i a_i ⊗ v_i,      i up to r + 1
@@ -122,8 +122,9 @@ class OKRTRL(KFRTRL):
 
 
 def mixed_columns(left: Any, right: Any, signs: Any) -> tuple[Any, Any]:
-    """Return `X` and `Y`, (…, r + 1, r), so that `(L X) (Z Y)^T` is `L Z^T` in the mean over the
-    signs.
+    """Return `X` and `Y`, (…, r + 1, r), such that `(L X) (Z Y)^T` has the mean `L Z^T`.
+
+    The mean is over the signs.
 
     Args:
         left: `L^T L`, (…, r + 1, r + 1).

@@ -67,8 +67,9 @@ class RTRL(ReverseRule):
         ]
 
     def unit_axes(self, program: StepProgram) -> Memory:
-        """Return an entry belongs to the unit of its weight, so that `F J` needs no entry of
-        another.
+        """Return the axes of weight units: an entry of `J` belongs to the unit of its weight.
+
+        So `F J` of one unit needs no entry of another.
         """
         axes = weight_unit_axes(program)
         weights = [program.weight_vars[n] for n in reaching_weights(program)]
@@ -139,8 +140,10 @@ def _wider(a: Any, b: Any) -> Any:
 def _advanced(
     program: StepProgram, theta: Sequence[Any], carry: Carry, data: Chunk
 ) -> tuple[list[list[Any]], list[list[Any]]]:
-    """Return `dh_K/dh_0` as [new leaf][old leaf]: (rows, values, values), and `dh_K/dtheta` as
-    [leaf][weight]: (rows, values, *weight shape).
+    """Return `dh_K/dh_0` and `dh_K/dtheta`.
+
+    They are [new leaf][old leaf]: (rows, values, values), and [leaf][weight]: (rows, values,
+    *weight shape).
     """
     layout = find_layout(program)
     if not _has_rows(program, layout, data.args[0].shape[0]):
@@ -165,9 +168,10 @@ def _advanced(
 
 
 def _has_rows(program: StepProgram, layout: Layout, steps: int) -> bool:
-    """Return whether each batch element's influence on its own values follows from what the
-    contacts make: all weights have one with a linear form, and no other state carries derivatives
-    on.
+    """Return whether each batch element's influence follows from what the contacts make.
+
+    That is so if all weights have a contact with a linear form, and no other state carries
+    derivatives.
     """
     forms = [block.form for family in layout.families for block in family.blocks]
     by_other = any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v, _ in program.other_vars)
@@ -199,8 +203,9 @@ def _at_view(layout: Layout, block: Block, made: Influence) -> Any:
 def _by_reverse_mode(
     program: StepProgram, theta: Sequence[Any], carry: Carry, data: Chunk
 ) -> tuple[list[list[Any]], list[list[Any]]]:
-    """Return the same for any step, with all hidden values as one row: a reverse pass for each of
-    them.
+    """Return the influence of any step, with all hidden values as one row.
+
+    It takes one reverse pass for each of them.
     """
     reaching, run = reaching_weights(program), chunk_function(program, theta, carry, data)
     rows = jax.jacrev(run, argnums=(0, 1))([theta[n] for n in reaching], list(carry.hidden))
@@ -215,8 +220,9 @@ def _by_reverse_mode(
 def chunk_function(
     program: StepProgram, theta: Sequence[Any], carry: Carry, data: Chunk
 ) -> Callable[[Sequence[Any], Sequence[Any]], list[Any]]:
-    """Return the hidden states after a chunk, as a function of the weights that reach a state and
-    of the hidden states before it.
+    """Return the hidden states after a chunk as a function.
+
+    Its arguments are the weights that reach a state, and the hidden states before the chunk.
     """
 
     def run(some: Sequence[Any], hidden: Sequence[Any]) -> list[Any]:

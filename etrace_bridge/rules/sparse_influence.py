@@ -144,8 +144,9 @@ class SparseInfluence(ReverseRule):
 
 
 def _sets_at(family: Family, S: np.ndarray, summed: Sum, piece: Piece) -> tuple[np.ndarray, str]:
-    """Return the sets of a piece's elements in a row, (elements, m), and the letters of the
-    elements; one set, and the letter of the row alone, where all units have the same.
+    """Return the sets of a piece's elements in a row, (elements, m), and the elements' letters.
+
+    Where all units have the same set, it is one set, and only the letter of the row.
     """
     form, rows = piece.part.form, family.rows
     has_row = rows == 1 or form.sizes[form.out[0]] == rows

@@ -59,8 +59,9 @@ class UORO(ReverseRule):
     mixes_batch: ClassVar[bool] = True
 
     def init(self, program: StepProgram) -> dict[str, Any]:
-        """Return `s` by hidden leaf, `theta` by weight that reaches a state, and how many draws
-        were made.
+        """Return `s` by hidden leaf, `theta` by weight, and the number of draws.
+
+        Only weights that reach a state have one.
         """
         weights = [program.weight_vars[n].aval for n in reaching_weights(program)]
         hidden = [leaf.invar.aval for leaf in program.leaves]

@@ -78,8 +78,9 @@ def forward_in_blocks(
     args: Sequence[Any],
     size: int,
 ) -> Forward:
-    """Return `run_forward`, block after block, so that what inputs alone determine is there for one
-    block at a time.
+    """Run `run_forward` block after block.
+
+    What inputs alone determine then exists for one block at a time.
     """
 
     def block(carry: Any, args: list[Any]) -> tuple[Any, None, Any]:

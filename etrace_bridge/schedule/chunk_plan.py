@@ -3,7 +3,7 @@
 As many as fit into a budget of memory. And how many blocks it is divided into.
 
 A chunk's buffers are of two kinds: *working* buffers of the parallel passes, which only one block
-of steps needs at a time, and what is *kept* for all K steps: states, products, and what the trace
+of steps needs at a time, and what is *saved* for all K steps: states, products, and what the trace
 is made of (see `schedule.blocks`).
 """
 
@@ -36,7 +36,7 @@ class ChunkPlan:
     Attributes:
         steps: steps in a full chunk.
         full: number of full chunks.
-        rest: steps in the last, shorter chunk; 0 if there is none.
+        rest: steps in the last, shorter chunk; 0 without one.
     """
 
     steps: int
@@ -45,12 +45,7 @@ class ChunkPlan:
 
 
 def working_bytes(program: StepProgram) -> int:
-    """Return an estimate of the buffers of one step in the parallel passes.
-
-    A contact's piece is there as value and as cotangent for every state of its group; a state with
-    `b`, `a`, and its rows of `D` and `M`. For a GRU the estimate is within 10% of the compiled
-    program's own count.
-    """
+    """Estimate the buffers of one step in the parallel passes."""
     hidden = sum(_bytes(leaf.invar) for leaf in program.leaves)
     pieces = sum(_bytes(t.part.var) for t in program.taps if t.contact.x is not None)
     patches = program.tuning.is_patch_product
@@ -64,8 +59,9 @@ def working_bytes(program: StepProgram) -> int:
 
 
 def kept_bytes(program: StepProgram, with_trace: bool) -> int:
-    """Return what a chunk keeps of each step: states and products, and for the trace its two
-    factors.
+    """Return the bytes that a chunk keeps of each step.
+
+    They are states and products, and for the trace its two factors.
     """
     kept = sum(_bytes(leaf.invar) for leaf in program.leaves) + sum(map(_bytes, program.saved_vars))
     if with_trace:
@@ -117,7 +113,7 @@ def block_steps(program: StepProgram, length: int) -> int:
 
 
 def chunk_bytes(program: StepProgram, length: int, with_trace: bool, rule: Rule) -> int:
-    """Return an estimate of the buffers of a chunk, its trace aside."""
+    """Estimate the buffers of a chunk without its trace."""
     if rule.schedule == "forward":
         return block_steps(program, length) * working_bytes(program)
     at_once = length * working_bytes(program)
@@ -179,7 +175,7 @@ def choose_chunk(
 
 
 def divide(length: int, steps: int) -> ChunkPlan:
-    """Return full chunks and the rest."""
+    """Divide a sequence into full chunks and the rest."""
     return ChunkPlan(steps, length // steps, length % steps)
 
 

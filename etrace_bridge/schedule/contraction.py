@@ -34,9 +34,7 @@ def view_gradients(
     xs: dict[int, Any],
     before: tuple[Sequence[Any], dict[int, Any]] | None = None,
 ) -> dict[int, Any]:
-    """Return gradient of each traced contact's view, from cotangents (K, …) at its taps.
-
-    `in_view_order` gives them their shapes.
+    """Return the gradient of each traced contact's view, from cotangents (K, …) at its taps.
 
     Args:
         program: the step.
@@ -80,10 +78,9 @@ def view_gradients(
 def _outer_gradient(
     program: StepProgram, contact: Contact, at_taps: Sequence[Any], phi: Any
 ) -> Any:
-    """Return `sum over t of cotangent_t ⊗ phi_t` with the letters of `_letters`, from cotangents
-    (K, …) at all taps.
+    """Return `sum over t of cotangent_t ⊗ phi_t` in the letters of `_letters`.
 
-    `phi` is None without features.
+    The cotangents (K, …) are given at all taps.
     """
     taps, form, letters = (
         program.taps_of(contact),
@@ -113,9 +110,7 @@ def in_view_order(program: StepProgram, by_contact: dict[int, Any]) -> dict[int,
 
 
 def _letters(program: StepProgram, contact: Contact) -> str:
-    """Return the letters of a view in the order in which its gradient is made and added up over
-    time.
-    """
+    """Return a view's letters in the order in which its gradient is added up over time."""
     form = _form_of(program, contact)
     return program.tuning.gradient_letters(form) if _is_plain(program, contact) else form.view
 
@@ -174,9 +169,7 @@ def join_outputs(taps: Sequence[Tap], pieces: Sequence[Any]) -> Any:
 
 
 def join_pieces(taps: Sequence[Tap], pieces: Sequence[Any]) -> Any:
-    """Return gradients of gates, side by side along the split letter, make the gradient of the
-    whole view.
-    """
+    """Join gradients of gates along the split letter into the gradient of the whole view."""
     if len(taps) == 1:
         return pieces[0]
     form = taps[0].part.form

@@ -115,7 +115,9 @@ class FactoredFilters:
         return {"x": x, "f": self.f, "n": [n[-1] for n in self.norms], "eps": self.eps}
 
     def over(self, system: TraceSystem) -> tuple[list, list, list, list]:
-        """Return `c_t` of every product's channel, the sum of `b_t · eps_(t-1)` of every other, and
+        """Run the filters over a block.
+
+        Returns `c_t` of every product's channel, the sum of `b_t · eps_(t-1)` of every other, and
         `f̄` and `eps` after the block.
         """
         scaled = [

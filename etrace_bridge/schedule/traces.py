@@ -100,8 +100,9 @@ def advance_traces(
 
 
 def at_positions(leg: Leg, array: Any, lead: int = 0) -> Any:
-    """Return values at a group's positions, brought to the piece's elements and into the trace's
-    order; `lead` axes kept.
+    """Bring values at a group's positions to the piece's elements, in the trace's order.
+
+    `lead` axes are kept.
     """
     form = leg.part.form
     spread = take_positions(leg, array, lead).reshape(*array.shape[:lead], *form.shape(form.out))
@@ -109,8 +110,9 @@ def at_positions(leg: Leg, array: Any, lead: int = 0) -> Any:
 
 
 def take_positions(leg: Leg, array: Any, lead: int) -> Any:
-    """Return values at a group's positions for each of the piece's elements, zero where an element
-    feeds none; `lead` axes kept.
+    """Bring values at a group's positions to the piece's elements.
+
+    An element that feeds no position gets zero; `lead` axes are kept.
     """
     positions = leg.positions.reshape(-1)
     size = int(np.prod(array.shape[lead:], dtype=np.int64))

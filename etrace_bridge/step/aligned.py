@@ -55,8 +55,9 @@ def follow_positions(
     with_contacts: bool,
     stops: frozenset[Edge] = frozenset(),
 ) -> Aligned:
-    """Follow a group's positions from its old states, and from contacts that feed it if wanted, but
-    not over `stops`.
+    """Follow a group's positions from its old states.
+
+    Contacts that feed it are followed too if requested; `stops` are not passed.
     """
     positions: dict[Var, np.ndarray] = {leaf.invar: leaf.positions() for leaf in group.leaves}
     if with_contacts:

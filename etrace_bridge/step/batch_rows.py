@@ -31,8 +31,9 @@ Rows = dict[Var, np.ndarray]
 
 
 def independent_rows(program: StepProgram, sources: list[Var]) -> int:
-    """Return the number of batch elements, if hidden states and `sources` have them first and the
-    step never mixes them; else 1.
+    """Return the number of batch elements if the step never mixes them, else 1.
+
+    Hidden states and `sources` must have the batch first.
 
     Args:
         program: the step.
@@ -66,8 +67,9 @@ def independent_rows(program: StepProgram, sources: list[Var]) -> int:
 
 
 def is_same_for_any_batch(one: ModuleInfo, other: ModuleInfo) -> bool:
-    """Return whether what a step makes of a batch element depends neither on the other elements nor
-    on their number; False where that is not certain.
+    """Return whether a batch element's results depend on neither the others nor their number.
+
+    False where that is not certain.
 
     Args:
         one: the step.
@@ -106,9 +108,7 @@ def is_same_for_any_batch(one: ModuleInfo, other: ModuleInfo) -> bool:
 
 
 def _same_text(a: Any, b: Any, size: int, larger: int) -> bool:
-    """Return whether two programs differ in numbers alone that are sizes of the batch or multiples
-    of it.
-    """
+    """Return whether two programs differ only in the size of the batch and its multiples."""
     texts = [re.sub(r"0x[0-9a-f]+", "", " ".join(str(jaxpr).split())) for jaxpr in (a, b)]
     literals = [re.findall(r"(\S+):[a-z]+\d*\[\]", text) for text in texts]
     tokens = [re.findall(r"\d+\.[\de+-]*|\d+|\D+", text) for text in texts]
@@ -238,8 +238,9 @@ def _reduced(array: Any, axes: tuple[int, ...]) -> np.ndarray:
 
 
 def _product(eqn: JaxprEqn, operands: list[Any]) -> list[np.ndarray] | None:
-    """Return rows of a product: no operand may have several along what is summed, and where both
-    have some they must agree.
+    """Return the rows of a product.
+
+    No operand may have several along a summed axis, and where both have some they must agree.
     """
     contracted, batch = eqn.params["dimension_numbers"]
     shape, total = eqn.outvars[0].aval.shape, np.full(eqn.outvars[0].aval.shape, -1)

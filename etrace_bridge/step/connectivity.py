@@ -59,9 +59,7 @@ def step_connectivity(program: StepProgram, layout: Layout) -> tuple[np.ndarray,
 
 
 def family_reach(family: Family, by_sum: dict[Var, Any], size: int) -> np.ndarray:
-    """Return the hidden values that the units of a row reach within the step: (units of a row,
-    values).
-    """
+    """Return the hidden values that a row's units reach within the step: (units, values)."""
     reach = np.zeros((family.units // family.rows, size), bool)
     for summed in family.sums:
         elements = by_sum[summed.var].shape[1]
@@ -85,8 +83,9 @@ def _first_row(planes: Planes, v: Any, layout: Layout, total: int) -> np.ndarray
 
 
 def _known_values(program: StepProgram) -> dict[Var, Any]:
-    """Return values that show what is zero by declaration: random weights, constants, unchanged
-    buffers.
+    """Return the values that show what is zero by declaration.
+
+    Weights are random; constants and unchanged buffers have their values.
     """
     rng, info = np.random.default_rng(0), program.graph.module_info
     known: dict[Var, Any] = dict(program.constants)

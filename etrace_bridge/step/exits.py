@@ -119,10 +119,9 @@ def at_exit(program: StepProgram, g: int, exit_: Exit, value: Any) -> Any:
 
 
 def linearise_exits(steps: Steps, g: int, group_exits: GroupExits):
-    """Return the pull-back of a group's exits for all steps: cotangents of the exits -> (states,
-    taps).
+    """Return the pull-back of a group's exits for all steps.
 
-    States are the group's own; taps that do not feed it get None.
+    It maps cotangents of the exits to those of (states, taps).
     """
     program, exits = steps.program, group_exits.exits
     feeding = [
@@ -169,8 +168,9 @@ def linearise_exits(steps: Steps, g: int, group_exits: GroupExits):
 
 
 def exit_cotangents(steps: Steps, exits: Sequence[GroupExits]) -> Grouped:
-    """Return derivative of each step's loss by the exits, [group][exit], each at its group's
-    positions.
+    """Return the derivative of each step's loss by the exits, [group][exit].
+
+    Each one is at its group's positions.
     """
     program, length = steps.program, steps.length
     edges = sorted({edge for of_group in exits for e in of_group.exits for edge in e.edges})
@@ -206,8 +206,9 @@ def exit_cotangents(steps: Steps, exits: Sequence[GroupExits]) -> Grouped:
 def signal_gradient(
     steps: Steps, exits: Sequence[GroupExits], signals: dict[Var, Any]
 ) -> LossGradient:
-    """As `loss_gradient` with `core` credit, with given signals at the exits in place of the loss's
-    derivative by them.
+    """Return `loss_gradient` with `core` credit for given signals at the exits.
+
+    The signals replace the loss's derivative by the exits.
 
     Args:
         steps: the steps.

@@ -86,8 +86,9 @@ def _run_level(
     known: dict[Var, Any],
     length: int,
 ) -> dict[int, Any]:
-    """Run one level through all steps, adds its values to `known`, and returns its states after
-    them.
+    """Run one level through all steps and add its values to `known`.
+
+    Returns its states after them.
     """
     old_vars, new_vars = (
         [program.state_vars[n] for n in level],

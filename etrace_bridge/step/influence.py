@@ -1,6 +1,4 @@
-"""The influence of steps: the Jacobians of all new hidden values by old ones and by what weights
-make.
-"""
+"""The influence of steps: Jacobians of new hidden values by old ones and by contact outputs."""
 
 from __future__ import annotations
 

@@ -114,8 +114,9 @@ def _feature_sources(form: Any, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def pull_through(steps: Steps, kept: KeptProducts) -> Callable[[Sequence[Any]], list[Any]]:
-    """Return a function: cotangents at the taps -> cotangents of the group's old states, through
-    the kept entries alone.
+    """Return a function from cotangents at the taps to those of the group's old states.
+
+    It passes through the kept entries only.
     """
     program, xs = steps.program, list(dict.fromkeys(k.contact.x for k in kept.entries))
 

@@ -143,8 +143,9 @@ def loss_gradient(steps: Steps, credit: str) -> LossGradient:
 
 
 def output_gradient(steps: Steps) -> dict[int, Any]:
-    """Return `dl_t/doutput_t` of the weighted losses, for each floating-point output by its index
-    in `program.out_vars`.
+    """Return `dl_t/doutput_t` of the weighted losses for each floating-point output.
+
+    The key is the output's index in `program.out_vars`.
     """
     flat, tree = jax.tree.flatten(steps.outputs())
     floats = [n for n, x in enumerate(flat) if jnp.issubdtype(x.dtype, jnp.floating)]

@@ -60,7 +60,7 @@ class StepProgram(StepGroups):
     def step(
         self, theta: Sequence[Any], hidden: Sequence[Any], other: Sequence[Any], args: Sequence[Any]
     ):
-        """One step as a pure function: the model's output, new hidden states, new other states."""
+        """Run the step as a pure function."""
         return self.step_from(self.weight_env(theta), hidden, other, args, self.tuning.bind)
 
     def step_from(
@@ -93,8 +93,9 @@ class StepProgram(StepGroups):
         return evaluate(self.weight_eqns, env)
 
     def loop_env(self, theta: Sequence[Any]) -> dict[Any, Any]:
-        """Return values for loops over time beside the weight tier, in the layout that products in
-        loops want.
+        """Return the values that loops over time need beside the weight tier.
+
+        They are in the layout that products in loops want.
         """
         return self.tuning.before_loops(self.step_eqns, self.weight_env(theta))
 
@@ -168,8 +169,9 @@ class StepProgram(StepGroups):
 
 
 def make_program(graph: ETraceGraph, platform: str | None = None) -> StepProgram:
-    """Return the program of a compiled model's step, for a kind of device (`"cpu"`, `"gpu"`,
-    `"tpu"`); None: JAX's default.
+    """Make the program of a compiled model's step for a kind of device.
+
+    The device is `"cpu"`, `"gpu"` or `"tpu"`; None for JAX's default.
     """
     groups = read_groups(read_taps(read_equations(graph)))
     return StepProgram(**vars(groups), tuning=tuning_for(platform))

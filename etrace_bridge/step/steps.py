@@ -1,4 +1,4 @@
-"""A run of steps that the forward pass has gone over: what rules and the scheduler linearise."""
+"""A run of steps after their forward pass: what rules and the scheduler linearise."""
 
 from __future__ import annotations
 

@@ -48,11 +48,7 @@ def to_units(summed: Sum, array: Any) -> Any:
 
 
 def at_elements(block: Block, values: Any) -> Any:
-    """Return values of units (…, units) at the elements of a block, to be multiplied with its
-    trace.
-
-    `values` is one array for all pieces, or a list with one for each.
-    """
+    """Return values of units (…, units) at a block's elements, to multiply its trace with."""
     form = block.form
     each = values if isinstance(values, list) else [values] * len(block.pieces)
     lead = each[0].ndim - 1

@@ -61,8 +61,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Block:
-    """Pieces of one contact that share an array: all of them, such as the gates of a fused product,
-    or one.
+    """Pieces of one contact that share an array: all gates of a fused product, or a single piece.
 
     Attributes:
         contact: the contact.
@@ -239,8 +238,9 @@ def _find_sums(program: StepProgram, reach: set[Var]) -> dict[Var, list[Piece]]:
 
 
 def _paths_to_states(program: StepProgram) -> tuple[set[Var], set[Var]]:
-    """Return variables from which a derivative leads to a new state, and those with a path outside
-    the core.
+    """Return the variables whose derivative leads to a new state.
+
+    The second set are those with a path outside the core.
     """
     structure = program.graph.structure
     core, cuts = set(structure.alignment.core), structure.alignment.cuts
