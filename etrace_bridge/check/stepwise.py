@@ -23,8 +23,7 @@ from etrace_bridge.learning.inputs import as_targets
 from etrace_bridge.learning.learner import OnlineLearner
 from etrace_bridge.rules import Rule
 
-# The second step is the first that takes the quick way in; the rest shows states and traces that go
-# on
+# The second step is the first that skips the checks; the others show states and traces that advance
 MOST_STEPS = 4
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-1, torch.float16: 1e-2}
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from etrace_bridge.learning.runtime import Runtime
     from etrace_bridge.learning.store import Store
 
-# Begins the names of the model's weights and buffers, where they lie beside other arrays
+# The beginning of the names of weights and buffers that are stored beside other arrays
 WEIGHT = "weight "
 NEVER_NAN = ("parameter ", "hidden state ", "trace ")  # what the guard keeps finite
 
@@ -50,7 +50,7 @@ def save_learner(learner: OnlineLearner, path: str | os.PathLike) -> Path:
     """
     runtime, store = learner.runtime, learner.runtime.store
     runtime.watch.look()
-    store.lend()  # which also takes back what was changed in the model
+    store.lend()  # this also reads what was changed in the model
     named = named_arrays(store)
     if runtime.options.guard:
         bad = names_with_nan(named)

@@ -74,7 +74,7 @@ def write_checkpoint(
                         unfinished.unlink(missing_ok=True)
                 raise
             _sync_folder(target.parent)
-            # the new checkpoint is there; what is left over goes with the next one
+            # The new checkpoint is complete; the next one removes what is left over
             with contextlib.suppress(OSError):
                 _remove_left_over(target, state, before, alone)
     except OSError as error:
@@ -122,7 +122,7 @@ def _only_writer(folder: Path) -> Iterator[bool]:
     try:
         yield _lock(handle)
     finally:
-        os.close(handle)  # which also gives the lock back
+        os.close(handle)  # this also releases the lock
 
 
 def _lock(handle: int) -> bool:

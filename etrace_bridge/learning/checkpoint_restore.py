@@ -230,7 +230,7 @@ def _restore_state(store: Store, saved: Mapping[str, Any], has_optimizer: bool) 
     """Put a state by name into a learner: tensors of a file, or JAX arrays on their devices."""
     everything = named_arrays(store)
     own = everything
-    if not has_optimizer:  # a learner without an optimizer leaves the saved one's state alone
+    if not has_optimizer:  # a learner without an optimizer ignores the saved state of one
         saved = {n: t for n, t in saved.items() if not n.startswith("optimizer ")}
         own = {n: x for n, x in own.items() if not n.startswith("optimizer ")}
     if not all(isinstance(x, jax.Array) for x in saved.values()):

@@ -1,6 +1,4 @@
-"""Everything that exists because of XLA or of one backend, behind one interface.
-
-`Tuning`, and `jit`.
+"""Everything that exists because of XLA or of one backend, behind one interface: `Tuning`, `jit`.
 
 The base class `Tuning` is plain JAX, and what a GPU or TPU gets. `CPUTuning` lays the same programs
 out for XLA's CPU compiler. No file outside this folder speaks of XLA, of a CPU or of barriers;

@@ -14,18 +14,17 @@ import jax
 from etrace_bridge._errors import InputError
 from etrace_bridge.lowering.notice import Program
 
-# Options of XLA's CPU compiler; other backends do not know them.
-# Loops over time are what most programs of this package are made of. By default each of a loop's
-# arrays that two kernels read is copied at every step, which the analysis by regions finds
-# needless.
+# Options of XLA's CPU compiler; other backends reject them.
+# By default, every array of a loop over time that two kernels read is copied at every step. The
+# analysis by regions avoids that.
 OPTIONS = {"xla_cpu_copy_insertion_use_region_analysis": True}
-# Half of a register is filled, too; the whole is faster, though not in the short kernels of a
-# single step.
+# By default only half of a vector register is used. The whole is faster, but not in the short
+# kernels of a single step.
 SEQUENCE_OPTIONS = {"xla_cpu_prefer_vector_width": 512}
 # The fusion emitters (jaxlib 0.10.2) hand LLVM loops over a few columns that it turns into vectors
 # of, say, twenty doubles, and their x86 code can be wrong: the gates' cotangents of a GRU with 5
 # units and batch 4, concatenated, were. Without these emitters float64 is right, and a little
-# slower; no float32 program was found wrong, so those keep them.
+# slower. No wrong float32 program is known, so float32 programs use them.
 FLOAT64_OPTIONS = {"xla_cpu_use_fusion_emitters": False}
 
 

@@ -1,6 +1,4 @@
-"""XLA's CPU compiler.
-
-What it does badly when programs are written as elsewhere, and how they are written for it.
+"""How programs are written for XLA's CPU compiler, and what it does badly otherwise.
 
 - Products with torch's (out, in) weights in loops over time: `lowering.products`.
 - Convolutions in loops: `lowering.patches`.
@@ -35,9 +33,9 @@ VECTOR = 2048  # elements of an array that is added up as it is
 
 @dataclass(frozen=True)
 class CPUTuning(Tuning):
-    """For XLA's CPU compiler.
+    """The tuning for XLA's CPU compiler.
 
-    The sizes are those of its caches, and of memory that is mapped anew in each run.
+    The sizes are those of a CPU's caches, and of memory that is mapped anew in each run.
     """
 
     block_bytes: int = 3 * 2**20

@@ -1,4 +1,4 @@
-"""A line on the terminal while something compiles, so that nobody waits in silence.
+"""A line on the terminal while something compiles.
 
 The line comes after half a second, counts the seconds, and disappears when the work is done. It is
 written to `sys.stderr`, only if that is a terminal, and by the first process only.

@@ -1,8 +1,8 @@
 """Convolutions as products of patches and kernel, for XLA's CPU compiler.
 
-It has a fast routine for convolutions in a program's outermost computation only. In a loop, and
-time is a loop, they run as plain nested loops, several times slower than the same sum as a matrix
-product. So do their derivatives.
+The compiler has a fast routine for convolutions in a program's outermost computation only. In a
+loop over time, they and their derivatives run as plain nested loops, several times slower than the
+same sum as a matrix product.
 """
 
 from __future__ import annotations

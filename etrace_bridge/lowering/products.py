@@ -1,9 +1,9 @@
 """Products of data and weights in loops over time, for XLA's CPU compiler.
 
 torch's weights are (out, in), and the product of a few rows with such a matrix takes up to twice as
-long as it need. It is faster with the transposed matrix, made once before all loops, or with the
-matrix on the left and the small result transposed: the latter where the matrix is large, or there
-is no loop. A single row is not faster either way.
+long as necessary. It is faster with the transposed matrix, made once before all loops, or with the
+matrix on the left and the small result transposed. The second way is for large matrices and outside
+of loops. Neither helps with a single row.
 """
 
 from __future__ import annotations

@@ -19,10 +19,10 @@ class Tuning:
     """How the engine's programs are laid out for a backend.
 
     Attributes:
-        block_bytes: working buffers of one block of steps, at least: what is fast to write and read
+        block_bytes: the least size of one block's working buffers, which are fast to write and read
             again.
-        block_rows: rows of a product, batch times steps, that a block has at least.
-        whole_bytes: buffers of this size cost nothing worth saving, so such a chunk is one block.
+        block_rows: the least number of rows (batch times steps) of a product in a block.
+        whole_bytes: a chunk with buffers up to this size is one block.
     """
 
     block_bytes: int = 2**26

@@ -1,6 +1,4 @@
-"""What a learning rule is: a small pure object that states an equation.
-
-And the registry of rules by name.
+"""What a learning rule is: a small pure object that states an equation; the registry of rules.
 
 Symbols used in all rule files, for step t:
 
@@ -62,7 +60,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Carry:
-    """What goes from chunk to chunk.
+    """What is passed from chunk to chunk.
 
     Attributes:
         hidden: hidden states, one array per leaf.
@@ -77,17 +75,16 @@ class Carry:
 
 @dataclass(frozen=True)
 class ChunkResult:
-    """What a chunk gives back.
+    """The result of a chunk.
 
     Attributes:
         grads: gradient of the weighted losses, one array per weight; None without a loss.
         losses: (K,) unweighted losses; None without a loss.
         outputs: the model's outputs, K on the first axis.
         carry: states and trace after the chunk.
-        factors: arrays of which, with the memory before, the new memory and the gradients of
-            weights with a trace and no other use are sums of products. The guard may watch these in
-            place of the gradients, which then need not exist as arrays.
-            None: there are none to name.
+        factors: arrays that the guard may watch instead of the gradients, which then need not exist
+            as arrays. The new memory, and the gradients of weights with a trace and no other use,
+            are sums of products of these and the memory before. None if there are no such arrays.
         discarded: as in `ReverseRule.discarded`; None where the rule does not know.
     """
 
@@ -109,7 +106,7 @@ class Rule:
     Attributes:
         name: what `rule=` accepts.
         truncates: credit stops where a chunk begins, so that `chunk="auto"` is the whole sequence.
-        follows_states: the memory of a batch element stays as it is where its states do.
+        follows_states: the memory of a batch element does not change if its states do not.
         own_signal: the rule replaces the loss's derivative, also for weights outside the
             recurrence.
         needs_loss: the gradient is not linear in the loss's derivative by the outputs, or reads

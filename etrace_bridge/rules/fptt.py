@@ -4,7 +4,7 @@ Every step (or chunk of K) has an update, for the loss
 
     l_t(theta) + alpha/2 |theta - mean_t|² - lambda_t · theta
 
-so that the weights, which see one step's loss at a time, do not run after each of them. Credit
+so that the weights, which see one step's loss at a time, do not follow each of them. Credit
 stops where the chunk begins, and the gradient is
 
     g_t = dl_t/dtheta |_(h before the chunk fixed)  +  alpha (theta_t - mean_t)  -  lambda_t

@@ -22,7 +22,7 @@ class Dense:
     """The trace itself: for each trace of the program and each row of its group B·P elements.
 
     Attributes:
-        dtype: in which it is stored, e.g. `"bfloat16"`; None keeps the states' dtype.
+        dtype: the dtype in which it is stored, e.g. `"bfloat16"`; None keeps the states' dtype.
     """
 
     schedule: ClassVar[str] = "backward"
@@ -116,7 +116,7 @@ class Filters:
     """Base of memories that are filters: how they are stored between chunks.
 
     Attributes:
-        dtype: in which they are stored, e.g. `"bfloat16"`; None keeps the states' dtype.
+        dtype: the dtype in which they are stored, e.g. `"bfloat16"`; None keeps the states' dtype.
     """
 
     schedule: ClassVar[str] = "forward"
@@ -152,11 +152,11 @@ class Filters:
 class Factored(Filters):
     """`eps ≈ f̄ / n ⊗ x̄`, two low-pass filters of B·(I + S·H) elements in place of B·P·S.
 
-    Rules/pp_prop.py has the equations.
+    `rules/pp_prop.py` has the equations.
 
     Attributes:
-        alpha: how much of the filters is left after a step.
-        dtype: in which the filters are stored between chunks, e.g. `"bfloat16"`; None keeps the
+        alpha: the share of the filters that is left after a step.
+        dtype: the dtype in which the filters are stored between chunks, e.g. `"bfloat16"`; None keeps the
             states' dtype.
     """
 
@@ -205,12 +205,12 @@ class Factored(Filters):
 class Presynaptic(Filters):
     """`x̄_t = leak x̄_(t-1) + x_t`, the filtered features of every product: B·I elements.
 
-    The cotangent at the product's output meets `x̄_t` in place of `x_t`. A bias that is only added
+    The cotangent at the product's output meets `x̄_t` instead of `x_t`. A bias that is only added
     to a product is a column of it whose feature is always 1. Other element-wise contacts are not
     filtered.
 
     Attributes:
-        leak: how much of the filter is left after a step; with 0 nothing is remembered.
+        leak: the share of the filter that is left after a step; with 0 nothing is remembered.
     """
 
     leak: float

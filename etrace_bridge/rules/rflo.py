@@ -10,7 +10,7 @@ back through readout or upper layers. Weights outside the recurrence, such as th
 their plain gradient.
 
 Memory: that of D-RTRL. Time per step: that of D-RTRL. Never exact for weights of the recurrence,
-whose signal is another.
+whose signal differs from the derivative.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Base of rules that carry some entries of the influence matrix, exactly moved.
+"""Base of rules that carry some entries of the influence matrix exactly.
 
 For unit i (`step.units`), with `theta_i` all weights that feed it and `S_i` a set of hidden values,
 

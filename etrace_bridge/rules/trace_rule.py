@@ -4,8 +4,8 @@
     g_t   = direct_t + b_t · eps_(t-1)
 
 A rule says what `D_t`, `df_t`, `b_t` and `direct_t` are for K steps at once (`system`), and what is
-remembered of `eps` (`memory`). How the recursion runs, step by step or over K steps, whole or in
-blocks, is the scheduler's affair.
+remembered of `eps` (`memory`). The scheduler decides how the recursion runs: step by step or over K
+steps, whole or in blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from etrace_bridge.step.steps import Steps
 class TraceSystem:
     """The terms of the recursion for K steps.
 
-    A hidden group has a number of *rows*: its states, and whatever else a rule follows beside them.
+    A hidden group has several *rows*: its states, and whatever else a rule follows beside them.
     Arrays have the K steps on their first axis, then the group's positions.
 
     Attributes:

@@ -9,14 +9,14 @@ product.
 `ν` are random signs, one for each hidden value of the whole batch, so products of different terms
 vanish in the mean: the gradient is noisy and has no bias. `F_t = dh_t/dh_(t-1)` of the whole step.
 In chunks of K steps the gradient within the chunk is exact, and `F` and `dh/dtheta` are those of
-the chunk: one draw of `ν` a chunk, and less noise the longer it is.
+the chunk: one draw of `ν` per chunk, and less noise the longer the chunk is.
 
 The signs come from `seed`, from a counter in the memory, and from the numbers of the chunk itself,
 so that sequences which all begin with an empty memory do not share their noise. The same seed,
 weights and data give the same gradient.
 
 Memory: B·H + P, less than any trace. Time per step: one more reverse pass and one forward
-derivative a chunk. Exact in the mean; a single gradient is not, unless one chunk covers the
+derivative per chunk. Exact in the mean; a single gradient is not, unless one chunk covers the
 sequence.
 """
 

@@ -1,4 +1,4 @@
-"""Running one chunk of K steps under a rule; K = 1 is the online step."""
+"""Runs one chunk of K steps under a rule; K = 1 is the online step."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""How many steps a chunk has.
-
-As many as fit into a budget of memory. And how many blocks it is divided into.
+"""How many steps a chunk has within a budget of memory, and how many blocks it is divided into.
 
 A chunk's buffers are of two kinds: *working* buffers of the parallel passes, which only one block
 of steps needs at a time, and what is *saved* for all K steps: states, products, and what the trace
@@ -169,8 +167,8 @@ def choose_chunk(
         (k for k in range(min(MAX_CHUNK, length), 1, -1) if fits(k, True, SEVERAL_CHUNKS)), 1
     )
     near = range(most, max(1, most // 2) - 1, -1)
-    # The largest that leaves least over, at the end of the sequence and then of the chunk: what is
-    # left over is one more program.
+    # Prefer sizes that leave few steps over at the end of the sequence, then of the chunk, and the
+    # largest of these: steps that are left over need one more program.
     return min(near, key=lambda k: (length % k, k % block_steps(program, k)))
 
 

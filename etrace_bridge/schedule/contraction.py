@@ -1,6 +1,6 @@
-"""Where cotangents at contacts meet features.
+"""Multiplies cotangents at contacts with features.
 
-Gradients of views, and from these gradients of weights.
+The results are gradients of views, and from these gradients of weights.
 """
 
 from __future__ import annotations

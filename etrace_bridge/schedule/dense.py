@@ -1,6 +1,4 @@
-"""A trace system with a dense memory over K steps.
-
-The trace is read and written once per chunk, not once per step.
+"""Runs a trace system with a dense memory: the trace is read and written once per chunk.
 
 For K steps with fixed weights the sum of `g_t` is, exactly,
 

@@ -1,8 +1,8 @@
 """A whole sequence, chunk after chunk, as one program.
 
 Many full chunks are one scan with one body. Outside it, a first chunk does not read a trace that is
-known to be zero, and a last one does not write a trace that nobody will read: a sequence of one
-chunk has no trace work at all, one of two writes and reads the trace once.
+known to be zero, and a last one does not write a trace that is not read afterwards: a sequence of
+one chunk does no work on traces, one of two chunks writes and reads the trace once.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from jax import lax
 
 from etrace_bridge.schedule.chunk_plan import ChunkPlan
 
-# From this many full chunks on, one loop body for all: unrolled, the buffers of several would exist
-# at once
+# From this number of full chunks on, all run in one loop: unrolled, the buffers of several would
+# exist at once
 LOOP_FROM = 3
 
 # (carry, data of one chunk, fresh, final) -> (gradients, losses, outputs, carry)

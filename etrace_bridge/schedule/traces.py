@@ -1,4 +1,4 @@
-"""Dense traces: reading them, once per chunk, and advancing them over K steps."""
+"""Reads dense traces once per chunk, and advances them over K steps."""
 
 from __future__ import annotations
 

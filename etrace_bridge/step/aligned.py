@@ -1,7 +1,7 @@
-"""Values of a step that follow the positions of a hidden group, and where that ends.
+"""Values of a step that follow the positions of a hidden group, and where they stop.
 
-The core (`compiler.positions`) knows what reaches the *new states* position by position. Two rules
-ask more: which operands of weight products are position by position functions of the old states
+The core (`compiler.positions`) says what reaches the *new states* position by position. Two rules
+need more: which operands of weight products are position by position functions of the old states
 (`snap1`), and through which values the rest of the step reads a group (`eprop`). Both come from one
 pass forward over the step.
 """
@@ -30,7 +30,7 @@ from etrace_bridge.step.program import StepProgram
 
 @dataclass(frozen=True)
 class Aligned:
-    """What the pass finds for one group.
+    """The result of the pass for one group.
 
     Attributes:
         positions: for each value reached, the group's position that each element belongs to (-1:

@@ -5,8 +5,8 @@ depends on (-1: none). Element-wise equations keep rows, structural ones carry t
 products keep them where they sum over one row only. Where a value would depend on two rows, the
 batch is one element as far as derivatives go (`independent_rows`).
 
-`is_same_for_any_batch` asks for more: that the values themselves of a batch element are the same in
-a batch of any size. It reads two traces of the step, of which one has an element more.
+`is_same_for_any_batch` requires more: the values themselves of a batch element must be the same in
+a batch of any size. It reads two traces of the step, one of them with one element more.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Read from the step's equations, element by element, not from derivatives at one point: an activation
 that happens to be flat there still connects. A product connects where the matrix is not zero by
 declaration: by a mask that is a constant of the step or a buffer that it does not change. Weights
-themselves may take any value. What is not understood connects everything.
+may take any value. An unknown operation connects everything.
 """
 
 from __future__ import annotations

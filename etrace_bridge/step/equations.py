@@ -41,10 +41,8 @@ class StepEquations:
         weight_eqns: the weight tier.
         step_eqns: all others; element-wise contacts are among them, since each step taps them.
         levels: the states, as indices of `state_vars`, in the order in which whole sequences of
-            them can be computed. States
-            that depend on each other are in one level, and each level depends on earlier ones
-                alone: a stack of recurrent
-            layers has one level per layer.
+            them can be computed. States that depend on each other are in one level, and each level
+            depends on earlier ones only: a stack of recurrent layers has one level per layer.
     """
 
     graph: ETraceGraph

@@ -1,10 +1,8 @@
-"""The forward pass over a chunk.
+"""The forward pass over a chunk: scans that carry states and save what the parallel part needs.
 
-Scans that carry states and keep only what the parallel part needs.
-
-Each level of states (`StepProgram.levels`) has a scan of its own. What it reads of inputs and of
-earlier levels is there before, computed for all steps at once: the input products of every layer of
-a stack are one large product each.
+Each level of states (`StepProgram.levels`) has its own scan. What it reads of inputs and of earlier
+levels is computed before, for all steps at once: the input products of each layer of a stack are
+one large product.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from etrace_bridge.compiler.jaxpr import read
 from etrace_bridge.step.program import StepProgram
 from etrace_bridge.step.steps import Steps
 
-# Rows of a system are held as [group][row] lists of arrays of the group's varshape, with the K
+# Rows of a system are [group][row] lists of arrays of the group's varshape, with the K
 # steps in front. The first rows of a group are its states.
 Grouped = list[list[Any]]
 Blocks = list[list[list[Any]]]  # [group][row][row]; None for what is always zero
@@ -124,8 +124,8 @@ def loss_gradient(steps: Steps, credit: str) -> LossGradient:
         return jnp.sum(losses * weights), (losses, outputs)
 
     deltas = list(program.zero_taps((steps.length,)).values())
-    # What stops at the cuts is b alone: where a held value depends on weights too, it takes a
-    # second derivative.
+    # Only b stops at the cuts: where a held value depends on weights too, the weights need a second
+    # derivative.
     core = program.pre_cut_operands if credit == "core" else None
     apart = core is not None and program.weights_reach_pre_cuts
     held = None if apart else core

@@ -1,7 +1,4 @@
-"""One step as the engine runs it.
-
-Everything that is known about it before tracing, and functions that evaluate it.
-"""
+"""One step as the engine runs it: what is known before tracing, and functions that evaluate it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scans over time."""
+"""Scan over time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays of units, of hidden values, and of the elements of traces: from one to the other."""
+"""Converts between arrays of units, of hidden values, and of the elements of traces."""
 
 from __future__ import annotations
 
