@@ -103,15 +103,7 @@ def export_learner(
             "The model holds typed random keys, which the file format does not know. Use "
             "`jax.random.PRNGKey` keys."
         )
-    size = jax.export.symbolic_shape("b") if batch == "symbolic" else ()
-    state = [
-        _shape((*size, *x.shape) if each else x.shape, x.dtype)
-        for x, each in zip(leaves, parts.by_element, strict=True)
-    ]
-    inputs, targets = (
-        [_shape((*size, *t.shape[len(size) :]), t.dtype) for t in some]
-        for some in (parts.inputs, parts.targets)
-    )
+    state, inputs, targets = _shapes(parts, symbolic=batch == "symbolic")
     programs = {
         "learn": _lower(parts.learn, [*state, *inputs, *targets], platforms),
         "infer": _lower(parts.infer, [*state, *inputs], platforms),
@@ -144,6 +136,20 @@ def export_learner(
     }
     files["state.safetensors"] = safetensors.numpy.save(arrays)
     return write_folder(Path(path), files, manifest)
+
+
+def _shapes(parts: _Parts, symbolic: bool) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return shapes of state, inputs and targets, for the batch as it is or of any size."""
+    size = jax.export.symbolic_shape("b") if symbolic else ()
+    state = [
+        _shape((*size, *x.shape) if each else x.shape, x.dtype)
+        for x, each in zip(jax.tree.leaves(parts.state), parts.by_element, strict=True)
+    ]
+    inputs, targets = (
+        [_shape((*size, *t.shape[len(size) :]), t.dtype) for t in some]
+        for some in (parts.inputs, parts.targets)
+    )
+    return state, inputs, targets
 
 
 # -- programs -------------------------------------------------------------------------------------
