@@ -1,5 +1,6 @@
-"""Every error a user can meet derives from `BridgeError`: what was found, why it cannot work, what
-to do.
+"""Every error a user can meet derives from `BridgeError`.
+
+A message says what was given, why it cannot work, and what to do.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ _CELL = "padding:.15em .8em .15em 0;text-align:left;vertical-align:top;border-bo
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table whose columns are as wide as their longest entry."""
+    """Return lines of a table whose columns are as wide as their longest entry."""
     widths = [max(len(row[n]) for row in (header, *rows)) for n in range(len(header))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
@@ -21,7 +21,10 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str
 def html_table(
     title: str, header: Sequence[str], rows: Sequence[Sequence[str]], notes: Sequence[str] = ()
 ) -> str:
-    """A table for a notebook, with a title above and notes below; everything in it is escaped."""
+    """Return a table for a notebook, with a title above and notes below.
+
+    Everything in it is escaped.
+    """
 
     def line(cells: Sequence[str], tag: str) -> str:
         inner = (f'<{tag} style="{_CELL}">{escape(cell)}</{tag}>' for cell in cells)

@@ -13,10 +13,10 @@ from typing import Any
 from etrace_bridge._errors import InputError
 from etrace_bridge._jax_compat import module_scope
 from etrace_bridge.compiler.certificate import ParameterCertificate
-from etrace_bridge.compiler.control_flow import source_line
 from etrace_bridge.compiler.diagnostics import Path, show_path
 from etrace_bridge.compiler.graph import ETraceGraph
 from etrace_bridge.compiler.records import contact_name
+from etrace_bridge.compiler.source_line import source_line
 
 _ROW, _TOP = 34, 44
 _X = {"parameter": 10, "contact": 420, "group": 640}

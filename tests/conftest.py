@@ -109,7 +109,8 @@ def without_single_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     Wrapping and compiling for them is nearly half of its time.
     """
     monkeypatch.setattr(
-        "etrace_bridge.check.gradients._Job.with_single_steps", lambda self, reports: reports
+        "etrace_bridge.check.torch_check.TorchCheck.with_single_steps",
+        lambda self, reports: reports,
     )
 
 

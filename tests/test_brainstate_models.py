@@ -15,8 +15,8 @@ import optax
 import pytest
 
 import etrace_bridge as eb
-from etrace_bridge.check.comparison import RuleComparison
 from etrace_bridge.check.module_reference import flat_gradient, module_reference
+from etrace_bridge.check.rule_comparison import RuleComparison
 
 T, B, I, H = 6, 3, 2, 4  # noqa: E741
 

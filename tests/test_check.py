@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import etrace_bridge as eb
-from etrace_bridge.check.reference import map_tensors
+from etrace_bridge.check.torch_reference import map_tensors
 from etrace_bridge.learning.footprint import parse_bytes
 from etrace_bridge.rules import RTRL, EProp
 
@@ -238,7 +238,8 @@ def test_assert_gradients_close_passes_and_asks_for_a_cosine():
     model, (xs, ys) = Net(), data()
     assert eb.assert_gradients_close(Leaky(), *data(H), mse_loss, "d_rtrl", min_cosine=0.99999).ok
     with pytest.raises(
-        AssertionError, match=r"`gru\.\w+` has cosine 0\.\d+ to torch's; at least 0\.99999"
+        AssertionError,
+        match=r"`gru\.\w+` has cosine 0\.\d+ to torch's; it must be at least 0\.99999",
     ):
         eb.assert_gradients_close(model, xs, ys, mse_loss, "d_rtrl", min_cosine=0.99999)
 
@@ -327,7 +328,7 @@ def test_a_parameter_with_zero_gradient_is_not_ok_unless_allowed():
 
 
 def test_different_outputs_are_a_problem(monkeypatch):
-    from etrace_bridge.check import gradients as check
+    from etrace_bridge.check import torch_check as check
 
     real = check.torch_reference
 

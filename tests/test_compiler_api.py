@@ -269,7 +269,7 @@ for name in models.ZOO:
     graph = models.graph_of(name)
     print(name, graph.report(), describe(graph), *graph.diagnostics, graph.module_info.jaxpr, sep="\\n")
     print([(str(r.weight_view), str(r.y_to_hidden_group_jaxprs[0])) for r in graph.hidden_param_op_relations])
-    print([(leg.contact.index, leg.group, leg.places.tolist()) for leg in graph.structure.legs])
+    print([(leg.contact.index, leg.group, leg.positions.tolist()) for leg in graph.structure.legs])
 """
 
 

@@ -13,8 +13,8 @@ import etrace_bridge as eb
 import models
 from etrace_bridge._jax_compat import bind_equation
 from etrace_bridge.compiler.contacts import _RULES
-from etrace_bridge.compiler.control_flow import normalise
 from etrace_bridge.compiler.jaxpr import read
+from etrace_bridge.compiler.normalise import normalise
 from etrace_bridge.compiler.primitives import _ELEMENTWISE, index_maps, is_structural
 from models import B, H, I, Plain
 from oracle_compiler import Step, compute

@@ -113,7 +113,7 @@ def cut_words(cut) -> str:
     if cut.weights:
         return f"product {names(cut.weights)}"
     endings = {
-        "a state that is no HiddenState": "no HiddenState",
+        "a state that is not a HiddenState": "no HiddenState",
         "feeds many positions": f"{cut.primitive} feeds many",
         "joins a weight with data in no known way": f"{cut.primitive} unknown",
         "spreads positions": f"{cut.primitive} spreads",

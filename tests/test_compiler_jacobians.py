@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import models
-from etrace_bridge.compiler.core import split_leaf
+from etrace_bridge.compiler.core_equations import split_leaf
 from etrace_bridge.compiler.graph import ETraceGraph
 from etrace_bridge.compiler.jaxpr import evaluate
 from oracle_compiler import Step, compute
@@ -132,9 +132,9 @@ def test_df(measured):
         np.testing.assert_allclose(
             value, group.concat_hidden([new[p] for p in group.hidden_paths]), **TOLERANCE
         )
-        fed = leg.places.ravel() >= 0
+        fed = leg.positions.ravel() >= 0
         # (place of the state, element of the contact's output)
-        own = leg.places.ravel()[fed], np.flatnonzero(fed)
+        own = leg.positions.ravel()[fed], np.flatnonzero(fed)
         states = [(leaf, rows) for leaf in group.leaves for rows in elements(leaf)]
         for (leaf, rows), df in zip(states, dfs, strict=True):
             full = measured.by_contact[at[leaf.path]][variables.index(leg.part.var)][rows]

@@ -140,13 +140,13 @@ def test_jaxpr_call_checks_its_arguments():
     _, args = models.build("rnn")
     with pytest.raises(eb.InputError, match="has 1 values, but the step takes 4 states"):
         minfo.jaxpr_call(*args, old_state_vals=[0])
-    with pytest.raises(eb.InputError, match="takes 5 arrays in all, 4 were given"):
+    with pytest.raises(eb.InputError, match="takes 5 arrays in all, but 4 were given"):
         minfo.jaxpr_call()
 
 
 def test_equations_keep_their_source_line():
     minfo = models.graph_of("jitted").module_info
-    from etrace_bridge.compiler.control_flow import source_line
+    from etrace_bridge.compiler.source_line import source_line
 
     lines = [source_line(eqn) for eqn in minfo.jaxpr.eqns]
     assert all("models.py" in line for line in lines)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from etrace_bridge._jax_compat import make_jaxpr_closed
-from etrace_bridge.compiler.core import Core
+from etrace_bridge.compiler.core_equations import Core
 from etrace_bridge.compiler.jaxpr import read
 from etrace_bridge.step.program import make_program
 from fuzz_models import Program

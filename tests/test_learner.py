@@ -159,7 +159,9 @@ def test_another_batch_size(stream):
     xs, ys = make_data()
     stream.step(xs[0], ys[0])
     small_x, small_y = make_data(batch=1)
-    with pytest.raises(eb.InputError, match=r"They cannot go on with another batch.*`reset\(\)`"):
+    with pytest.raises(
+        eb.InputError, match=r"A stream cannot continue with another batch.*`reset\(\)`"
+    ):
         stream.step(small_x[0], small_y[0])
     before = stream.net.hidden_values()[0]
     result = stream.gradients(small_x, small_y)  # a sequence of its own may have any batch size ...

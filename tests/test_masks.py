@@ -443,5 +443,5 @@ def test_frozen_steps_are_as_if_they_had_not_been(rule: str) -> None:
 
 
 def test_frozen_steps_need_a_rule_that_follows_the_states() -> None:
-    with pytest.raises(eb.InputError, match="moves with the states alone"):
+    with pytest.raises(eb.InputError, match="advances with the states only"):
         eb.OnlineLearner(make_net(), "pp_prop", F.mse_loss, freeze=True)

@@ -42,7 +42,7 @@ class CheckLoss:
         return {"loss": self.function, "loss_at": self.at}
 
     def mask(self, mask: Any, length: int) -> Any:
-        """The steps' weights before they are normalised: those of the user, or the last one."""
+        """Return the steps' weights before normalisation: the user's, or that of the last step."""
         if self.reads_sequence and mask is not None:
             raise InputError(
                 "A loss over the whole sequence takes no `mask`: leave out what should not count "
@@ -52,7 +52,7 @@ class CheckLoss:
 
 
 def read_loss(loss: Any, loss_at: str | None, seq_loss: Any) -> CheckLoss:
-    """The loss of a check, from the arguments of `check_gradients`."""
+    """Return the loss of a check, from the arguments of `check_gradients`."""
     if loss is not None and seq_loss is not None:
         raise InputError("`loss` and `seq_loss` were both given; a check has one loss.")
     if seq_loss is not None and loss_at is not None:

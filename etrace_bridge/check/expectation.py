@@ -1,10 +1,10 @@
-"""Verdicts on a parameter's gradient: what the rule promised, beside what was found."""
+"""Verdicts on a parameter's gradient, by what the rule promised."""
 
 from __future__ import annotations
 
 from etrace_bridge.rules.base import APPROXIMATE, EXACT, NONE, TRUNCATED, Promise
 
-# What was promised and kept, or one of the three that are not ok.
+# The verdict on a gradient that is as promised; the three below are not ok.
 AS_EXPECTED = {
     EXACT: "exact",
     APPROXIMATE: "approximate (as certified)",

@@ -19,7 +19,8 @@ from etrace_bridge.check.text import (
 )
 
 if TYPE_CHECKING:
-    from etrace_bridge.check.report import GradientReport, ParameterReport
+    from etrace_bridge.check.gradient_report import GradientReport
+    from etrace_bridge.check.parameter_report import ParameterReport
 
 _MOST_POINTS = 1500
 _STYLE = """
@@ -40,7 +41,7 @@ pre { background: #f7f7f7; padding: .8em; overflow-x: auto; }
 
 
 def render_page(reports: Sequence[GradientReport]) -> str:
-    """The page of one or several rules."""
+    """Render the page of one or several rules."""
     good = all(r.ok for r in reports)
     title = f"{', '.join(r.rule for r in reports)} against {reports[0].reference}"
     parts = [
@@ -134,7 +135,7 @@ def _bar(share: float, kind: str) -> str:
 
 
 def _scatter(report: GradientReport, width: int = 360) -> str:
-    """The worst parameter, element by element."""
+    """Draw the worst parameter, element by element."""
     worst = report.worst()
     ours, theirs = worst.online_gradient.reshape(-1).real, worst.torch_gradient.reshape(-1).real
     every = max(1, math.ceil(ours.size / _MOST_POINTS))

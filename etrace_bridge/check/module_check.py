@@ -1,6 +1,4 @@
-"""`check_gradients` for a brainstate module: a rule's gradients next to `jax.grad` through time of
-the module's own step.
-"""
+"""A gradient check of a brainstate module against `jax.grad` through time of its own step."""
 
 from __future__ import annotations
 
@@ -11,36 +9,31 @@ import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 
 from etrace_bridge._errors import InputError, NotSupportedError
 from etrace_bridge.check.check_loss import CheckLoss
-from etrace_bridge.check.comparison import RuleComparison
-from etrace_bridge.check.gradients import (
-    TOLERANCE,
-    Check,
-    check_rule,
-    chunk_size,
-    numpy_grads,
-    step_weights,
-)
-from etrace_bridge.check.module_reference import kept_states, module_reference
-from etrace_bridge.check.reference import CheckData
-from etrace_bridge.check.report import JAX_GRAD, GradientReport
+from etrace_bridge.check.gradient_report import GradientReport
+from etrace_bridge.check.module_reference import module_reference, preserved_states
+from etrace_bridge.check.rule_check import check_rules, numpy_grads
+from etrace_bridge.check.setup import CheckSetup, chunk_size, default_tolerance, step_weights
+from etrace_bridge.check.torch_reference import JAX_GRAD, CheckData
 from etrace_bridge.frontend import to_torch
 from etrace_bridge.learning.inputs import as_array, as_inputs
+from etrace_bridge.learning.learner import OnlineLearner
 from etrace_bridge.learning.masks import repeat_targets
-from etrace_bridge.rules import BPTT, Rule, make_rule
+from etrace_bridge.rules import BPTT, Rule
 
-NOTE = "a brainstate module: the reference is its own step, in its own precision"
+_NOTE = "a brainstate module: the reference is its own step, in its own precision"
 
 
 def check_module(
-    net: brainstate.nn.Module, xs: Any, targets: Any, loss: CheckLoss, rule: str | Rule | Sequence[str | Rule], chunk: int | str,
-    reduction: str, mask: Any, tolerance: float | None, allow_zero: Sequence[str],
-) -> GradientReport | RuleComparison:  # fmt: skip
-    """Compares; arguments as for `check_gradients`. The module's States are left as they were."""
-    rules = [make_rule(r) for r in rule] if isinstance(rule, (list, tuple)) else [make_rule(rule)]  # pyright: ignore[reportArgumentType]
+    net: brainstate.nn.Module, xs: Any, targets: Any, loss: CheckLoss, rules: Sequence[Rule], chunk: int | str,
+    reduction: str, mask: Any, tolerance: float | None, allow_zero: frozenset[str],
+) -> list[GradientReport]:  # fmt: skip
+    """Compare the gradients of each rule with the reference.
+
+    The arguments are those of `check_gradients`. The module's States are restored afterwards.
+    """
     leaves = [
         x for s in net.states(brainstate.ParamState).values() for x in jax.tree.leaves(s.value)
     ]
@@ -49,52 +42,37 @@ def check_module(
             f"`{type(net).__name__}` has no `brainstate.ParamState`, so there is no gradient to "
             "check."
         )
-    dtype = str(leaves[0].dtype)
-    inputs = [jnp.asarray(as_array(x, leaves[0].dtype)) for x in as_inputs(xs)]
     if loss.over_time:
         raise NotSupportedError(
             "`seq_loss` is compared with torch's own loop only; a brainstate module takes `loss`, "
             "with `loss_at='last'` or 'every' for one target for each sequence."
         )
-    weights = step_weights(loss.mask(mask, len(inputs[0])), reduction, len(inputs[0]))
+    dtype = leaves[0].dtype
+    inputs = [jnp.asarray(as_array(x, dtype)) for x in as_inputs(xs)]
+    length = len(inputs[0])
+    weights = step_weights(loss.mask(mask, length), reduction, length)
     shown = tuple(to_torch(x) for x in inputs)
     data = CheckData(shown, targets, weights, False, loss.per_sequence)
-    allowed = TOLERANCE.get(dtype, 1e-5) if tolerance is None else tolerance
-    check = Check(
-        _NoModel,
-        net,
-        data,
-        loss,
-        reduction,
-        mask,
-        dtype,
-        allowed,
-        frozenset(allow_zero),
-        (NOTE,),
-        JAX_GRAD,
-    )  # pyright: ignore[reportArgumentType]
-    with kept_states(net):
-        size = chunk_size(chunk, check.length)
-        first = check.learner(BPTT(), size)
-        truncated = numpy_grads(check.gradients(first))
-        compiled, reader = first.runtime.store.compiled, first.runtime.reader
-        arrays = reader.sequence(inputs, targets, None, loss.per_sequence)
-        jax_loss = first.runtime.losses.find(compiled, arrays.target)
-        spread = lambda t: repeat_targets(t, check.length, None) if loss.per_sequence else t
-        wanted = jax.tree.map(lambda t: jnp.asarray(spread(t)), arrays.targets)
-        reference = module_reference(
-            net, inputs, wanted, jax_loss, np.asarray(weights, leaves[0].dtype)
-        )
-        reports = []
-        for one in rules:
-            own = check.length if one.truncates and chunk == "auto" else size
-            reports.append(
-                check_rule(
-                    check, one, own, reference, truncated if size < check.length else None, False
-                )
-            )
-    return RuleComparison(tuple(reports)) if isinstance(rule, (list, tuple)) else reports[0]
+    allowed = default_tolerance(str(dtype)) if tolerance is None else tolerance
+    setup = CheckSetup(
+        net, data, loss, reduction, mask, str(dtype), allowed, allow_zero, (_NOTE,), JAX_GRAD
+    )
+    with preserved_states(net):
+        size = chunk_size(chunk, length)
+        bptt = setup.learner(BPTT(), size)
+        truncated = numpy_grads(setup.gradients(bptt))
+        by_step, jax_loss = _targets_and_loss(setup, bptt, inputs)
+        reference = module_reference(net, inputs, by_step, jax_loss, np.asarray(weights, dtype))
+        by_chunk = truncated if size < length else None
+        return check_rules(setup, rules, chunk, reference, by_chunk, measured=False)
 
 
-class _NoModel(torch.nn.Module):
-    """Stands where a check has its torch model."""
+def _targets_and_loss(
+    setup: CheckSetup, learner: OnlineLearner, inputs: Sequence[jax.Array]
+) -> tuple[Any, Any]:
+    """Return the targets of every step as JAX arrays, and the loss as a JAX function."""
+    runtime, loss = learner.runtime, setup.loss
+    data = runtime.reader.sequence(inputs, setup.data.targets, None, loss.per_sequence)
+    jax_loss = runtime.losses.find(runtime.store.compiled, data.target)
+    by_step = lambda t: repeat_targets(t, setup.length, None) if loss.per_sequence else t
+    return jax.tree.map(lambda t: jnp.asarray(by_step(t)), data.targets), jax_loss

@@ -1,5 +1,4 @@
-"""The reference of a gradient check for a brainstate module: `jax.grad` through time of its own
-step.
+"""The reference of a gradient check for a brainstate module: `jax.grad` through its own steps.
 
 The step is brainstate's functional form of the module's call, before any pass of the compiler.
 """
@@ -16,14 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from etrace_bridge.check.reference import Reference
+from etrace_bridge.check.torch_reference import Reference
 from etrace_bridge.compiler.diagnostics import show_path
 from etrace_bridge.lowering import jit
 
 
 @contextlib.contextmanager
-def kept_states(net: brainstate.nn.Module) -> Iterator[None]:
-    """Within this, the module's States may change; afterwards they hold what they held."""
+def preserved_states(net: brainstate.nn.Module) -> Iterator[None]:
+    """Restore the values of the module's States at the end of this context."""
     before = {path: state.value for path, state in net.states().items()}
     try:
         yield
@@ -34,14 +33,14 @@ def kept_states(net: brainstate.nn.Module) -> Iterator[None]:
 
 
 def flat_gradient(tree: Any) -> np.ndarray:
-    """The arrays of one parameter's value as one vector."""
+    """Join the arrays of one parameter's value into one vector."""
     return np.concatenate([np.asarray(leaf).reshape(-1) for leaf in jax.tree.leaves(tree)])
 
 
 def module_reference(
     net: brainstate.nn.Module, xs: Sequence[Any], targets: Any, loss: Callable, weights: np.ndarray
 ) -> Reference:
-    """Runs BPTT.
+    """Run BPTT.
 
     Args:
         net: the module; its current states are the initial ones.
@@ -87,7 +86,7 @@ def module_reference(
         loss=float(value),
         reaches_output=any(bool(jnp.any(g != 0)) for g in jax.tree.leaves(by_output)),
         reaches_parameter=any(bool(jnp.any(g != 0)) for g in jax.tree.leaves(grads)),
-        hears_input=differs,
+        responds_to_input=differs,
         seconds=seconds,
     )
 

@@ -1,6 +1,4 @@
-"""Running a torch model and its bridged form in another floating precision, and leaving both worlds
-as they were.
-"""
+"""Run a torch model and its bridged form in another floating precision, then restore both."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ _DEPTH = 5  # containers in containers that are searched for tensors
 
 
 def torch_dtype(dtype: Any) -> torch.dtype | None:
-    """`float32` or `float64`, by name or as a dtype of torch, NumPy or JAX; None stays None."""
+    """Read `float32` or `float64`, by name or as a dtype of torch, NumPy or JAX; None stays None."""
     if dtype is None:
         return None
     name = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
@@ -31,9 +29,15 @@ def torch_dtype(dtype: Any) -> torch.dtype | None:
     return _NAMES[name]
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without `torch.`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def float_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype of a model's first floating parameter or buffer; of a complex one, that of its
-    parts.
+    """Return the dtype of the model's first floating parameter or buffer.
+
+    Of a complex one it is the dtype of its real part.
     """
     tensors = (*model.parameters(), *model.buffers())
     return next(
@@ -44,7 +48,7 @@ def float_dtype(model: nn.Module) -> torch.dtype:
 
 @contextlib.contextmanager
 def in_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Within this, the model's floating tensors, torch's default and JAX have this precision.
+    """Give the model's floating tensors, torch's default dtype and JAX one precision in this context.
 
     The tensors keep their identity, so closures, tied weights and the user's references see the
     same precision, and a model that cannot be copied can be cast. Afterwards every tensor has its
@@ -76,7 +80,7 @@ def in_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _jax_precision(dtype: torch.dtype) -> Iterator[None]:
-    """JAX's x64 mode and brainstate's precision; float32 needs neither changed."""
+    """Set JAX's x64 mode and brainstate's precision; float32 needs neither changed."""
     if dtype != torch.float64:
         yield
         return
@@ -90,7 +94,7 @@ def _jax_precision(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _floating_tensors(model: nn.Module) -> list[torch.Tensor]:
-    """Parameters, buffers and tensors in attributes of a model, each once."""
+    """List parameters, buffers and tensors in attributes of a model, each once."""
     found: dict[int, torch.Tensor] = {}
 
     def visit(value: Any, depth: int) -> None:

@@ -17,9 +17,9 @@ from torch import nn
 
 from etrace_bridge._errors import InputError
 from etrace_bridge._tables import html_table, text_table
-from etrace_bridge.check.module_reference import kept_states
+from etrace_bridge.check.module_reference import preserved_states
+from etrace_bridge.check.output_files import write_json
 from etrace_bridge.check.precision import float_dtype, in_precision
-from etrace_bridge.check.report import write_json
 from etrace_bridge.check.text import number, size
 from etrace_bridge.frontend import BridgedModule, map_input, to_jax, wrap
 from etrace_bridge.learning.compiled_step import CompiledStep
@@ -115,12 +115,12 @@ class Recommendation:
         return str(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings."""
+        """Return plain numbers and strings."""
         own = {key: getattr(self, key) for key in ("rule", "chunk", "memory", "budget", "steps")}
         return {**own, "candidates": [vars(c) for c in self.candidates]}
 
     def to_json(self, path: Any = None) -> str:
-        """The recommendation as JSON; written to `path` if there is one."""
+        """Return the recommendation as JSON, and write it to `path` if one is given."""
         return write_json(self.to_dict(), path)
 
 
@@ -136,13 +136,13 @@ def recommend(
     sequence: bool | None = None,
     batch_first: bool | None = None,
 ) -> Recommendation:
-    """Picks the most faithful online rule for a model whose memory stays within a budget.
+    """Pick the most faithful online rule for a model whose memory stays within a budget.
 
-    Each rule's program for a sequence, its trace included, is compiled, not guessed at: the bytes
-    are the compiled program's own. Rules that fit are run once on random inputs, and the one whose
-    gradient is closest in direction to BPTT's wins; of equals, the one that needs less memory. A
-    rule with a free size, such as the rank of `low_rank`, is tried from the largest down until it
-    fits, if it is given by its bare name.
+    Each rule's program for a sequence, with its trace, is compiled, so its bytes are known and not
+    estimated. Rules that fit are run once on random inputs. The one whose gradient is closest in
+    direction to BPTT's wins; of equally close ones, the one that needs less memory. A rule with a
+    free size, such as the rank of `low_rank`, is tried from the largest size down until it fits, if
+    it is given by its bare name.
 
     Args:
         model: the torch model or a brainstate module; it is left as it was.
@@ -166,7 +166,7 @@ def recommend(
     names = rules if rules is not None else [n for n in rule_names() if not make_rule(n).truncates]
     chosen = [list(make_rule(r).variants()) if r in rule_names() else [make_rule(r)] for r in names]
     if is_plain:
-        with kept_states(model):
+        with preserved_states(model):
             candidates = _candidates(
                 _Trial(model, [jnp.asarray(as_array(a)) for a in as_inputs(x)], steps),
                 chosen,
@@ -222,30 +222,30 @@ class _Trial:
         ]
 
     def compile(self, rule: Rule, chunk: int) -> GradientProgram:
-        """The program of the sequence's gradients."""
+        """Compile the program of the sequence's gradients."""
         return compile_gradients(self.compiled, rule, squared_error, self.args, self.targets, chunk)
 
     def run(self, program: GradientProgram) -> np.ndarray:
-        """All gradients as one vector."""
+        """Return all gradients as one vector."""
         grads = program.call(
             self.compiled.read()[0], self.compiled.initial, self.args, self.targets
         )[0]
         return np.concatenate([np.asarray(g, np.float64).reshape(-1) for g in grads])
 
     def reference(self) -> np.ndarray | None:
-        """BPTT's gradient; None if its activations do not fit anywhere."""
+        """Return BPTT's gradient; None if its activations need too much memory."""
         program = self.compile(BPTT(), self.steps)
         return self.run(program) if program.memory <= _REFERENCE_LIMIT else None
 
 
 def squared_error(output: Any, targets: Any) -> Any:
-    """Squared error of all floating outputs, each against its own target."""
+    """Return the squared error of all floating outputs, each against its own target."""
     floats = [o for o in jax.tree.leaves(output) if jnp.issubdtype(o.dtype, jnp.floating)]
     return sum(jnp.mean((o - t) ** 2) for o, t in zip(floats, targets, strict=True))
 
 
 def _vary(x: np.ndarray, steps: int, rng: np.random.Generator) -> np.ndarray:
-    """A sequence of different steps like the example."""
+    """Make a sequence of different steps from an example."""
     if x.dtype.kind != "f":
         return np.stack([np.roll(x, k, 0) if x.ndim else x for k in range(steps)])
     noise = rng.standard_normal((steps, *x.shape))
@@ -256,7 +256,7 @@ def _vary(x: np.ndarray, steps: int, rng: np.random.Generator) -> np.ndarray:
 def _largest_fitting(
     trial: _Trial, variants: Sequence[Rule], limit: int, reference: np.ndarray | None
 ) -> Candidate:
-    """The first variant of a rule that fits, or the last one."""
+    """Return the first variant of a rule that fits, or the last one."""
     for variant in variants:
         candidate = _look_at(trial, variant, limit, reference)
         if candidate.fits:

@@ -1,5 +1,6 @@
-"""`learner.step` beside `learner.gradients`, on the user's own arrays, in the precision and JAX
-mode that training will use.
+"""Compares `learner.step` with `learner.gradients` on the user's arrays.
+
+Both run in the precision and JAX mode that training will use.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ from etrace_bridge.learning.inputs import as_targets
 from etrace_bridge.learning.learner import OnlineLearner
 from etrace_bridge.rules import Rule
 
-# The second step is the first that takes the quick way in; the rest shows states and traces that go
-# on
+# The second step is the first that skips the checks; the others show states and traces that advance
 MOST_STEPS = 4
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 1e-1, torch.float16: 1e-2}
 
@@ -61,7 +61,7 @@ class StepCheck:
         return f"`learner.step`, {self.steps} steps one by one in {self.dtype}: {verdict}"
 
     def problem(self) -> str:
-        """What is wrong, for a check that is not ok."""
+        """Describe what is wrong, for a check that is not ok."""
         return (
             "`learner.step` does not give what `learner.gradients` gives on the same steps: "
             f"{self.where} is off by {self.error:.2g} of its size (up to {self.tolerance:g} "
@@ -69,7 +69,7 @@ class StepCheck:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings; an infinite error is None."""
+        """Return plain numbers and strings; an infinite error is None."""
         error = self.error if np.isfinite(self.error) else None
         return {**asdict(self), "error": error, "ok": self.ok}
 
@@ -79,7 +79,7 @@ class _Sum(NamedTuple):
 
 
 def _sum_gradients() -> optax.GradientTransformation:
-    """An optimizer that adds up gradients and leaves the weights as they are."""
+    """Make an optimizer that adds up gradients and does not change the weights."""
 
     def update(grads: Any, state: _Sum, params: Any = None) -> tuple[Any, _Sum]:
         return jax.tree.map(jnp.zeros_like, grads), _Sum(jax.tree.map(jnp.add, state.total, grads))

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from etrace_bridge._tables import html_table, text_table
 
 if TYPE_CHECKING:
+    from etrace_bridge.check.gradient_report import GradientReport
     from etrace_bridge.check.gradients import RuleComparison
-    from etrace_bridge.check.report import GradientReport, ParameterReport
+    from etrace_bridge.check.parameter_report import ParameterReport
 
 _HEADER = (
     "parameter",
@@ -25,12 +26,12 @@ _HEADER = (
 
 
 def short(reference: str) -> str:
-    """The library of a reference: `torch` or `jax.grad`."""
+    """Return the library of a reference: `torch` or `jax.grad`."""
     return reference.split()[0]
 
 
 def render_report(report: GradientReport) -> str:
-    """A headline, what is wrong, a row per parameter, and the reasons of what is not exact."""
+    """Render a headline, what is wrong, a row per parameter, and why gradients are not exact."""
     lines = [
         f"{report.rule} against {report.reference}: {'ok' if report.ok else 'NOT OK'}",
         f"{report.steps} steps in chunks of {report.chunk}, {report.dtype}, equal means within "
@@ -57,7 +58,7 @@ def render_report(report: GradientReport) -> str:
 
 
 def row(p: ParameterReport) -> tuple[str, ...]:
-    """The cells of one parameter."""
+    """Return the cells of one parameter."""
     where = (
         f"{small(p.max_difference)} at {p.max_index}" if p.max_index else small(p.max_difference)
     )
@@ -68,7 +69,7 @@ def row(p: ParameterReport) -> tuple[str, ...]:
 
 
 def rule_header(reference: str) -> tuple[str, ...]:
-    """The columns of a table of rules."""
+    """Return the columns of a table of rules."""
     return (
         "rule",
         "verdict",
@@ -84,7 +85,7 @@ def rule_header(reference: str) -> tuple[str, ...]:
 
 
 def render_comparison(comparison: RuleComparison) -> str:
-    """A row per rule: fidelity, time, memory."""
+    """Render a row per rule: fidelity, time, memory."""
     lines = [
         f"{len(comparison.reports)} rules on {comparison.steps} steps, {comparison.dtype}; "
         f"{comparison.reference} takes {seconds(comparison.torch_seconds)}",
@@ -100,7 +101,7 @@ def render_comparison(comparison: RuleComparison) -> str:
 
 
 def report_html(report: GradientReport) -> str:
-    """The headline and the parameters' rows, for a notebook."""
+    """Render the headline and the parameters' rows for a notebook."""
     title = (
         f"{report.rule} against {report.reference}: {report.verdict} (cosine "
         f"{number(report.cosine, 5)}, relative error {small(report.relative_error)}, norm ratio "
@@ -110,7 +111,7 @@ def report_html(report: GradientReport) -> str:
 
 
 def comparison_html(comparison: RuleComparison) -> str:
-    """A row per rule, for a notebook."""
+    """Render a row per rule for a notebook."""
     title = f"{len(comparison.reports)} rules on {comparison.steps} steps, {comparison.dtype}"
     problems = [f"{r.rule}: {text}" for r in comparison for text in r.mismatches()]
     return html_table(
@@ -119,7 +120,7 @@ def comparison_html(comparison: RuleComparison) -> str:
 
 
 def rule_row(report: GradientReport) -> tuple[str, ...]:
-    """The cells of one rule."""
+    """Return the cells of one rule."""
     worst = report.worst() if len(report) else None
     exact = sum(p.verdict == "exact" for p in report)
     ratio = "-"
@@ -133,33 +134,33 @@ def rule_row(report: GradientReport) -> tuple[str, ...]:
 
 
 def number(value: float, digits: int) -> str:
-    """A number near one; the digits after the point do not round a difference away."""
+    """Format a number near one with so many digits after the point."""
     if not math.isfinite(value):
         return "-" if math.isnan(value) else "inf"
     return f"{value:.{digits}f}"
 
 
 def small(value: float) -> str:
-    """A number of any size."""
+    """Format a number of any size."""
     if value == 0:
         return "0"
     return f"{value:.1e}" if math.isfinite(value) else ("-" if math.isnan(value) else "inf")
 
 
 def percent(value: float) -> str:
-    """A share."""
+    """Format a share."""
     return "-" if not math.isfinite(value) else f"{100 * value:.1f}%"
 
 
 def seconds(value: float | None) -> str:
-    """A time."""
+    """Format a time."""
     if value is None:
         return "-"
     return f"{1000 * value:.1f} ms" if value < 1 else f"{value:.2f} s"
 
 
 def size(value: Any) -> str:
-    """A number of bytes."""
+    """Format a number of bytes."""
     if value is None:
         return "-"
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

@@ -23,7 +23,7 @@ from etrace_bridge.compiler.relation import (
     find_hidden_param_op_relations_from_minfo,
     find_hidden_param_op_relations_from_module,
 )
-from etrace_bridge.compiler.views import WeightView
+from etrace_bridge.compiler.weight_views import WeightView
 
 __all__ = [
     "CompilationRecord",

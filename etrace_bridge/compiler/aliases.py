@@ -32,7 +32,7 @@ _REARRANGING = frozenset(
 
 
 def is_alias(eqn: JaxprEqn) -> bool:
-    """Whether every element of the operands stands, once, in the output."""
+    """Return whether the output is the operands' elements, each exactly once."""
     if not all(is_float(v) for v in (*eqn.invars, *eqn.outvars)):
         return False
     if eqn.primitive.name == "broadcast_in_dim":  # how JAX adds axes of size 1
@@ -41,12 +41,12 @@ def is_alias(eqn: JaxprEqn) -> bool:
 
 
 def producers(eqns: Sequence[JaxprEqn]) -> dict[Var, JaxprEqn]:
-    """The equation that makes each variable."""
+    """Return the equation that makes each variable."""
     return {v: eqn for eqn in eqns for v in eqn.outvars}
 
 
 def alias_equations(made_by: dict[Var, JaxprEqn], var: Any) -> list[JaxprEqn]:
-    """The rearranging equations that make `var`, operands before what reads them."""
+    """Return the rearranging equations that make `var`, operands before their readers."""
     eqn = None if isinstance(var, Literal) else made_by.get(var)
     if eqn is None or not is_alias(eqn):
         return []
@@ -55,7 +55,7 @@ def alias_equations(made_by: dict[Var, JaxprEqn], var: Any) -> list[JaxprEqn]:
 
 
 def alias_roots(made_by: dict[Var, JaxprEqn], var: Any) -> list[Var]:
-    """The variables, made by other equations of the step, that `var` is or rearranges."""
+    """Return the variables, made by other equations, that `var` is or rearranges."""
     chain = alias_equations(made_by, var)
     through = {v for eqn in chain for v in eqn.outvars}
     reads = dict.fromkeys(variables([*(v for eqn in chain for v in eqn.invars), var]))

@@ -1,11 +1,11 @@
-"""The certificate: for each parameter, whether its online gradient is exact, and if not, what is
-dropped.
+"""The certificate: whether a parameter's online gradient is exact, and if not, what is dropped.
 
 One forward pass over the step collects facts: which *sources* (parameters, old states) reach a
 variable, and through which first cut, if any. A trace follows uncut paths only. So a parameter's
 gradient under D-RTRL is exact unless
 
-1. it enters a state that matters later through a cut, or
+1. the parameter enters a state that matters later through a cut, or
+
 2. a state that its trace covers enters, through a cut, a state that matters later.
 
 "Matters later" means that the state can still change a loss through derivatives.
@@ -18,18 +18,19 @@ from typing import Any
 
 from etrace_bridge._jax_compat import JaxprEqn, Literal, Var, module_scope
 from etrace_bridge.compiler.aliases import alias_equations, alias_roots, producers
-from etrace_bridge.compiler.control_flow import source_line
+from etrace_bridge.compiler.aligner import Alignment, Edge
 from etrace_bridge.compiler.diagnostics import Path, show_path
 from etrace_bridge.compiler.jaxpr import variables
 from etrace_bridge.compiler.module_info import ModuleInfo
-from etrace_bridge.compiler.positions import Alignment, Edge, feeds_many
+from etrace_bridge.compiler.positions import feeds_many
 from etrace_bridge.compiler.primitives import (
     is_elementwise,
     is_float,
     is_structural,
     passes_derivative,
 )
-from etrace_bridge.compiler.views import WeightUse
+from etrace_bridge.compiler.source_line import source_line
+from etrace_bridge.compiler.weight_views import WeightUse
 
 Source = tuple[str, Any]  # ("weight", path) or ("state", variable)
 Facts = dict[Source, frozenset[Any]]  # source -> first cuts; None among them: reached without a cut
@@ -37,11 +38,11 @@ Facts = dict[Source, frozenset[Any]]  # source -> first cuts; None among them: r
 
 @dataclass(frozen=True)
 class Cut:
-    """One place where credit is not followed.
+    """An operand at which credit is not followed.
 
     Attributes:
         edge: (equation, operand) in the step's jaxpr.
-        primitive: what stands there.
+        primitive: the equation's primitive.
         reason: why alignment is lost, in words.
         weights: parameters of the other operand, when it is a product with a weight.
         module: name scope of the equation (the torch module path for wrapped models).
@@ -64,9 +65,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Drop:
-    """One piece of credit that a trace does not carry: from a parameter or a state, through a cut,
-    into a state.
-    """
+    """Credit that a trace does not carry: from a parameter or a state, through a cut, into a state."""
 
     cut: Cut
     source: Path
@@ -86,7 +85,7 @@ class ParameterCertificate:
             state only through cuts) or `"unused"`.
         exact: whether the gradient equals BPTT's, whatever `credit` is.
         drops: what is not carried.
-        groups: indices of the hidden groups its traces live in.
+        groups: indices of the hidden groups that its traces follow.
     """
 
     path: Path
@@ -111,7 +110,7 @@ class ParameterCertificate:
 
 @dataclass(frozen=True)
 class StepFacts:
-    """Facts at every variable, and every cut met.
+    """Facts at every variable, and every cut that was met.
 
     Attributes:
         at: facts by variable.
@@ -129,7 +128,7 @@ class StepFacts:
 def collect_facts(
     minfo: ModuleInfo, use: WeightUse, alignment: Alignment, matter: set[Var]
 ) -> StepFacts:
-    """The forward pass of facts."""
+    """Collect facts in one forward pass over the step."""
     cuts: dict[Edge, Cut] = {}
     start = {
         v: {("state", v): frozenset([None])}
@@ -142,8 +141,9 @@ def collect_facts(
 
 
 def _leaving_edges(minfo: ModuleInfo, alignment: Alignment, matter: set[Var]) -> frozenset[Edge]:
-    """Edges from old states, and from core values that are not part of a new state, out of the core
-    and back to the same group.
+    """Return the edges that leave the core and lead back to the same group.
+
+    They start at old states, and at values of the core that are not part of a new state.
     """
     eqns, core = minfo.jaxpr.eqns, set(alignment.core)
     new = {leaf.outvar for leaf in alignment.leaves if not isinstance(leaf.outvar, Literal)}
@@ -177,9 +177,9 @@ def _leaving_edges(minfo: ModuleInfo, alignment: Alignment, matter: set[Var]) ->
 
 
 def _flow(minfo, use, alignment, at, cuts, matter) -> dict[Var, Facts]:
-    """Facts at every variable.
+    """Return the facts at every variable.
 
-    What has entered a state that matters through a cut is dropped there; it is not followed beyond
+    What has entered a state that matters through a cut is dropped there. It is not followed beyond
     that state, or the first of many layers would be followed into every later one.
     """
     made_by = producers(minfo.jaxpr.eqns)
@@ -225,7 +225,7 @@ def _flow(minfo, use, alignment, at, cuts, matter) -> dict[Var, Facts]:
 
 
 def _weight_cut(eqn, i, k, contacts, alignment, use, cuts) -> Edge | None:
-    """The cut at which a weight enters without a trace; None where it is traced."""
+    """Return the cut at which a weight enters without a trace; None where it is traced."""
     if not contacts:
         return None
     contact = contacts[0]
@@ -239,14 +239,14 @@ def _weight_cut(eqn, i, k, contacts, alignment, use, cuts) -> Edge | None:
         else f"`{name}` joins a weight with data in no known way"
     )
     cuts.setdefault((i, k), _describe(eqn, (i, k), reason, ()))
-    # a weight that enters one equation twice is told once
+    # a weight that enters one equation twice is reported once
     return (i, eqn.invars.index(eqn.invars[k]))
 
 
 def _data_cut(
     eqn: JaxprEqn, i: int, k: int, alignment: Alignment, use: WeightUse, cuts: dict[Edge, Cut]
 ) -> Edge | None:
-    """The cut at this operand, if it is one."""
+    """Return the cut at this operand, if it is one."""
     contacts = use.contact_of_eqn.get(i, ())
     if (i, k) in alignment.cuts:
         spreads = eqn.primitive.name == "broadcast_in_dim"
@@ -321,7 +321,7 @@ def _certify_one(
                 cut = (
                     facts.cuts[tag]
                     if tag is not None
-                    else Cut((-1, -1), "state", "a state that is no HiddenState")
+                    else Cut((-1, -1), "state", "a state that is not a HiddenState")
                 )
                 drops.setdefault((cut.edge, origin, path_of[i]), Drop(cut, origin, path_of[i]))
     if source not in entered:

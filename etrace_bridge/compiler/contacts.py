@@ -6,7 +6,7 @@ Every contact that gets a trace is an einsum over named axes ("letters"),
 
 where `phi` is the identity for products, the im2col patches of a convolution, the one-hot code of
 an embedding, and absent for an element-wise contact (`y` is then the view spread to full shape).
-Reshapes bring the arrays to one axis a letter. The trace of a contact has the axes of `out` and of
+Reshapes bring the arrays to one axis per letter. The trace of a contact has the axes of `out` and of
 `view - out`.
 
 `register_contact` adds a primitive.
@@ -41,7 +41,7 @@ class ContactForm:
         out: letters of the output.
         view: letters of the weight view.
         feature: letters of `phi(x)`; empty for an element-wise contact.
-        phi: data -> features; reshaped, it has one axis a letter of `feature`.
+        phi: data -> features; reshaped, it has one axis per letter of `feature`.
     """
 
     view_index: int
@@ -69,7 +69,7 @@ class ContactForm:
         return self.trace_out + self.contracted
 
     def shape(self, letters: str) -> tuple[int, ...]:
-        """The sizes of these letters."""
+        """Return the sizes of these letters."""
         return tuple(self.sizes[c] for c in letters)
 
     @property
@@ -83,7 +83,7 @@ _RULES: dict[str, ContactRule] = {}
 
 
 def register_contact(primitive: str, rule: ContactRule) -> None:
-    """Teaches the compiler how a primitive joins a weight view with data.
+    """Teach the compiler how a primitive joins a weight view with data.
 
     Args:
         primitive: the primitive's name, e.g. `"dot_general"`.
@@ -103,15 +103,16 @@ def register_contact(primitive: str, rule: ContactRule) -> None:
 
 
 def contact_form(eqn: JaxprEqn, weight_index: int) -> ContactForm | None:
-    """The linear form of an equation whose operand `weight_index` is a weight view; None if there
-    is none.
+    """Return the linear form of an equation whose operand `weight_index` is a weight view.
+
+    None if it has none.
     """
     rule = _RULES.get(eqn.primitive.name)
     return rule(eqn, weight_index) if rule is not None else None
 
 
 def has_contact_rule(eqn: JaxprEqn) -> bool:
-    """Whether the table knows the primitive."""
+    """Return whether there is a contact rule for the primitive."""
     return eqn.primitive.name in _RULES
 
 
@@ -180,13 +181,13 @@ def _conv(eqn: JaxprEqn, weight: int) -> ContactForm | None:
     sizes.update({k: w_shape[d] for k, d in zip(kernel, dn.rhs_spec[2:], strict=True)})
     window = tuple(w_shape[d] for d in dn.rhs_spec[2:])
 
-    def place(spec: Sequence[int], first: str, second: str, rest: str) -> str:
+    def letters_of(spec: Sequence[int], first: str, second: str, rest: str) -> str:
         by_dim = dict(zip(spec, (first, second, *rest), strict=True))
         return "".join(by_dim[d] for d in range(len(spec)))
 
-    out = place(dn.out_spec, "b", group + "o", spatial)
-    view = place(dn.rhs_spec, group + "o", "c", kernel)
-    feature = place(dn.out_spec, "b", group + "c" + kernel, spatial)
+    out = letters_of(dn.out_spec, "b", group + "o", spatial)
+    view = letters_of(dn.rhs_spec, group + "o", "c", kernel)
+    feature = letters_of(dn.out_spec, "b", group + "c" + kernel, spatial)
 
     dilation, inner, strides = p["rhs_dilation"], p["lhs_dilation"], p["window_strides"]
     whole = "b" + group + "c" + kernel + spatial
@@ -211,14 +212,14 @@ def _conv(eqn: JaxprEqn, weight: int) -> ContactForm | None:
             ]
             return lax.slice(x, (0, 0, *starts), (*x.shape[:2], *ends), (1, 1, *strides))
 
-        found = jnp.stack([part(at) for at in np.ndindex(*window)], axis=2)
-        return jnp.transpose(found.reshape([sizes[c] for c in whole]), order)
+        taken = jnp.stack([part(at) for at in np.ndindex(*window)], axis=2)
+        return jnp.transpose(taken.reshape([sizes[c] for c in whole]), order)
 
     return ContactForm(1, 0, sizes, out=out, view=view, feature=feature, phi=patches)
 
 
 def _gather(eqn: JaxprEqn, weight: int) -> ContactForm | None:
-    """Rows of a table picked by integer data."""
+    """Read rows of a table at integer data."""
     p = eqn.params
     dn = p["dimension_numbers"]
     table, indices = (v.aval.shape for v in eqn.invars)
@@ -251,7 +252,7 @@ def _gather(eqn: JaxprEqn, weight: int) -> ContactForm | None:
 
 
 def _dynamic_slice(eqn: JaxprEqn, weight: int) -> ContactForm | None:
-    """One row of a table picked by one integer."""
+    """Read one row of a table at one integer."""
     table = eqn.invars[0].aval.shape
     picked = [
         d for d, (s, n) in enumerate(zip(eqn.params["slice_sizes"], table, strict=True)) if s != n
@@ -278,8 +279,9 @@ def _dynamic_slice(eqn: JaxprEqn, weight: int) -> ContactForm | None:
 
 
 def _custom_lookup(eqn: JaxprEqn, weight: int) -> ContactForm | None:
-    """A table lookup with a derivative of its own (brainstate's `Embedding`): that derivative is
-    the feature.
+    """Read a table by a call with its own derivative (brainstate's `Embedding`).
+
+    That derivative is the feature.
     """
     body = eqn.params["call_jaxpr"].jaxpr
     floats = [e for e in body.eqns if any(is_float(v) for v in e.outvars)]
@@ -298,8 +300,7 @@ def _custom_lookup(eqn: JaxprEqn, weight: int) -> ContactForm | None:
     first = tuple(slice(None) if c == row else 0 for c in form.view)
 
     def features(x: Any) -> Any:
-        # A cotangent of one at one place of the batch comes back as that place's feature, in every
-        # column.
+        # A cotangent of one at one batch element gives that element's feature, in every column
         def lookup(view: Any) -> Any:
             return bind_equation(eqn, [view, x] if weight == 0 else [x, view])[0]
 

@@ -1,8 +1,8 @@
-"""Copies: a value that feeds several places of a state is computed once for each of them.
+"""Copies: a value that feeds several positions of a state is computed once for each of them.
 
-In `h' = 0.9 h + u + roll(u)` with `u = W x`, an element of `u` feeds two places, and one trace
+In `h' = 0.9 h + u + roll(u)` with `u = W x`, an element of `u` feeds two positions, and one trace
 cannot hold both. The step with two products, `h' = 0.9 h + u1 + roll(u2)`, is the same function,
-and every element feeds one place: two contacts with one view, each with a trace of its own. Equal
+and every element feeds one position: two contacts with one view, each with its own trace. Equal
 products are computed once when the program is compiled.
 """
 
@@ -13,17 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from etrace_bridge._jax_compat import ClosedJaxpr, Literal, Var
+from etrace_bridge.compiler.aligner import Aligner
+from etrace_bridge.compiler.feeds import MANY, Feeds, feeds_by_group, merge_feeds
 from etrace_bridge.compiler.jaxpr import variables
 from etrace_bridge.compiler.module_info import ModuleInfo
-from etrace_bridge.compiler.positions import (
-    MANY,
-    Aligner,
-    Feeds,
-    feeds_many,
-    find_alignment,
-    merge_feeds,
-    places_by_group,
-)
+from etrace_bridge.compiler.positions import feeds_many, find_alignment
 
 # Of one equation; where more are needed the contact has no trace, and the report says so
 MAX_COPIES = 16
@@ -38,10 +32,8 @@ class _Copy:
     outvars: list[Var]
 
 
-def copy_for_each_place(minfo: ModuleInfo) -> ModuleInfo:
-    """The step with contacts, and what lies between them and the states, copied until each value
-    feeds one place.
-    """
+def copy_for_each_position(minfo: ModuleInfo) -> ModuleInfo:
+    """Copy contacts, and what leads from them to the states, until a value feeds one position."""
     use, alignment, _ = find_alignment(minfo)
     many = {c.eqn_index for c in use.contacts if c.form is not None and feeds_many(c, alignment)}
     if not many:
@@ -57,9 +49,7 @@ def copy_for_each_place(minfo: ModuleInfo) -> ModuleInfo:
 
 
 class _Copier:
-    """One pass backwards: when an equation is divided, all its readers are known, and what each of
-    them feeds.
-    """
+    """Goes once backwards over the step: all readers of an equation are known when it is copied."""
 
     def __init__(self, aligner: Aligner, group_of: tuple[int, ...], contacts: set[int]) -> None:
         self.aligner, self.group_of = aligner, group_of
@@ -67,7 +57,7 @@ class _Copier:
         self.readers: dict[Var, list[tuple[_Copy, int] | None]] = {}  # None: an output of the step
 
     def run(self, minfo: ModuleInfo) -> list[_Copy] | None:
-        """The equations of the new step, in order; None where one needs too many copies."""
+        """Return the equations of the new step, in order; None where one needs too many copies."""
         for v in variables(minfo.jaxpr.outvars):
             self.readers.setdefault(v, []).append(None)
         backwards: list[_Copy] = []
@@ -83,8 +73,9 @@ class _Copier:
         return backwards[::-1]
 
     def _divide(self, i: int) -> list[_Copy]:
-        """The copies of an equation. The first has the old outputs and whatever reads them without
-        feeding a place.
+        """Return the copies of an equation.
+
+        The first one has the old outputs, and whatever reads them without feeding a position.
         """
         eqn = self.aligner.eqns[i]
         copies = [_Copy(i, list(eqn.invars), list(eqn.outvars))]
@@ -110,7 +101,7 @@ class _Copier:
 
     def _fed(self, out: Var, reader: tuple[_Copy, int] | None) -> Feeds:
         if reader is None:
-            return self.aligner.own_places(out)
+            return self.aligner.state_positions(out)
         copy, k = reader
         return (
             {}
@@ -119,17 +110,18 @@ class _Copier:
         )
 
     def _may_join(self, known: Feeds | None, fed: Feeds) -> bool:
-        """Whether a reader fits in a copy: a copy without readers takes any, and what is spread has
-        a copy to itself.
+        """Return whether a reader fits in a copy.
+
+        A copy without readers takes any; what is spread needs a copy to itself.
         """
         if known is None:
             return True
-        by_group = places_by_group(merge_feeds(known, fed), self.group_of)
+        by_group = feeds_by_group(merge_feeds(known, fed), self.group_of)
         return all(len(arrays) == 1 and arrays[0] is not MANY for arrays in by_group.values())
 
 
 def _downstream(aligner: Aligner, contacts: set[int]) -> set[int]:
-    """The equations from these contacts on, as far as places can be followed."""
+    """Return the equations from these contacts on, as far as positions can be followed."""
     found, reached = set(), set()
     for i, eqn in enumerate(aligner.eqns):
         if i in contacts or (

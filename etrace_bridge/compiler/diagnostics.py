@@ -1,4 +1,4 @@
-"""What the compiler decided, as data: one `CompilationRecord` a decision."""
+"""What the compiler decided, as data: one `CompilationRecord` per decision."""
 
 from __future__ import annotations
 
@@ -65,5 +65,5 @@ class CompilationRecord:
 
 
 def show_path(path: Path) -> str:
-    """A path as people write it: `gru.weight_ih_l0`."""
+    """Return a path as people write it: `gru.weight_ih_l0`."""
     return ".".join(str(key) for key in path)

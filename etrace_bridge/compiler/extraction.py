@@ -1,7 +1,9 @@
-"""Reading a module: one step traced, brought into plain equations, and its variables named."""
+"""Reads a module: traces one step, normalises it, and names its variables."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import brainstate
@@ -10,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from etrace_bridge._errors import BridgeError, CompilationError, InputError, StateError
-from etrace_bridge._jax_compat import Literal
-from etrace_bridge.compiler.control_flow import normalise
-from etrace_bridge.compiler.copies import copy_for_each_place
+from etrace_bridge._jax_compat import ClosedJaxpr, Literal
+from etrace_bridge.compiler.copies import copy_for_each_position
 from etrace_bridge.compiler.diagnostics import (
     CompilationRecord,
     DiagnosticKind,
@@ -21,10 +22,11 @@ from etrace_bridge.compiler.diagnostics import (
     show_path,
 )
 from etrace_bridge.compiler.module_info import ModuleInfo, split_by_sizes
+from etrace_bridge.compiler.normalise import normalise
 
 
 def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) -> ModuleInfo:
-    """Traces one step of a model and names its variables.
+    """Trace one step of a model and name its variables.
 
     Args:
         model: any brainstate module whose states are initialised.
@@ -40,39 +42,118 @@ def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) 
     _check_states(model, retrieved)
     args, kwargs = jax.tree.map(_example, (args, kwargs))
     stateful = _trace(model, args, kwargs)
-    compiled = tuple(stateful.get_states(*args, **kwargs))
-    raw = stateful.get_jaxpr(*args, **kwargs)
-    id_to_path = {id(s): p for p, s in retrieved.items()}
-    leaves = [len(jax.tree.leaves(s.value)) for s in compiled]
-    n_state = sum(leaves)
-    n_arg = len(raw.jaxpr.invars) - n_state
-    n_out = len(raw.jaxpr.outvars) - n_state
-    weight_of: list[Path | None] = [None] * n_arg
-    for state, count in zip(compiled, leaves, strict=True):
-        is_weight = isinstance(state, brainstate.ParamState)
-        path: Any = id_to_path.get(id(state)) if is_weight else None
-        weight_of += [path] * count
-    _check_raw(raw, n_arg, n_out, weight_of, compiled, leaves, id_to_path)
-    raw_outs = split_by_sizes(raw.jaxpr.outvars[n_out:], leaves)
+    layout = _read_layout(stateful, retrieved, args, kwargs)
+    _check_raw(layout)
+    raw, states = layout.raw, layout.states
+    is_hidden = [isinstance(s, brainstate.HiddenState) for s in states]
     new_states = [
-        v
-        for s, o in zip(compiled, raw_outs, strict=True)
-        if isinstance(s, brainstate.HiddenState)
-        for v in o
+        v for outs, h in zip(layout.split_outvars(raw), is_hidden, strict=True) if h for v in outs
     ]
-    plain, records = normalise(raw, weight_of, new_states)
-    invars = split_by_sizes(plain.jaxpr.invars[n_arg:], leaves)
-    outvars = split_by_sizes(plain.jaxpr.outvars[n_out:], leaves)
+    plain, records = normalise(raw, layout.weight_of_invar, new_states)
+    invars, outvars = layout.split_invars(plain), layout.split_outvars(plain)
+    listed = [layout.path_of(s) for s in states]
     hidden = [
-        (id_to_path[id(s)], i[0], o[0])
-        for s, i, o in zip(compiled, invars, outvars, strict=True)
-        if isinstance(s, brainstate.HiddenState) and id(s) in id_to_path
+        (path, i[0], o[0])
+        for path, h, i, o in zip(listed, is_hidden, invars, outvars, strict=True)
+        if h and path is not None
     ]
     weights = {
-        id_to_path[id(s)]: i
-        for s, i in zip(compiled, invars, strict=True)
-        if isinstance(s, brainstate.ParamState) and id(s) in id_to_path
+        path: i
+        for path, s, i in zip(listed, states, invars, strict=True)
+        if isinstance(s, brainstate.ParamState) and path is not None
     }
+    _check_found(model, hidden, weights)
+    minfo = ModuleInfo(
+        stateful_model=stateful,
+        closed_jaxpr=plain,
+        retrieved_model_states=retrieved,
+        compiled_model_states=states,
+        state_id_to_path=layout.paths,
+        state_tree_invars=invars,
+        state_tree_outvars=outvars,
+        hidden_path_to_invar={p: i for p, i, _ in hidden},
+        hidden_path_to_outvar={p: o for p, _, o in hidden},
+        invar_to_hidden_path={i: p for p, i, _ in hidden},
+        outvar_to_hidden_path={o: p for p, _, o in hidden if not isinstance(o, Literal)},
+        hidden_outvar_to_invar={o: i for _, i, o in hidden if not isinstance(o, Literal)},
+        weight_invars=[v for vs in weights.values() for v in vs],
+        weight_path_to_invars=weights,
+        invar_to_weight_path={v: p for p, vs in weights.items() for v in vs},
+        num_var_out=layout.num_out,
+        num_var_state=sum(layout.sizes),
+        out_tree=jax.tree.structure(stateful.get_out_shapes(*args, **kwargs)[0]),
+        num_var_arg=layout.num_arg,
+        records=(*_state_records(retrieved, states, layout.paths), *records),
+    )
+    return copy_for_each_position(minfo)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How the inputs and outputs of a traced step are divided.
+
+    Attributes:
+        raw: the jaxpr as brainstate made it: arguments and old states in, outputs and new states
+            out.
+        states: the states that take part in the step.
+        sizes: number of arrays of each state.
+        paths: paths of the module's states, by the identity of the state.
+    """
+
+    raw: ClosedJaxpr
+    states: tuple[brainstate.State, ...]
+    sizes: list[int]
+    paths: dict[int, Path]
+
+    @property
+    def num_arg(self) -> int:
+        """Number of inputs before the states."""
+        return len(self.raw.jaxpr.invars) - sum(self.sizes)
+
+    @property
+    def num_out(self) -> int:
+        """Number of outputs before the states."""
+        return len(self.raw.jaxpr.outvars) - sum(self.sizes)
+
+    @property
+    def weight_of_invar(self) -> list[Path | None]:
+        """For each input, the path of the parameter that it is an array of; None for others."""
+        paths: list[Path | None] = [None] * self.num_arg
+        for state, count in zip(self.states, self.sizes, strict=True):
+            is_weight = isinstance(state, brainstate.ParamState)
+            paths += [self.path_of(state) if is_weight else None] * count
+        return paths
+
+    def path_of(self, state: brainstate.State) -> Path | None:
+        """Return the path of a state; None if the module does not list it."""
+        return self.paths.get(id(state))
+
+    def split_invars(self, closed: ClosedJaxpr) -> list[list[Any]]:
+        """Return the variables of each state before the step."""
+        return split_by_sizes(closed.jaxpr.invars[self.num_arg :], self.sizes)
+
+    def split_outvars(self, closed: ClosedJaxpr) -> list[list[Any]]:
+        """Return the variables of each state after the step."""
+        return split_by_sizes(closed.jaxpr.outvars[self.num_out :], self.sizes)
+
+
+def _read_layout(
+    stateful: brainstate.transform.StatefulFunction,
+    retrieved: dict[Path, brainstate.State],
+    args: tuple,
+    kwargs: dict,
+) -> _Layout:
+    states = tuple(stateful.get_states(*args, **kwargs))
+    return _Layout(
+        stateful.get_jaxpr(*args, **kwargs),
+        states,
+        [len(jax.tree.leaves(s.value)) for s in states],
+        {id(s): p for p, s in retrieved.items()},
+    )
+
+
+def _check_found(model: brainstate.nn.Module, hidden: Sequence[Any], weights: Any) -> None:
+    """Raise if no hidden state or no parameter takes part in the step."""
     if not hidden:
         raise CompilationError(
             f"No hidden state of `{type(model).__name__}` takes part in this step, so there is "
@@ -84,33 +165,10 @@ def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) 
             f"No parameter of `{type(model).__name__}` takes part in this step. Trainable values "
             "must be `brainstate.ParamState`s that the step reads."
         )
-    minfo = ModuleInfo(
-        stateful_model=stateful,
-        closed_jaxpr=plain,
-        retrieved_model_states=retrieved,
-        compiled_model_states=compiled,
-        state_id_to_path=id_to_path,
-        state_tree_invars=invars,
-        state_tree_outvars=outvars,
-        hidden_path_to_invar={p: i for p, i, _ in hidden},
-        hidden_path_to_outvar={p: o for p, _, o in hidden},
-        invar_to_hidden_path={i: p for p, i, _ in hidden},
-        outvar_to_hidden_path={o: p for p, _, o in hidden if not isinstance(o, Literal)},
-        hidden_outvar_to_invar={o: i for _, i, o in hidden if not isinstance(o, Literal)},
-        weight_invars=[v for vs in weights.values() for v in vs],
-        weight_path_to_invars=weights,
-        invar_to_weight_path={v: p for p, vs in weights.items() for v in vs},
-        num_var_out=n_out,
-        num_var_state=n_state,
-        out_tree=jax.tree.structure(stateful.get_out_shapes(*args, **kwargs)[0]),
-        num_var_arg=n_arg,
-        records=(*_state_records(retrieved, compiled, id_to_path), *records),
-    )
-    return copy_for_each_place(minfo)
 
 
 def _example(leaf: Any) -> Any:
-    """An argument that JAX can read: a tensor of another library becomes a NumPy array."""
+    """Return an argument that JAX can read: a tensor of another library becomes a NumPy array."""
     return (
         np.asarray(leaf)
         if hasattr(leaf, "__array__") and not isinstance(leaf, (np.ndarray, np.generic, jax.Array))
@@ -164,13 +222,12 @@ def _check_states(model: brainstate.nn.Module, states: dict[Path, brainstate.Sta
             )
 
 
-def _check_raw(raw, n_arg, n_out, weight_of, compiled, leaves, id_to_path) -> None:
-    """What must hold of the jaxpr as brainstate made it."""
-    invars, outvars = raw.jaxpr.invars[n_arg:], raw.jaxpr.outvars[n_out:]
-    at = 0
-    for state, count in zip(compiled, leaves, strict=True):
-        name = show_path(id_to_path.get(id(state), ("external",)))
-        for i, o in zip(invars[at : at + count], outvars[at : at + count], strict=True):
+def _check_raw(layout: _Layout) -> None:
+    """Raise if the step assigns to a parameter or changes the shape of a hidden state."""
+    invars, outvars = layout.split_invars(layout.raw), layout.split_outvars(layout.raw)
+    for state, before, after in zip(layout.states, invars, outvars, strict=True):
+        name = show_path(layout.path_of(state) or ("external",))
+        for i, o in zip(before, after, strict=True):
             if isinstance(state, brainstate.ParamState) and i is not o:
                 raise CompilationError(
                     f"The step assigns to the parameter `{name}`. A parameter must stay as it is "
@@ -185,10 +242,13 @@ def _check_raw(raw, n_arg, n_out, weight_of, compiled, leaves, id_to_path) -> No
                     "to step: check the batch size given to `init_state` and the layout of the "
                     "input."
                 )
-        at += count
 
 
-def _state_records(retrieved, compiled, id_to_path) -> list[CompilationRecord]:
+def _state_records(
+    retrieved: dict[Path, brainstate.State],
+    compiled: Sequence[brainstate.State],
+    id_to_path: dict[int, Path],
+) -> list[CompilationRecord]:
     used = {id(s) for s in compiled}
     records = [
         CompilationRecord(
@@ -207,8 +267,7 @@ def _state_records(retrieved, compiled, id_to_path) -> list[CompilationRecord]:
         CompilationRecord(
             DiagnosticKind.STATE_NOT_IN_MODULE,
             DiagnosticLevel.INFO,
-            f"the step uses a {type(s).__name__} that the module does not list; it is carried, not "
-            "traced",
+            f"the step uses a {type(s).__name__} that the module does not list; it has no trace",
         )
         for s in compiled
         if id(s) not in id_to_path

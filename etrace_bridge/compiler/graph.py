@@ -1,4 +1,4 @@
-"""The compiler's result: one graph a model, and the call that makes it."""
+"""The compiler's result: one graph per model, and the call that makes it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import brainstate
 import numpy as np
 
 from etrace_bridge._jax_compat import Var
+from etrace_bridge.compiler.aligner import Alignment
 from etrace_bridge.compiler.certificate import (
     ParameterCertificate,
     StepFacts,
@@ -19,39 +20,40 @@ from etrace_bridge.compiler.certificate import (
 )
 from etrace_bridge.compiler.diagnostics import CompilationRecord, DiagnosticKind, Path
 from etrace_bridge.compiler.extraction import extract_module_info
+from etrace_bridge.compiler.feeds import feeds_by_group
+from etrace_bridge.compiler.graph_report import render_html, render_line, render_report
 from etrace_bridge.compiler.hidden_group import HiddenGroup, build_groups
 from etrace_bridge.compiler.module_info import ModuleInfo
 from etrace_bridge.compiler.perturbation import (
     HiddenPerturbation,
     add_hidden_perturbation_from_minfo,
 )
-from etrace_bridge.compiler.positions import Alignment, feeds_many, find_alignment, places_by_group
+from etrace_bridge.compiler.positions import feeds_many, find_alignment
 from etrace_bridge.compiler.records import records_of
 from etrace_bridge.compiler.relation import HiddenParamOpRelation, build_relations
-from etrace_bridge.compiler.report import render_html, render_line, render_report
-from etrace_bridge.compiler.views import Contact, Part, WeightUse
+from etrace_bridge.compiler.weight_views import Contact, Part, WeightUse
 
 
 @dataclass(frozen=True)
 class Leg:
-    """A piece of a contact and a group that it feeds: each leg has a trace of its own.
+    """A piece of a contact and a group that it feeds; each leg has its own trace.
 
     Attributes:
         contact: the contact.
         part: the piece of its output.
         group: index of the hidden group.
-        places: for each element of the piece, the place of the group that it feeds (-1: none).
+        positions: for each element of the piece, the position of the group that it feeds (-1: none).
     """
 
     contact: Contact
     part: Part
     group: int
-    places: np.ndarray
+    positions: np.ndarray
 
 
 @dataclass(frozen=True)
 class StepStructure:
-    """What the passes found, for the engine: weight use, alignment, facts, and the traces to keep."""
+    """What the passes give to the engine: weight use, alignment, facts, and the traces to keep."""
 
     use: WeightUse
     alignment: Alignment
@@ -63,16 +65,15 @@ class StepStructure:
 
 @dataclass(frozen=True, repr=False)
 class ETraceGraph:
-    """A model read into hidden groups, contacts and what is known about every parameter's online
-    gradient.
+    """A model's hidden groups and contacts, and what is known about each parameter's gradient.
 
     Attributes:
         module_info: one step of the model.
         hidden_groups: hidden states joined by the recurrence.
         hid_path_to_group: the group of each hidden state.
         hidden_param_op_relations: one per contact (per gate of a fused product) and the
-            groups it feeds.
-        hidden_perturb: the step with `h + p`; None when not asked for.
+            groups that it feeds.
+        hidden_perturb: the step with `h + p`; None if it was not requested.
         diagnostics: every decision, in order.
         structure: what the engine reads.
     """
@@ -88,8 +89,9 @@ class ETraceGraph:
     def call_hidden_perturb(
         self, args: Sequence[Any], perturb_data: Sequence[Any], old_state_vals=None
     ):
-        """The perturbed step: as `ModuleInfo.jaxpr_call`, with `perturb_data` added to the new
-        hidden states.
+        """Run the step with `perturb_data` added to the new hidden states.
+
+        Otherwise as `ModuleInfo.jaxpr_call`.
         """
         perturb = self.hidden_perturb or add_hidden_perturbation_from_minfo(self.module_info)
         return perturb.call(self.module_info, args, perturb_data, old_state_vals)
@@ -101,7 +103,7 @@ class ETraceGraph:
         hidden_path: Path | None = None,
         kind: DiagnosticKind | str | None = None,
     ) -> list[CompilationRecord]:
-        """The records that concern a parameter, a hidden state or a kind of decision, in order."""
+        """Return the records on a parameter, a hidden state or a kind of decision, in order."""
         return [
             r
             for r in self.diagnostics
@@ -111,11 +113,11 @@ class ETraceGraph:
         ]
 
     def certificate(self) -> dict[Path, ParameterCertificate]:
-        """For each parameter: exact or not, what is dropped, and where its traces live."""
+        """Return for each parameter: exact or not, what is dropped, and where its traces are."""
         return dict(self.structure.certificates)
 
     def report(self) -> str:
-        """A table for people: parameter, contact, hidden group, exact or what is dropped and why."""
+        """Return a table: parameter, contact, hidden group, and exact or what is dropped and why."""
         return render_report(self)
 
     def __repr__(self) -> str:
@@ -125,14 +127,14 @@ class ETraceGraph:
         return render_html(self)
 
     def dict(self) -> dict[str, Any]:
-        """The fields by name."""
+        """Return the fields by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
 
 def compile_etrace_graph(
     model: brainstate.nn.Module, *args: Any, include_hidden_perturb: bool = True, **kwargs: Any
 ) -> ETraceGraph:
-    """Reads one step of a model into an `ETraceGraph`.
+    """Read one step of a model into an `ETraceGraph`.
 
     Args:
         model: any brainstate module with initialised states.
@@ -146,7 +148,7 @@ def compile_etrace_graph(
 
 
 def compile_graph_from_minfo(minfo: ModuleInfo, include_hidden_perturb: bool = True) -> ETraceGraph:
-    """Runs the compiler's passes on a traced step."""
+    """Run the compiler's passes on a traced step."""
     use, alignment, matter = find_alignment(minfo)
     groups, by_path = build_groups(minfo, use, alignment)
     facts = collect_facts(minfo, use, alignment, matter)
@@ -172,14 +174,15 @@ def compile_graph_from_minfo(minfo: ModuleInfo, include_hidden_perturb: bool = T
 def find_legs(
     use: WeightUse, alignment: Alignment, by_path: dict[Path, HiddenGroup]
 ) -> tuple[Leg, ...]:
-    """The traces to keep: one a piece of a contact and group that it feeds, where each value feeds
-    one position.
+    """Return the traces to keep, where each value feeds one position.
+
+    There is one for each piece of a contact and each group that it feeds.
     """
     index = {leaf.index: by_path[leaf.path].index for leaf in alignment.leaves}
     legs = []
     for contact in use.contacts:
         for part in () if feeds_many(contact, alignment) else contact.parts:
-            by_group = places_by_group(alignment.feeds.get(part.var, {}), alignment.joined)
+            by_group = feeds_by_group(alignment.feeds.get(part.var, {}), alignment.joined)
             legs += [
                 Leg(contact, part, index[root], arrays[0])
                 for root, arrays in sorted(by_group.items())

@@ -13,22 +13,25 @@ import jax.numpy as jnp
 
 from etrace_bridge._errors import InputError, NotSupportedError
 from etrace_bridge._jax_compat import Jaxpr, Var, make_jaxpr_closed, sub_jaxpr
-from etrace_bridge.compiler.core import Core, build_core, join_leaf, split_leaf
+from etrace_bridge.compiler.aligner import Alignment
+from etrace_bridge.compiler.core_equations import Core, build_core, join_leaf, split_leaf
 from etrace_bridge.compiler.diagnostics import Path, show_path
 from etrace_bridge.compiler.extraction import extract_module_info
+from etrace_bridge.compiler.hidden_leaves import HiddenLeaf
 from etrace_bridge.compiler.jaxpr import read
 from etrace_bridge.compiler.module_info import ModuleInfo
-from etrace_bridge.compiler.positions import Alignment, HiddenLeaf, align, find_alignment
-from etrace_bridge.compiler.views import WeightUse
+from etrace_bridge.compiler.positions import align, find_alignment
+from etrace_bridge.compiler.weight_views import WeightUse
 
 
 @dataclass(frozen=True)
 class HiddenGroup:
-    """Hidden states joined by `h_1^t, h_2^t, … = f(h_1^{t-1}, h_2^{t-1}, …, x^t)`, position by
-    position.
+    """Hidden states joined, position by position, by the recurrence.
+
+    `h_1^t, h_2^t, … = f(h_1^{t-1}, h_2^{t-1}, …, x^t)`
 
     Attributes:
-        index: its place among the groups.
+        index: its index among the groups.
         hidden_paths: the paths of its states, in the order the jaxpr takes them.
         hidden_states: the States.
         hidden_invars: their variables before the step.
@@ -56,16 +59,16 @@ class HiddenGroup:
 
     @property
     def num_state(self) -> int:
-        """How many states the group has; a packed state counts its own."""
+        """Number of states in the group; a packed state counts as several."""
         return sum(leaf.count for leaf in self.leaves)
 
     @property
     def name(self) -> str:
-        """The group's states, for people."""
+        """The names of the group's states."""
         return ", ".join(show_path(p) for p in self.hidden_paths)
 
     def check_consistent_varshape(self) -> None:
-        """Raises if states of different shape are in one group."""
+        """Raise if states of different shape are in one group."""
         shapes = {tuple(n for n in leaf.varshape if n != 1) for leaf in self.leaves}
         if len(shapes) > 1:
             found = ", ".join(f"`{show_path(leaf.path)}` {leaf.varshape}" for leaf in self.leaves)
@@ -76,11 +79,11 @@ class HiddenGroup:
             )
 
     def transition(self, hidden_vals: Sequence[Any], input_vals: Sequence[Any]) -> list[Any]:
-        """New hidden values from old ones.
+        """Return new hidden values from old ones.
 
         Args:
-            hidden_vals: one value a hidden state.
-            input_vals: one value a variable in `transition_jaxpr_constvars`.
+            hidden_vals: one value per hidden state.
+            input_vals: one value per variable in `transition_jaxpr_constvars`.
         """
         self._check(hidden_vals, input_vals)
         env = dict(zip(self.transition_jaxpr_constvars, input_vals, strict=True))
@@ -89,8 +92,9 @@ class HiddenGroup:
         return [read(env, v) for v in self.hidden_outvars]
 
     def diagonal_jacobian(self, hidden_vals: Sequence[Any], input_vals: Sequence[Any]) -> Any:
-        """`(*varshape, num_state, num_state)`: entry `[…, i, j]` is `∂h_i^t/∂h_j^{t-1}` at the same
-        position.
+        """Return the group's Jacobian, `(*varshape, num_state, num_state)`.
+
+        Entry `[…, i, j]` is `∂h_i^t/∂h_j^{t-1}` at the same position.
         """
         self._check(hidden_vals, input_vals)
         new, pull = jax.vjp(
@@ -103,11 +107,11 @@ class HiddenGroup:
         return jnp.stack(rows, axis=-2)
 
     def concat_hidden(self, values: Sequence[Any]) -> Any:
-        """One array with the group's states along the last axis."""
+        """Join the group's states into one array, along its last axis."""
         if len(values) != len(self.leaves):
             raise InputError(
-                f"Hidden group {self.index} has {len(self.leaves)} states, {len(values)} values "
-                "were given."
+                f"Hidden group {self.index} has {len(self.leaves)} states, but {len(values)} "
+                "values were given."
             )
         parts = [
             p
@@ -117,7 +121,7 @@ class HiddenGroup:
         return jnp.stack(parts, axis=-1)
 
     def split_hidden(self, array: Any) -> list[Any]:
-        """One value a hidden state, from an array with the states along the last axis."""
+        """Return one value per hidden state, from an array with the states along the last axis."""
         if array.shape[-1] != self.num_state:
             raise InputError(
                 f"Hidden group {self.index} has {self.num_state} states; the last axis of the "
@@ -131,7 +135,7 @@ class HiddenGroup:
         return values
 
     def dict(self) -> dict[str, Any]:
-        """The fields by name."""
+        """Return the fields by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     def _check(self, hidden_vals: Sequence[Any], input_vals: Sequence[Any]) -> None:
@@ -148,11 +152,7 @@ class HiddenGroup:
 def build_groups(
     minfo: ModuleInfo, use: WeightUse, alignment: Alignment
 ) -> tuple[list[HiddenGroup], dict[Path, HiddenGroup]]:
-    """Joins states whose old value reaches another's new value through the core.
-
-    A state that does not matter later stays alone: in a group with others, every trace would carry
-    it along.
-    """
+    """Join states if the old value of one reaches the new value of another through the core."""
     leaves, targets = alignment.leaves, alignment.targets
     others = frozenset(leaf.index for leaf in leaves) - targets
     aside = align(minfo, use, leaves, others) if others else alignment
@@ -198,7 +198,7 @@ def _make_group(
 def find_hidden_groups_from_minfo(
     minfo: ModuleInfo,
 ) -> tuple[list[HiddenGroup], dict[Path, HiddenGroup]]:
-    """The hidden groups of a traced step, and the group of each hidden state."""
+    """Return the hidden groups of a traced step, and the group of each hidden state."""
     use, alignment, _ = find_alignment(minfo)
     return build_groups(minfo, use, alignment)
 
@@ -206,5 +206,5 @@ def find_hidden_groups_from_minfo(
 def find_hidden_groups_from_module(
     model: brainstate.nn.Module, *args: Any, **kwargs: Any
 ) -> tuple[list[HiddenGroup], dict[Path, HiddenGroup]]:
-    """The hidden groups of a model, and the group of each hidden state."""
+    """Return the hidden groups of a model, and the group of each hidden state."""
     return find_hidden_groups_from_minfo(extract_module_info(model, *args, **kwargs))

@@ -1,4 +1,4 @@
-"""Running jaxprs equation by equation, and looking inside them: the only walker of sub-jaxprs."""
+"""Runs jaxprs equation by equation, and looks inside them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def evaluate(
     on_equation: Callable[[JaxprEqn, list[Any]], list[Any] | None] | None = None,
     skip: Callable[[JaxprEqn], bool] | None = None,
 ) -> dict[Var, Any]:
-    """Runs equations in order on the values in `env`, and adds their results to it.
+    """Run equations in order on the values in `env`, and add their results to it.
 
     Args:
         eqns: equations in topological order.
@@ -44,17 +44,17 @@ def evaluate(
 
 
 def read(env: dict[Var, Any], atom: Any) -> Any:
-    """The value of a variable or literal."""
+    """Return the value of a variable or literal."""
     return atom.val if isinstance(atom, Literal) else env[atom]
 
 
 def variables(atoms: Sequence[Any]) -> Iterator[Var]:
-    """The atoms that are variables, in order."""
+    """Return the atoms that are variables, in order."""
     return (a for a in atoms if not isinstance(a, Literal))
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
-    """Every jaxpr among an equation's parameters."""
+    """Return every jaxpr among an equation's parameters."""
     for value in eqn.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(item, ClosedJaxpr):
@@ -66,7 +66,7 @@ def inner_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
 def needed_equations(
     eqns: Sequence[JaxprEqn], targets: Sequence[Any], given: Sequence[Var] = ()
 ) -> list[JaxprEqn]:
-    """The equations that `targets` need when `given` are known, in order."""
+    """Return the equations that `targets` need when `given` are known, in order."""
     wanted = set(variables(targets)) - set(given)
     known = set(given)
     chosen = []
@@ -78,7 +78,7 @@ def needed_equations(
 
 
 def reads_of(eqns: Sequence[JaxprEqn], targets: Sequence[Any] = ()) -> list[Var]:
-    """Variables that equations (and targets) read but do not make, in order of first use."""
+    """Return the variables that equations (and targets) read but do not make, in reading order."""
     made = {v for eqn in eqns for v in eqn.outvars}
     seen: dict[Var, None] = {}
     for eqn in eqns:

@@ -76,15 +76,15 @@ class ModuleInfo:
         return {p: self.retrieved_model_states[p] for p in self.hidden_path_to_invar}
 
     def state_path(self, state: brainstate.State) -> Path | None:
-        """The path of a compiled state; None for one that the module does not list."""
+        """Return the path of a compiled state; None for one that the module does not list."""
         return self.state_id_to_path.get(id(state))
 
     def dict(self) -> dict[str, Any]:
-        """The fields by name."""
+        """Return the fields by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     def add_jaxpr_outs(self, extra: Sequence[Var]) -> ModuleInfo:
-        """A copy whose jaxpr also returns these intermediates."""
+        """Return a copy whose jaxpr also returns these intermediates."""
         made = {v for eqn in self.jaxpr.eqns for v in eqn.outvars} | set(self.jaxpr.invars)
         for v in extra:
             if v not in made:
@@ -100,8 +100,9 @@ class ModuleInfo:
     def split_state_outvars(
         self,
     ) -> tuple[dict[Path, list[Any]], dict[Path, Any], dict[Any, list[Any]]]:
-        """The variables after the step: of weights, of hidden states, of other states (each by
-        path).
+        """Return the variables after the step: of weights, of hidden states, of other states.
+
+        Each is a dict by path.
         """
         weights: dict[Path, list[Any]] = {}
         other: dict[Any, list[Any]] = {}
@@ -116,11 +117,11 @@ class ModuleInfo:
         return weights, dict(self.hidden_path_to_outvar), other
 
     def jaxpr_call(self, *args: Any, old_state_vals: Sequence[Any] | None = None):
-        """Runs the step.
+        """Run the step.
 
         Args:
             *args: the model's arguments.
-            old_state_vals: one value a compiled state; the States' current values when None.
+            old_state_vals: one value per compiled state; None for the States' current values.
 
         Returns:
             The model's outputs; hidden-state values by path; other state values by path; added
@@ -134,8 +135,9 @@ class ModuleInfo:
     def flatten_inputs(
         self, args: Sequence[Any], old_state_vals: Sequence[Any] | None = None
     ) -> list[Any]:
-        """The arrays that the jaxpr takes, from the model's arguments and the states' old or
-        current values.
+        """Return the arrays that the jaxpr takes.
+
+        They come from the model's arguments and the states' old or current values.
         """
         if old_state_vals is None:
             old_state_vals = [s.value for s in self.compiled_model_states]
@@ -147,14 +149,15 @@ class ModuleInfo:
         flat = [*jax.tree.leaves(tuple(args)), *jax.tree.leaves(list(old_state_vals))]
         if len(flat) != len(self.jaxpr.invars):
             raise InputError(
-                f"The step takes {len(self.jaxpr.invars)} arrays in all, {len(flat)} were given."
+                f"The step takes {len(self.jaxpr.invars)} arrays in all, but {len(flat)} were given: those of "
+                "the arguments and of the states."
             )
         return flat
 
     def arrange_outputs(
         self, outs: Sequence[Any]
     ) -> tuple[Any, dict[Path, Any], dict[Any, list[Any]], list[Any]]:
-        """The jaxpr's results as `jaxpr_call` returns them."""
+        """Arrange the jaxpr's results as `jaxpr_call` returns them."""
         first_added = self.num_var_out + self.num_var_state
         after = split_by_sizes(
             outs[self.num_var_out : first_added], [len(vs) for vs in self.state_tree_outvars]
@@ -176,7 +179,7 @@ class ModuleInfo:
 
 
 def split_by_sizes(flat: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
-    """A flat sequence in consecutive pieces."""
+    """Split a flat sequence into consecutive pieces."""
     parts, at = [], 0
     for n in sizes:
         parts.append(list(flat[at : at + n]))

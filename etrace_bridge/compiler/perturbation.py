@@ -40,7 +40,7 @@ class HiddenPerturbation:
     """The perturbed step.
 
     Attributes:
-        perturb_vars: the new inputs of `perturb_jaxpr`, one a hidden state.
+        perturb_vars: the new inputs of `perturb_jaxpr`, one per hidden state.
         perturb_hidden_paths: the hidden states, in the same order.
         perturb_hidden_states: their States.
         perturb_jaxpr: the step's inputs, then the perturbations -> the step's outputs.
@@ -52,11 +52,11 @@ class HiddenPerturbation:
     perturb_jaxpr: ClosedJaxpr
 
     def eval_jaxpr(self, inputs: Sequence[Any], perturb_data: Sequence[Any]) -> list[Any]:
-        """The step's flat outputs.
+        """Return the step's flat outputs.
 
         Args:
             inputs: the step's flat inputs: arguments, then old states.
-            perturb_data: one array a hidden state.
+            perturb_data: one array per hidden state.
         """
         self._check(perturb_data)
         expected = len(self.perturb_jaxpr.jaxpr.invars) - len(self.perturb_vars)
@@ -75,19 +75,19 @@ class HiddenPerturbation:
         perturb_data: Sequence[Any],
         old_state_vals: Any = None,
     ) -> tuple[Any, dict[Path, Any], dict[Any, list[Any]], list[Any]]:
-        """As `ModuleInfo.jaxpr_call`, perturbed."""
+        """Run the perturbed step as `ModuleInfo.jaxpr_call` runs the step."""
         return minfo.arrange_outputs(
             self.eval_jaxpr(minfo.flatten_inputs(args, old_state_vals), perturb_data)
         )
 
     def init_perturb_data(self) -> list[Any]:
-        """Zeros of the right shape and dtype, one array a hidden state."""
+        """Return zeros of the right shape and dtype, one array per hidden state."""
         return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in self.perturb_vars]
 
     def perturb_data_to_hidden_group_data(
         self, perturb_data: Sequence[Any], hidden_groups: Sequence[HiddenGroup]
     ) -> list[Any]:
-        """One array a group, the states along its last axis."""
+        """Return one array per group, with the states along its last axis."""
         self._check(perturb_data)
         by_path = dict(zip(self.perturb_hidden_paths, perturb_data, strict=True))
         for path in (p for g in hidden_groups for p in g.hidden_paths):
@@ -101,7 +101,7 @@ class HiddenPerturbation:
         ]
 
     def dict(self) -> dict[str, Any]:
-        """The fields by name."""
+        """Return the fields by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     def _check(self, perturb_data: Sequence[Any]) -> None:
@@ -115,7 +115,7 @@ class HiddenPerturbation:
 
 
 def _undo(eqn: JaxprEqn, p: Any) -> list[Any]:
-    """What a perturbation of an alias is at its operands."""
+    """Return what a perturbation of an alias's output is at its operands."""
     name, params = eqn.primitive.name, eqn.params
     shape, dtype = eqn.invars[0].aval.shape, eqn.invars[0].aval.dtype
     if name == "transpose":
@@ -196,7 +196,7 @@ class _Perturber:
 
 
 def add_hidden_perturbation_from_minfo(minfo: ModuleInfo) -> HiddenPerturbation:
-    """Adds a perturbation to every hidden state of a traced step."""
+    """Add a perturbation to every hidden state of a traced step."""
     hidden = minfo.hidden_path_to_invar
     avals = [
         jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=weak)
@@ -217,5 +217,5 @@ def add_hidden_perturbation_from_minfo(minfo: ModuleInfo) -> HiddenPerturbation:
 def add_hidden_perturbation_in_module(
     model: brainstate.nn.Module, *args: Any, **kwargs: Any
 ) -> HiddenPerturbation:
-    """Adds a perturbation to every hidden state of a model."""
+    """Add a perturbation to every hidden state of a model."""
     return add_hidden_perturbation_from_minfo(extract_module_info(model, *args, **kwargs))

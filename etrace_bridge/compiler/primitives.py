@@ -43,7 +43,7 @@ CUSTOM_DERIVATIVE = frozenset({"custom_jvp_call", "custom_vjp_call"})
 
 
 def register_elementwise(*names: str) -> None:
-    """Tells the compiler that primitives of these names act position by position.
+    """Tell the compiler that primitives of these names act position by position.
 
     Example:
         >>> from etrace_bridge.compiler.primitives import register_elementwise
@@ -53,7 +53,7 @@ def register_elementwise(*names: str) -> None:
 
 
 def is_elementwise(eqn: JaxprEqn) -> bool:
-    """Whether every output element depends only on the operands' elements at the same place."""
+    """Return whether each output element depends only on operands at the same position."""
     name = eqn.primitive.name
     if name in _ELEMENTWISE:
         return True
@@ -85,22 +85,25 @@ def _elementwise_body(jaxpr, shape) -> bool:
 
 
 def is_structural(eqn: JaxprEqn) -> bool:
-    """Whether every output element is one input element or a fill value, chosen by static indices."""
+    """Return whether each output element is one input element or a fill value.
+
+    Static indices decide which.
+    """
     return eqn.primitive.name in STRUCTURAL
 
 
 def is_float(var) -> bool:
-    """Whether a variable can carry a derivative."""
+    """Return whether a variable can carry a derivative."""
     return jnp.issubdtype(var.aval.dtype, jnp.inexact)
 
 
 def passes_derivative(eqn: JaxprEqn) -> bool:
-    """Whether a derivative can pass through an equation at all."""
+    """Return whether a derivative can pass through an equation at all."""
     return eqn.primitive.name not in _NO_DERIVATIVE and any(is_float(v) for v in eqn.outvars)
 
 
 def index_maps(eqn: JaxprEqn, constants: dict) -> list[np.ndarray] | None:
-    """For a structural equation: which input element each output element is.
+    """Return which input element each output element of a structural equation is.
 
     Elements are numbered through all array operands in order: the first operand's are `0 … n0-1`,
     the second's start at `n0`, and so on; -1 is a fill value. None when the indices are not static.
@@ -153,16 +156,16 @@ def _pad(x: np.ndarray, config, out_shape) -> np.ndarray:
     out = np.full(out_shape, -1, dtype=np.int64)
     source, target = [], []
     for size, out_size, (low, _, inner) in zip(x.shape, out_shape, config, strict=True):
-        places = low + np.arange(size) * (inner + 1)
-        keep = (places >= 0) & (places < out_size)
+        targets = low + np.arange(size) * (inner + 1)
+        keep = (targets >= 0) & (targets < out_size)
         source.append(np.nonzero(keep)[0])
-        target.append(places[keep])
+        target.append(targets[keep])
     out[np.ix_(*target)] = x[np.ix_(*source)]
     return out
 
 
 def _indexed(eqn: JaxprEqn, ids: list[np.ndarray], constants: dict) -> list[np.ndarray] | None:
-    """Gather, scatter and the dynamic slices, where the indices are compile-time constants."""
+    """Index maps of gather, scatter and the dynamic slices, if the indices are constants."""
     name = eqn.primitive.name
     first = {"dynamic_slice": 1, "gather": 1, "scatter": 1, "dynamic_update_slice": 2}[name]
     last = first + 1 if name in ("gather", "scatter") else len(eqn.invars)

@@ -25,7 +25,7 @@ from etrace_bridge.compiler.primitives import is_float, passes_derivative
 
 if TYPE_CHECKING:
     from etrace_bridge.compiler.graph import StepStructure
-    from etrace_bridge.compiler.views import Contact
+    from etrace_bridge.compiler.weight_views import Contact
 
 LARGE_TRACE_BYTES = 256 * 2**20
 
@@ -33,8 +33,9 @@ LARGE_TRACE_BYTES = 256 * 2**20
 def records_of(
     minfo: ModuleInfo, structure: StepStructure, groups: Sequence[HiddenGroup]
 ) -> list[CompilationRecord]:
-    """What was noticed while reading the model, then one record a decision, in the order of the
-    step.
+    """Return one record per decision.
+
+    First come those made while reading the model, then the others in the order of the step.
     """
     enters = _states_entered(minfo, structure)
     return [
@@ -49,7 +50,7 @@ def records_of(
 
 
 def contact_name(contact: Contact) -> str:
-    """A contact as people name it."""
+    """Return the name of a contact for people."""
     return (
         "element-wise"
         if contact.form is not None and contact.form.x_index is None
@@ -112,15 +113,15 @@ def _parameters(structure: StepStructure) -> Iterator[CompilationRecord]:
 def _unknown_contacts(
     structure: StepStructure, enters: dict[Var, int]
 ) -> Iterator[CompilationRecord]:
-    told: set[tuple[int, Path]] = set()
+    reported: set[tuple[int, Path]] = set()
     for contact in structure.use.contacts:
         if contact.form is not None or not any(enters.get(v) for v in contact.eqn.outvars):
             continue
         name = contact.eqn.primitive.name
         for path in contact.view.paths:
-            if (contact.eqn_index, path) in told:
+            if (contact.eqn_index, path) in reported:
                 continue
-            told.add((contact.eqn_index, path))
+            reported.add((contact.eqn_index, path))
             yield CompilationRecord(
                 DiagnosticKind.UNKNOWN_CONTACT,
                 DiagnosticLevel.WARNING,
@@ -132,8 +133,9 @@ def _unknown_contacts(
 
 
 def _states_entered(minfo: ModuleInfo, structure: StepStructure) -> dict[Var, int]:
-    """For each variable, the new states that matter which it enters first, as a bit mask over the
-    hidden leaves.
+    """Return, for each variable, which states that matter it enters first.
+
+    They are new states, as a bit mask over the hidden leaves.
     """
     made_by = producers(minfo.jaxpr.eqns)
     masks: dict[Var, int] = {}
@@ -168,9 +170,9 @@ def _cuts(
             mask |= enters.get(v, 0)
         operand = eqn.invars[edge[1]]
         # a weight that enters twice
-        told = operand in structure.use.weight_paths and eqn.invars.index(operand) < edge[1]
+        reported = operand in structure.use.weight_paths and eqn.invars.index(operand) < edge[1]
         states, parameters = _stopped(minfo, structure, cut, operand)
-        if told or not mask or not (states or parameters):
+        if reported or not mask or not (states or parameters):
             continue
         into = tuple(leaf.path for leaf in leaves if mask >> leaf.index & 1)
         names = ", ".join(f"`{show_path(p)}`" for p in (*states, *parameters))
@@ -197,7 +199,7 @@ def _cuts(
 def _stopped(
     minfo: ModuleInfo, structure: StepStructure, cut: Cut, operand: Var
 ) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    """The states and parameters that arrive at a cut uncut."""
+    """Return the states and parameters that arrive at a cut uncut."""
     if operand in structure.use.weight_paths:
         return (), structure.use.weight_paths[operand]
     facts = structure.facts.at.get(operand, {})

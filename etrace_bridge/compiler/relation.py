@@ -1,6 +1,4 @@
-"""Relations: one contact `y = op(x, v)`, or one gate of a fused contact, and the hidden groups that
-`y` feeds.
-"""
+"""Relations: a contact `y = op(x, v)`, or a gate of a fused one, and the hidden groups it feeds."""
 
 from __future__ import annotations
 
@@ -17,11 +15,11 @@ from etrace_bridge._errors import InputError
 from etrace_bridge._jax_compat import Jaxpr, JaxprEqn, Literal, Var, make_jaxpr_closed, sub_jaxpr
 from etrace_bridge.compiler.diagnostics import Path
 from etrace_bridge.compiler.extraction import extract_module_info
+from etrace_bridge.compiler.feeds import MANY
 from etrace_bridge.compiler.hidden_group import HiddenGroup
 from etrace_bridge.compiler.jaxpr import evaluate, needed_equations, read, reads_of, variables
 from etrace_bridge.compiler.module_info import ModuleInfo
-from etrace_bridge.compiler.positions import MANY
-from etrace_bridge.compiler.views import Contact, WeightView
+from etrace_bridge.compiler.weight_views import Contact, WeightView
 
 if TYPE_CHECKING:
     from etrace_bridge.compiler.graph import StepStructure
@@ -46,7 +44,7 @@ class HiddenParamOpRelation:
         trainable_leaf_indices: which leaf of its ParamState each is, by key.
         trainable_param_states: their ParamStates, by key.
         weight_view: how the traced view is computed from the parameters.
-        contact_index: the contact's place among the step's contacts.
+        contact_index: the contact's index among the step's contacts.
     """
 
     primitive: Any
@@ -71,12 +69,12 @@ class HiddenParamOpRelation:
     def y_to_hidden_groups(
         self, y_val: Any, const_vals: dict[Var, Any], concat_hidden_vals: bool = True
     ) -> list[Any]:
-        """New hidden values of each group from the contact's output.
+        """Return new hidden values of each group from the contact's output.
 
         Args:
             y_val: the value of `y_var`.
             const_vals: values of the step's variables that the jaxprs read.
-            concat_hidden_vals: one array a group, the states along its last axis; else a list of
+            concat_hidden_vals: one array per group, with the states along its last axis; else a list of
                 values a group.
         """
         results = []
@@ -96,14 +94,14 @@ class HiddenParamOpRelation:
         return results
 
     def dict(self) -> dict[str, Any]:
-        """The fields by name."""
+        """Return the fields by name."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
 
 def build_relations(
     minfo: ModuleInfo, structure: StepStructure, groups: Sequence[HiddenGroup]
 ) -> list[HiddenParamOpRelation]:
-    """The relations of a step, in the order of its equations."""
+    """Return the relations of a step, in the order of its equations."""
     readers = _readers(minfo.jaxpr.eqns)
     group_of = {path: group for group in groups for path in group.hidden_paths}
     held = {g.index: _with_stops(g) for g in groups}
@@ -160,8 +158,9 @@ def _fed_paths(y: Var, structure: StepStructure) -> list[Path]:
 
 
 def _leaf_keys(minfo: ModuleInfo, contact: Contact, readers) -> dict[str, Var]:
-    """The leaves a view is computed from, keyed `weight`, `weight_1`, … (`bias` where the view is
-    only added).
+    """Return the leaves a view is computed from, by key.
+
+    The keys are `weight`, `weight_1`, … (`bias` where the view is only added).
     """
     leaves = [
         v
@@ -174,9 +173,7 @@ def _leaf_keys(minfo: ModuleInfo, contact: Contact, readers) -> dict[str, Var]:
 
 
 def _with_stops(group: HiddenGroup) -> tuple[JaxprEqn, ...]:
-    """A group's core, with the operands that are cuts read through an equation that stops their
-    gradient.
-    """
+    """Return a group's core, where an equation stops the gradient of each operand that is a cut."""
     eqns: list[JaxprEqn] = []
     for eqn in group.core.eqns:
         invars = list(eqn.invars)
@@ -199,7 +196,7 @@ def _to_hidden(jaxpr: Jaxpr, y: Var, group: HiddenGroup, core: Sequence[JaxprEqn
 
 
 def find_hidden_param_op_relations_from_minfo(minfo: ModuleInfo) -> list[HiddenParamOpRelation]:
-    """The relations of a traced step."""
+    """Return the relations of a traced step."""
     # The graph is made of relations
     from etrace_bridge.compiler.graph import compile_graph_from_minfo
 
@@ -211,5 +208,5 @@ def find_hidden_param_op_relations_from_minfo(minfo: ModuleInfo) -> list[HiddenP
 def find_hidden_param_op_relations_from_module(
     model: brainstate.nn.Module, *args: Any, **kwargs: Any
 ) -> list[HiddenParamOpRelation]:
-    """The relations of a model."""
+    """Return the relations of a model."""
     return find_hidden_param_op_relations_from_minfo(extract_module_info(model, *args, **kwargs))

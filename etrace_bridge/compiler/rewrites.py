@@ -1,6 +1,4 @@
-"""Rewrites of a step that is already in plain equations: the same values, in a form that is better
-for traces and compiled loops.
-"""
+"""Rewrites a step in plain equations into a form that is better for traces and compiled loops."""
 
 from __future__ import annotations
 
@@ -15,8 +13,9 @@ from etrace_bridge.compiler.jaxpr import evaluate, read
 
 
 def slices_to_splits(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Slices that tile a value become one `split`, whose transpose is a concatenation and not a sum
-    of pads.
+    """Replace slices that tile a value by one `split`.
+
+    Its transpose is a concatenation and not a sum of pads.
     """
     jaxpr = closed.jaxpr
     slices: dict[Var, list[JaxprEqn]] = {}
@@ -41,7 +40,7 @@ def slices_to_splits(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def _tiling(v: Var, eqns: list[JaxprEqn]) -> tuple[int, list[int], list[int]] | None:
-    """(axis, starts, sizes) if these slices tile the value along one axis."""
+    """Return (axis, starts, sizes) if these slices tile the value along one axis."""
     shape = v.aval.shape
     bounds: dict[tuple[int, int], None] = {}
     axes = set()
@@ -64,7 +63,7 @@ def _tiling(v: Var, eqns: list[JaxprEqn]) -> tuple[int, list[int], list[int]] | 
 def _rewritten(
     closed: ClosedJaxpr, on_equation: Callable[[JaxprEqn, list[Any]], list[Any] | None]
 ) -> ClosedJaxpr:
-    """The step traced again, with another meaning for some equations."""
+    """Trace the step again, with another meaning for some equations."""
     jaxpr = closed.jaxpr
 
     def flat(*args: Any) -> list[Any]:

@@ -1,9 +1,8 @@
-"""Products with a sparse matrix (JAX's, brainunit's and brainevent's), as a dense view of the
-weight and a plain product.
+"""Products with a sparse matrix as a dense view of the weight and a plain product.
 
-The values of a sparse matrix are a parameter, its positions are fixed. So the matrix is a weight
-view like any other, and the product a contact that every rule knows. Its trace has the size of the
-dense matrix.
+The matrices are those of JAX, brainunit and brainevent. The values of a sparse matrix are a
+parameter, its positions are fixed. So the matrix is a weight view like any other, and the product a
+contact that every rule knows. Its trace has the size of the dense matrix.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ _BY_POSITION = frozenset({"coo_matmat", "coo_matvec"})  # operands: values, rows
 
 
 def is_sparse_product(eqn: JaxprEqn, operands: Sequence[Any]) -> bool:
-    """Whether an equation is a product with a sparse matrix whose positions are known."""
+    """Return whether an equation is a product with a sparse matrix whose positions are known."""
     name = eqn.primitive.name
     return name in _BY_ROW_STARTS | _BY_POSITION and all(is_concrete(x) for x in operands[1:3])
 
 
 def dense_product(eqn: JaxprEqn, values: Any, second: Any, third: Any, dense: Any) -> list[Any]:
-    """The product by plain operations; operands in the order of the equation."""
+    """Compute the product by plain operations; operands in the order of the equation."""
     params, second, third = eqn.params, np.asarray(second), np.asarray(third)
     if eqn.primitive.name in _BY_POSITION:
         rows, columns, shape = second, third, params["spinfo"].shape

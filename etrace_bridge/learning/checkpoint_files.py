@@ -15,39 +15,26 @@ import glob
 import hashlib
 import json
 import os
-import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors
-import safetensors.torch
-import torch
-
 from etrace_bridge._errors import CheckpointError, InputError
+from etrace_bridge.learning.checkpoint_packing import SUFFIX, Tensors, pack, read_metadata, unpack
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None
 
-FORMAT = 2
-SUFFIX = ".safetensors"
 LOCK_SECONDS = 30.0
 READ_ATTEMPTS = 10
 
-_BLANK = b"0" * 64
-_DIGEST = re.compile(rb'"sha256":"([0-9a-f]{64})"')
-
-Tensors = dict[str, torch.Tensor]
-
 
 def weights_file(path: str | os.PathLike) -> Path:
-    """The file that holds the weights of a checkpoint: `path`, with `.safetensors` added if it is
-    missing.
-    """
+    """Return the path of the weights file: `path`, with `.safetensors` added if it is missing."""
     path = Path(path)
     if path.is_dir():
         return path / f"model{SUFFIX}"
@@ -57,151 +44,15 @@ def weights_file(path: str | os.PathLike) -> Path:
 # -- packing --------------------------------------------------------------------------------------
 
 
-def pack(tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> bytes:
-    """A safetensors file with its list of arrays, `about` and its own checksum in the metadata."""
-    listed = {name: _describe(tensor) for name, tensor in tensors.items()}
-    text = json.dumps({"format": FORMAT, "arrays": listed, **about}, default=_as_plain)
-    stored = {name: _as_stored(tensor) for name, tensor in tensors.items()}
-    content = safetensors.torch.save(stored, {"etrace_bridge": text, "sha256": _BLANK.decode()})
-    start, _ = _find_digest(content)
-    return content[:start] + hashlib.sha256(content).hexdigest().encode() + content[start + 64 :]
-
-
-def unpack(content: bytes, path: Path) -> tuple[Tensors, dict[str, Any]]:
-    """Arrays and `about` of a file made by `pack`; raises if anything in it has changed."""
-    try:
-        # which gives them in no order
-        tensors = dict(sorted(safetensors.torch.load(content).items()))
-        metadata = _metadata(content)
-        about = json.loads(metadata["etrace_bridge"]) if metadata else None
-    except (
-        safetensors.SafetensorError,
-        ValueError,
-        KeyError,
-        TypeError,
-        RecursionError,
-        AttributeError,
-    ) as error:
-        raise CheckpointError(
-            f"{str(path)!r} is not a checkpoint that can be read: {error}"
-        ) from error
-    if about is None:
-        raise InputError(
-            f"{str(path)!r} holds weights only: it was not written by `save`. Load it with torch's "
-            "`load_state_dict`."
-        )
-    if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise CheckpointError(
-            _other_format(path, about.get("format") if isinstance(about, dict) else about)
-        )
-    _check_digest(content, path)
-    listed = about.get("arrays")
-    tensors = {
-        name: _as_listed(tensor, listed.get(name) if isinstance(listed, dict) else None)
-        for name, tensor in tensors.items()
-    }
-    _check_arrays(tensors, listed, path)
-    return tensors, about
-
-
-def _other_format(path: Path, found: Any) -> str:
-    fix = "Its weights can be used: `model.load_state_dict(safetensors.torch.load_file(path))`, and train on from there."
-    if found in (1, None):
-        return f"{str(path)!r} has format 1, which has no checksums, so damage in it would not be noticed; it is not read. {fix}"
-    return f"{str(path)!r} has format {found!r}; this version reads format {FORMAT}. {fix}"
-
-
-def _as_plain(value: Any) -> Any:
-    """A number of NumPy, torch or JAX in a history, for JSON."""
-    return (
-        value.item()
-        if getattr(value, "size", None) == 1 or getattr(value, "ndim", None) == 0
-        else str(value)
-    )
-
-
-def _metadata(content: bytes) -> dict[str, str]:
-    length = int.from_bytes(content[:8], "little")
-    return json.loads(content[8 : 8 + length]).get("__metadata__", {})
-
-
-def _find_digest(content: bytes) -> tuple[int, bytes]:
-    """Place and text of a file's own checksum."""
-    header = content[8 : 8 + int.from_bytes(content[:8], "little")]
-    found = list(_DIGEST.finditer(header))
-    if len(found) != 1:
-        raise ValueError(f"the header has {len(found)} checksums")
-    return 8 + found[0].start(1), found[0].group(1)
-
-
-def _check_digest(content: bytes, path: Path) -> None:
-    try:
-        start, stored = _find_digest(content)
-    except ValueError as error:
-        raise CheckpointError(f"{str(path)!r} is damaged: {error}.") from error
-    if (
-        hashlib.sha256(content[:start] + _BLANK + content[start + 64 :]).hexdigest().encode()
-        != stored
-    ):
-        raise CheckpointError(
-            f"{str(path)!r} is damaged, or was changed after it was saved: its checksum does not "
-            "match. Use an older checkpoint."
-        )
-
-
-def _as_stored(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of a dtype that safetensors knows: complex128, which it does not, as pairs of real
-    numbers.
-    """
-    return torch.view_as_real(tensor).contiguous() if tensor.dtype == torch.complex128 else tensor
-
-
-def _as_listed(tensor: torch.Tensor, listed: Any) -> torch.Tensor:
-    """The tensor that was stored, by its entry in the list."""
-    is_pairs = (
-        isinstance(listed, list)
-        and listed[:1] == ["complex128"]
-        and tensor.dtype == torch.float64
-        and tensor.shape[-1:] == (2,)
-    )
-    return torch.view_as_complex(tensor) if is_pairs else tensor
-
-
-def _describe(tensor: torch.Tensor) -> list[Any]:
-    """Dtype, shape and the number of NaN and infinite elements."""
-    odd = (
-        int((~torch.isfinite(tensor)).sum())
-        if tensor.is_floating_point() or tensor.is_complex()
-        else 0
-    )
-    return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), odd]
-
-
-def _check_arrays(tensors: Tensors, listed: Any, path: Path) -> None:
-    """The arrays are those that were listed when the file was written; NaN and infinity too."""
-    if not isinstance(listed, dict):
-        raise CheckpointError(f"{str(path)!r} is damaged: it has no list of its arrays.")
-    found = {name: _describe(tensor) for name, tensor in tensors.items()}
-    wrong = sorted(
-        name for name in found.keys() | listed.keys() if found.get(name) != listed.get(name)
-    )
-    if wrong:
-        name = wrong[0]
-        raise CheckpointError(
-            f"{str(path)!r} is damaged: `{name}` is {found.get(name, 'missing')}, but "
-            f"{listed.get(name, 'nothing')} was saved (dtype, shape, number of NaN and infinite "
-            f"elements). {len(wrong)} of its arrays differ."
-        )
-
-
 # -- writing --------------------------------------------------------------------------------------
 
 
 def write_checkpoint(
     path: str | os.PathLike, weights: Tensors, arrays: Tensors, facts: Mapping[str, Any]
 ) -> Path:
-    """Writes both files; returns that of the weights. If it raises, the checkpoint that was there
-    is whole.
+    """Write both files; return the path of the weights file.
+
+    If this raises, the checkpoint that was there before is intact.
     """
     target = weights_file(path)
     stem = target.name.removesuffix(SUFFIX)
@@ -223,7 +74,7 @@ def write_checkpoint(
                         unfinished.unlink(missing_ok=True)
                 raise
             _sync_folder(target.parent)
-            # the new checkpoint is there; what is left over goes with the next one
+            # The new checkpoint is complete; the next one removes what is left over
             with contextlib.suppress(OSError):
                 _remove_left_over(target, state, before, alone)
     except OSError as error:
@@ -235,7 +86,7 @@ def write_checkpoint(
 
 
 def check_writable(target: Path) -> None:
-    """Raises if a file could not be written there; leaves nothing behind but the folder."""
+    """Raise if a file could not be written there; leave nothing behind but the folder."""
     probe = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
     try:
         _make_folder(target.parent)
@@ -260,8 +111,9 @@ def _make_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _only_writer(folder: Path) -> Iterator[bool]:
-    """Waits until no other process writes a checkpoint in this folder; gives False where folders
-    cannot be locked.
+    """Wait until no other process writes a checkpoint in this folder.
+
+    The value is False where folders cannot be locked.
     """
     if fcntl is None:
         yield False
@@ -270,7 +122,7 @@ def _only_writer(folder: Path) -> Iterator[bool]:
     try:
         yield _lock(handle)
     finally:
-        os.close(handle)  # which also gives the lock back
+        os.close(handle)  # this also releases the lock
 
 
 def _lock(handle: int) -> bool:
@@ -291,16 +143,17 @@ def _lock(handle: int) -> bool:
 
 
 def _state_named_in(target: Path) -> str | None:
-    """The state file of the checkpoint that is about to be replaced, if that can be read."""
+    """Return the state file of the checkpoint that is about to be replaced; None if unreadable."""
     try:
-        return json.loads(_metadata(target.read_bytes())["etrace_bridge"])["state"]
+        return json.loads(read_metadata(target.read_bytes())["etrace_bridge"])["state"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 def _remove_left_over(target: Path, state: Path, before: str | None, alone: bool) -> None:
-    """Removes files of older checkpoints; where another process may be writing, only that of the
-    one just replaced.
+    """Remove files of older checkpoints.
+
+    Where another process may be writing, only the file of the replaced checkpoint is removed.
     """
     stem = glob.escape(target.name.removesuffix(SUFFIX))
     known = f"{stem}.????????.state{SUFFIX}"
@@ -332,7 +185,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def read_checkpoint(path: str | os.PathLike) -> tuple[Tensors, Tensors, dict[str, Any]]:
-    """Weights, other arrays and facts, all as they were saved."""
+    """Return weights, other arrays and facts, all as they were saved."""
     target = weights_file(path)
     if not target.is_file():
         raise InputError(f"There is no checkpoint {str(target)!r}.")

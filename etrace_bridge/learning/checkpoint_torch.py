@@ -9,7 +9,7 @@ import torch
 
 from etrace_bridge._errors import StateError
 from etrace_bridge.learning.checkpoint_arrays import raise_differences
-from etrace_bridge.learning.checkpoint_files import Tensors
+from etrace_bridge.learning.checkpoint_packing import Tensors
 
 if TYPE_CHECKING:
     from etrace_bridge.learning.runtime import Runtime

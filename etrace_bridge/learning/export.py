@@ -20,11 +20,7 @@ Reading it takes JAX and NumPy alone: docs/howto/device.md has the reader in 30 
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import secrets
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,6 +34,13 @@ import safetensors.numpy
 
 from etrace_bridge._errors import InputError, NotSupportedError, StateError
 from etrace_bridge.learning.export_batch import map_step
+from etrace_bridge.learning.export_files import (
+    FORMAT,
+    array_row,
+    program_facts,
+    program_file,
+    write_folder,
+)
 from etrace_bridge.learning.guard import FIRST, new_alarm
 from etrace_bridge.learning.losses import JaxLoss
 from etrace_bridge.learning.programs import make_step
@@ -49,7 +52,6 @@ if TYPE_CHECKING:
     from etrace_bridge.learning.learner import OnlineLearner
     from etrace_bridge.learning.runtime import Runtime
 
-FORMAT = 2
 PLATFORMS = ("cpu", "cuda", "tpu")
 
 
@@ -78,7 +80,7 @@ class _Parts:
 def export_learner(
     learner: OnlineLearner, path: str | os.PathLike, platforms: Sequence[str], batch: str
 ) -> Path:
-    """Writes a learner that has made a step with a target; returns the folder."""
+    """Write a learner that has made a step with a target; return the folder."""
     if batch not in ("fixed", "symbolic"):
         raise InputError(f"`batch` is {batch!r}; it must be 'fixed' or 'symbolic'.")
     runtime, store = learner.runtime, learner.runtime.store
@@ -101,15 +103,7 @@ def export_learner(
             "The model holds typed random keys, which the file format does not know. Use "
             "`jax.random.PRNGKey` keys."
         )
-    size = jax.export.symbolic_shape("b") if batch == "symbolic" else ()
-    state = [
-        _shape((*size, *x.shape) if each else x.shape, x.dtype)
-        for x, each in zip(leaves, parts.by_element, strict=True)
-    ]
-    inputs, targets = (
-        [_shape((*size, *t.shape[len(size) :]), t.dtype) for t in some]
-        for some in (parts.inputs, parts.targets)
-    )
+    state, inputs, targets = _shapes(parts, symbolic=batch == "symbolic")
     programs = {
         "learn": _lower(parts.learn, [*state, *inputs, *targets], platforms),
         "infer": _lower(parts.infer, [*state, *inputs], platforms),
@@ -124,29 +118,45 @@ def export_learner(
         "steps": store.steps,
         "batch": batch,
         "weights": list(store.compiled.weight_names),
-        "state": [_row(n, s) for n, s in zip(names, state, strict=True)],
-        "inputs": [_row(n, s) for n, s in zip(_input_names(store), inputs, strict=True)],
-        "targets": [_row(f"target {n}", s) for n, s in enumerate(targets)],
-        "programs": {name: [_facts(name, e) for e in some] for name, some in programs.items()},
+        "state": [array_row(n, s) for n, s in zip(names, state, strict=True)],
+        "inputs": [array_row(n, s) for n, s in zip(_input_names(store), inputs, strict=True)],
+        "targets": [array_row(f"target {n}", s) for n, s in enumerate(targets)],
+        "programs": {
+            name: [program_facts(name, e) for e in some] for name, some in programs.items()
+        },
         "compiler_options": {"cpu": compiler_options(one_step=True)},
         "x64": bool(jax.config.jax_enable_x64),
         "jax": jax.__version__,
     }
     arrays = {n: np.asarray(x) for n, x in zip(names, leaves, strict=True)}
     files = {
-        _file_name(name, e): e.mlir_module_serialized
+        program_file(name, e): e.mlir_module_serialized
         for name, some in programs.items()
         for e in some
     }
     files["state.safetensors"] = safetensors.numpy.save(arrays)
-    return _write_folder(Path(path), files, manifest)
+    return write_folder(Path(path), files, manifest)
+
+
+def _shapes(parts: _Parts, symbolic: bool) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return shapes of state, inputs and targets, for the batch as it is or of any size."""
+    size = jax.export.symbolic_shape("b") if symbolic else ()
+    state = [
+        _shape((*size, *x.shape) if each else x.shape, x.dtype)
+        for x, each in zip(jax.tree.leaves(parts.state), parts.by_element, strict=True)
+    ]
+    inputs, targets = (
+        [_shape((*size, *t.shape[len(size) :]), t.dtype) for t in some]
+        for some in (parts.inputs, parts.targets)
+    )
+    return state, inputs, targets
 
 
 # -- programs -------------------------------------------------------------------------------------
 
 
 def _one_batch(runtime: Runtime, target: Any, loss: JaxLoss) -> _Parts:
-    """The learner's own step, from where it is."""
+    """Return the learner's own step, starting from its current state."""
     store = runtime.store
     store.need_trace()
     spec, evaluation = runtime.programs.spec(loss), store.evaluation()
@@ -159,9 +169,7 @@ def _one_batch(runtime: Runtime, target: Any, loss: JaxLoss) -> _Parts:
         tuned = evaluation.tuned_for(platform)
 
         def run(state: LearnerState, args: list[Any]) -> tuple[LearnerState, Any]:
-            """The states move on; the trace is zero afterwards, since it does not know of this
-            step.
-            """
+            """Run one step; the trace is zero afterwards, since it does not include this step."""
             outputs, hidden, other = tuned.run(
                 state.theta, state.hidden, state.other, [a[None] for a in args]
             )
@@ -177,8 +185,9 @@ def _one_batch(runtime: Runtime, target: Any, loss: JaxLoss) -> _Parts:
 
 
 def _any_batch(runtime: Runtime, target: Any, loss: JaxLoss) -> _Parts:
-    """The step for any batch size, from the learner's weights and optimizer state and from initial
-    states.
+    """Return the step for any batch size.
+
+    It starts from the learner's weights and optimizer state and from initial states.
     """
     store = runtime.store
     mapped = map_step(runtime, loss, target)
@@ -216,7 +225,7 @@ def _flat(
     learn: Callable[[str], Callable],
     infer: Callable[[str], Callable],
 ) -> _Parts:
-    """The programs on flat arguments; `learn` and `infer` give them for a platform."""
+    """Return the programs on flat arguments; `learn` and `infer` give them for a platform."""
     tree, wanted = jax.tree.structure(start), jax.tree.structure(target)
     inputs = [_shape(shape, jnp.dtype(dtype)) for shape, dtype in runtime.store.compiled.signature]
     states, given = tree.num_leaves, tree.num_leaves + len(inputs)
@@ -249,9 +258,7 @@ def _flat(
 def _lower(
     make: Callable[[str], Callable], shapes: Sequence[Any], platforms: Sequence[str]
 ) -> list[jax.export.Exported]:
-    """A program for as many of the platforms as it can be lowered to: one for all that share a
-    layout.
-    """
+    """Lower a program for the platforms that can run it; those that share a layout share one."""
     able: dict[type, list[str]] = {}
     refused: dict[str, Exception] = {}
     for platform in platforms:
@@ -273,7 +280,7 @@ def _lower(
 
 
 def _last_target(runtime: Runtime) -> tuple[Any, JaxLoss]:
-    """The shapes of the last new kind of target, and the loss for it."""
+    """Return the shapes of the last new kind of target, and the loss for it."""
     store = runtime.store
     if store.updater is None or runtime.torch_update is not None:
         raise NotSupportedError(
@@ -301,65 +308,3 @@ def _last_target(runtime: Runtime) -> tuple[Any, JaxLoss]:
 
 def _shape(shape: Any, dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(shape), dtype)
-
-
-def _row(name: str, shape: Any) -> dict[str, Any]:
-    return {
-        "name": name,
-        "shape": [d if isinstance(d, int) else str(d) for d in shape.shape],
-        "dtype": str(shape.dtype),
-    }
-
-
-def _file_name(name: str, exported: jax.export.Exported) -> str:
-    return f"{name}.{'-'.join(exported.platforms)}.stablehlo"
-
-
-def _facts(name: str, exported: jax.export.Exported) -> dict[str, Any]:
-    """What a reader needs besides the module itself to make a `jax.export.Exported` of it."""
-    return {
-        "file": _file_name(name, exported),
-        "platforms": list(exported.platforms),
-        "calling_convention_version": exported.calling_convention_version,
-        "kept": list(exported.module_kept_var_idx),
-        "results": [_row(f"result {n}", aval) for n, aval in enumerate(exported.out_avals)],
-    }
-
-
-def checksum(content: bytes) -> str:
-    """SHA-256, in hexadecimal."""
-    return hashlib.sha256(content).hexdigest()
-
-
-def manifest_bytes(manifest: dict[str, Any]) -> bytes:
-    """The manifest as it is signed: sorted, without its own checksum."""
-    return json.dumps(
-        {k: v for k, v in manifest.items() if k != "checksum"}, sort_keys=True
-    ).encode()
-
-
-def _write_folder(path: Path, files: dict[str, bytes], manifest: dict[str, Any]) -> Path:
-    """Writes a new folder beside `path` and puts it in its place."""
-    if path.exists() and not (path / "manifest.json").is_file():
-        raise InputError(
-            f"{str(path)!r} exists and is not an exported learner. Choose another path."
-        )
-    manifest["files"] = {name: checksum(content) for name, content in files.items()}
-    manifest["checksum"] = checksum(manifest_bytes(manifest))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh, old = (
-        path.with_name(f".{path.name}.{secrets.token_hex(4)}.{kind}") for kind in ("new", "old")
-    )
-    fresh.mkdir()
-    try:
-        for name, content in (
-            files | {"manifest.json": json.dumps(manifest, indent=1).encode()}
-        ).items():
-            (fresh / name).write_bytes(content)
-        if path.exists():
-            os.replace(path, old)
-        os.replace(fresh, path)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
-    return path

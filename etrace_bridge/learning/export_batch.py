@@ -18,8 +18,9 @@ import numpy as np
 
 from etrace_bridge._errors import NotSupportedError
 from etrace_bridge.frontend import BridgedModule, wrap
-from etrace_bridge.learning.compiled_step import CompiledStep, evaluation_mode
+from etrace_bridge.learning.compiled_step import CompiledStep
 from etrace_bridge.learning.losses import JaxLoss
+from etrace_bridge.learning.modes import evaluation_mode
 from etrace_bridge.learning.online_core import OnlineCore
 from etrace_bridge.learning.programs import ProgramSpec
 from etrace_bridge.learning.state import LearnerState

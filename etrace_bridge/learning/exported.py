@@ -15,7 +15,7 @@ import numpy as np
 import safetensors.numpy
 
 from etrace_bridge._errors import InputError, NotSupportedError
-from etrace_bridge.learning.export import FORMAT, checksum, manifest_bytes
+from etrace_bridge.learning.export_files import FORMAT, checksum, manifest_bytes
 from etrace_bridge.learning.guard import STOPPED
 from etrace_bridge.learning.inputs import as_array, as_inputs
 from etrace_bridge.lowering import jit

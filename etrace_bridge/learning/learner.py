@@ -1,4 +1,4 @@
-"""`OnlineLearner`: train a torch model online and carry it home."""
+"""`OnlineLearner`: train a model online."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from etrace_bridge._errors import InputError
 from etrace_bridge.compiler.graph import ETraceGraph
 from etrace_bridge.frontend import BridgedModule, wrap
 from etrace_bridge.learning.autosave import Checkpoints
-from etrace_bridge.learning.checkpoint import read_learner, restore_learner, rule_of, save_learner
+from etrace_bridge.learning.checkpoint import save_learner
+from etrace_bridge.learning.checkpoint_restore import read_learner, restore_learner, rule_of
 from etrace_bridge.learning.export import PLATFORMS, export_learner
 from etrace_bridge.learning.fit import Callback, EarlyStopping, FitOptions, History, run_fit
 from etrace_bridge.learning.inputs import read_inputs
@@ -45,48 +46,47 @@ class OnlineLearner:
         rule: a rule's name or object, see `etrace_bridge.rules`.
         loss: torch or JAX callable `(output_t, target_t) -> scalar`.
         optimizer: an optax transformation or a `torch.optim` instance; None for learners that only
-            give gradients. SGD, Adam, AdamW, RMSprop and Adagrad run inside the compiled step, with
+            compute gradients. SGD, Adam, AdamW, RMSprop and Adagrad run inside the compiled step, with
             their parameter groups, and follow torch's schedulers; any other torch optimizer runs in
             torch, through `.grad`.
         chunk: steps in a chunk, or `"auto"`.
         reduction: `"mean"` or `"sum"` over the steps of a sequence.
-        budget: bytes that a chunk's buffers may take; None for no more than the trace itself.
-        clip_norm: most that the norm of all gradients may be, as `torch.nn.utils.clip_grad_norm_`.
-        clip_value: most that the size of a gradient's element may be.
-        accumulate: gradients averaged for one update.
-        schedule: factor of the learning rate by number of updates: an optax schedule.
+        budget: bytes that a chunk's buffers may take; None for as many as the trace takes.
+        clip_norm: the largest norm of all gradients, as in `torch.nn.utils.clip_grad_norm_`.
+        clip_value: the largest absolute value of a gradient's element.
+        accumulate: number of gradients that are averaged for one update.
+        schedule: an optax schedule that gives a factor of the learning rate by number of updates.
         guard: stop with `NonFiniteError` when a loss, weight or hidden state becomes NaN or
-            infinite, and keep the last finite state.
+            infinite, and return to the last finite state.
         check_inputs: raise when inputs or targets have NaN or infinity.
-        track_norm: keep the norm of the last gradients in `gradient_norm`, and give `fit`'s records
-            its mean.
+        track_norm: store the norm of the last gradients in `gradient_norm`, and its mean in the
+            records of `fit`.
         device: `"cpu"`, `"gpu"`, `"tpu"` or a `jax.Device`.
         mesh: a `jax.sharding.Mesh`, over which the batch is divided. If it spans processes
-            (`distributed_mesh()`), each passes its own part of the batch.
+            (`distributed_mesh()`), each process passes its own part of the batch.
         partition: an axis of `mesh` that divides hidden units instead of the batch: traces, states
             and the weights that feed them.
         seed: seed of a torch model's random ops.
-        loss_at: for one target for each sequence, `(batch, …)`: `"last"`: its loss is at the last
-            step, or the last that `mask` leaves;
-            `"every"`: at every step; `"model"`: of the output as the model's own `forward` reduces
-                it over time (`net.reduction`).
-            None: every step has a target of its own.
-        freeze: where a mask of single sequences is zero, their states and traces stay as they are,
-            as if the step had not been; for rules whose trace moves with the states alone.
-        any_length: run sequences of every length through one program, that of a chunk, instead of
-            compiling one for each length; in `predict` and `evaluate`, and for sequences that
+        loss_at: where the loss is if each sequence has one target, `(batch, …)`. `"last"`: at the
+            last step, or the last that `mask` allows. `"every"`: at every step. `"model"`: on the
+            output as the model's own `forward` reduces it over time (`net.reduction`). None: every
+            step has its own target.
+        freeze: where a mask of single sequences is zero, their states and traces do not change, as
+            if the step had not happened; for rules whose trace advances with the states only.
+        any_length: run sequences of any length through the program of one chunk, instead of
+            compiling a program for each length; in `predict` and `evaluate`, and for sequences that
             begin anew (`carry=False`) in `gradients`, `update` and `fit`.
         seq_loss: a loss of all outputs in place of `loss`: `(outputs, target) -> scalar`, outputs
             `(T, batch, …)` as the model lays out sequences; for `gradients`, `update`, `evaluate`
             and `fit`.
-        cache_dir: a folder in which compiled programs are kept for later processes; it serves every
-            JAX program of this process.
+        cache_dir: a folder in which compiled programs are stored for later processes; it is used
+            for every JAX program of this process.
 
     Attributes:
         rule: the learning rule.
         history: what the last call of `fit` recorded; None before the first.
-        place_in_fit: how far the last call of `fit` has come.
-        runtime: the working part, with the learner's state; its parts are not a stable interface.
+        place_in_fit: the position of the last call of `fit` in its batches.
+        runtime: runs the programs and holds the state; not a stable interface.
     """
 
     def __init__(
@@ -118,8 +118,8 @@ class OnlineLearner:
     ) -> None:
         if loss is not None and seq_loss is not None:
             raise InputError(
-                "`loss` and `seq_loss` were both given; a learner has one loss, of each step or "
-                "of the whole sequence."
+                "`loss` and `seq_loss` were both given; a learner has one loss, either of each step "
+                "or of the whole sequence. Leave one of them out."
             )
         if cache_dir is not None:
             keep_programs(cache_dir)
@@ -161,29 +161,30 @@ class OnlineLearner:
         graph = self.graph._repr_html_() if self.runtime.store.started else ""
         return f"<div><code>{escape(repr(self))}</code>{graph}</div>"
 
-    # -- what it holds ----------------------------------------------------------------------------
+    # -- state ----------------------------------------------------------------------------
 
     @property
     def net(self) -> brainstate.nn.Module:
-        """The brainstate module, with copies of the learner's weights and states in it; changes
-        made there are taken over.
+        """The brainstate module, with copies of the learner's weights and states in it.
+
+        The learner takes over changes made there.
         """
         self.runtime.store.lend()
         return self.runtime.net
 
     @property
     def graph(self) -> ETraceGraph:
-        """The compiled graph; there is one after the first input."""
+        """The compiled graph; available after the first input."""
         return self.runtime.store.compiled.program.graph
 
     @property
     def steps(self) -> int:
-        """Time steps seen."""
+        """Number of time steps seen."""
         return self.runtime.store.steps
 
     @property
     def updates(self) -> int:
-        """Updates asked for."""
+        """Number of updates requested."""
         return self.runtime.store.updates
 
     @property
@@ -194,22 +195,22 @@ class OnlineLearner:
     # -- learning ---------------------------------------------------------------------------------
 
     def step(self, x: Any, target: Any = None, mask: Any = None) -> StepInfo:
-        """One time step: forward, trace, gradient, update.
+        """Run one time step: forward, trace, gradient, update.
 
         Args:
-            x: the input, `(batch, …)`; a tuple of inputs; a dict of them, by the names of
+            x: the input, `(batch, …)`; a tuple of inputs; or a dict of inputs, by the names of
                 `forward`'s arguments or as its only argument.
-            target: the target; None advances states and trace only.
+            target: the target; with None the step only advances states and trace.
             mask: (batch,) weights of the batch elements' losses.
         """
         runtime = self.runtime
-        loss, output, discarded = runtime.step(read_inputs(runtime.net, x), target, mask)
+        loss, output, discarded = runtime.steps.run(read_inputs(runtime.net, x), target, mask)
         return StepInfo(loss, output, runtime.watch.look, discarded, self._is_plain)
 
     def gradients(
         self, xs: Any, targets: Any, mask: Any = None, carry: bool = False
     ) -> GradientResult:
-        """Gradients of a whole sequence, without an update.
+        """Compute gradients of a whole sequence, without an update.
 
         Args:
             xs: inputs `(T, batch, …)`, or `(batch, T, …)` for a `batch_first` module; a tuple or
@@ -217,11 +218,12 @@ class OnlineLearner:
             targets: targets, time where the inputs have it; with `loss_at`, one for each sequence,
                 `(batch, …)`.
             mask: weights of the steps' losses, `(T,)`; or of each step of each sequence, `(T,
-                batch)`, laid out as the inputs. The mean is then over all that counts. torch's
-                packed sequences bring a mask of their own.
-            carry: start from the current states and trace and keep those after the sequence;
-                otherwise the sequence starts from initial states, and the learner's own stay as
-                they are. Running statistics and the random key move on either way, as in torch.
+                batch)`, laid out as the inputs; the mean is then over all that counts. torch's
+                packed sequences have their own mask.
+            carry: start from the current states and trace, and continue with those after the
+                sequence; otherwise the sequence starts from initial states, and the learner's
+                states do not change. Running statistics and the random key advance either way, as
+                in torch.
         """
         xs, targets, mask = self._unpacked(xs, targets, mask)
         grads, *rest, discarded = self.runtime.gradients(xs, targets, mask, carry)
@@ -232,27 +234,27 @@ class OnlineLearner:
     def update(
         self, xs: Any, targets: Any, mask: Any = None, carry: bool = False, every: str = "sequence"
     ) -> SequenceResult:
-        """Gradients of a sequence, and updates.
+        """Compute gradients of a sequence and update the weights.
 
         Args:
             xs: inputs, as for `gradients`.
             targets: targets, as for `gradients`.
             mask: weights of the steps' losses, as for `gradients`.
             carry: as for `gradients`.
-            every: one update a `"sequence"`, a `"chunk"` (from the loss over its steps) or a
+            every: one update per `"sequence"`, per `"chunk"` (from the loss over its steps) or per
                 `"step"`.
         """
         xs, targets, mask = self._unpacked(xs, targets, mask)
         found = self.runtime.update(xs, targets, mask, carry, every)
         if self._is_plain:
-            self.runtime.store.lend()  # the user's own module has the new weights
+            self.runtime.store.lend()  # so that the user's module has the new weights
         return SequenceResult(*found, self.runtime.batch_first, self._is_plain)
 
     def predict(self, xs: Any, carry: bool = False) -> Any:
-        """Outputs of a sequence in evaluation mode, as torch tensors, packed if the inputs are; JAX
-        arrays for a brainstate module.
+        """Return outputs of a sequence in evaluation mode.
 
-        The learner stays as it is.
+        They are torch tensors, packed if the inputs are, or JAX arrays for a brainstate module. The
+        learner's state does not change.
 
         Args:
             xs: inputs, as for `gradients`.
@@ -269,8 +271,9 @@ class OnlineLearner:
         )
 
     def evaluate(self, batches: Iterable[Any]) -> float:
-        """The mean loss over batches `(xs, targets[, mask])`, in evaluation mode; the learner stays
-        as it is.
+        """Return the mean loss over batches `(xs, targets[, mask])` in evaluation mode.
+
+        The learner's state does not change.
         """
         _check_batches(batches)
         return evaluate_with(self, batches, {})["loss"]
@@ -292,37 +295,37 @@ class OnlineLearner:
         resume: bool = False,
         progress: bool | None = None,
     ) -> History:
-        """Trains on batches of sequences.
+        """Train on batches of sequences.
 
-        `history` is filled as it goes. A loader's error and Ctrl-C leave the learner as it was
-        after the last whole batch.
+        `history` is filled while training runs. After a loader's error or Ctrl-C the learner is in
+        the state after the last complete batch.
 
         Args:
             batches: any iterable of `(xs, targets)`, `(xs, targets, mask)` or dicts with these
-                keys, a torch DataLoader for one; or a function that makes such an iterable for
+                keys, such as a torch DataLoader; or a function that returns such an iterable for
                 every epoch.
-            epochs: how often to go through them.
+            epochs: how often to go through the batches.
             validation: batches whose mean loss is the epoch's `validation_loss`; or a function of
                 the learner that gives a number or a dict of numbers.
             metrics: further numbers of training and validation: `"accuracy"`, functions `(output,
-                target) -> number`, a list of these, or a dict by name. They get all steps that
+                target) -> number`, a list of these, or a dict by name. They receive all steps that
                 count as one batch, `(steps * batch, …)`.
             callbacks: functions of the learner and the epoch's record, called after every epoch;
                 `True` ends the training. One with a method `before_batch(learner, xs, targets,
                 mask, carry)`, such as `FidelityMeter`, is called before every update too.
-            early_stopping: when to end; a number is the patience.
+            early_stopping: when to end; a number means the patience.
             scheduler: a torch learning-rate scheduler, stepped after every epoch.
-            every: one update a `"sequence"`, a `"chunk"` or a `"step"`.
-            carry: batches continue one another: states and trace go on from batch to batch.
-            max_batches: most batches in an epoch, for streams.
+            every: one update per `"sequence"`, `"chunk"` or `"step"`.
+            carry: batches continue one another: states and trace carry over from batch to batch.
+            max_batches: the largest number of batches in an epoch, for streams.
             checkpoint: where to save, every ten minutes, at the end, at Ctrl-C and at SIGTERM;
                 `Checkpoints` sets how often.
-            resume: go on with the call of `fit` that the loaded checkpoint was in, to the same
-                number of `epochs`; start with the first epoch if it was in none. Random generators
-                go back to where they were, and batches that were done are read and left out; an
-                iterator is read on from where it is.
+            resume: continue the call of `fit` that the loaded checkpoint was saved in, up to the
+                same number of `epochs`; without one, start with the first epoch. Random generators
+                are restored, and batches that were done are read and skipped; an iterator is read
+                from its current position.
             progress: show a live line, or plain lines where the error output is not a terminal; by
-                default only where somebody can see it: on a terminal or in a notebook.
+                default only on a terminal or in a notebook.
         """
         self.runtime.require_optimizer()
         _check_batches(batches)
@@ -342,18 +345,17 @@ class OnlineLearner:
         return run_fit(self, batches, epochs, options)
 
     def reset(self, mask: Any = None) -> None:
-        """Sets hidden states and traces back to their initial values; `mask` (batch,) picks
-        elements.
+        """Reset hidden states and traces to their initial values.
 
-        Running statistics and the random key are the model's and stay. After a full reset the batch
-        size may change.
+        `mask` (batch,) selects the batch elements to reset. Running statistics and the random key
+        belong to the model and do not change. After a full reset the batch size may change.
         """
         self.runtime.reset(mask)
 
-    # -- home again -------------------------------------------------------------------------------
+    # -- torch -------------------------------------------------------------------------------
 
     def fill_grad(self, result: GradientResult | Mapping[str, torch.Tensor]) -> None:
-        """Puts gradients into `.grad` of the torch model's parameters, for a torch optimizer.
+        """Put gradients into `.grad` of the torch model's parameters, for a torch optimizer.
 
         Parameters that the step does not use keep their `.grad`, as after torch's `backward`.
         """
@@ -369,15 +371,19 @@ class OnlineLearner:
         named = dict(self._torch_model().named_parameters(remove_duplicate=False))
         unknown = sorted(str(name) for name in set(grads) - set(named))
         if unknown:
-            raise InputError(f"The model has no parameters named {', '.join(unknown)}.")
+            raise InputError(
+                f"The model has no parameters named {', '.join(unknown)}, so their gradients cannot be "
+                "put anywhere. Pass gradients by the names of `model.named_parameters()`."
+            )
         for name, grad in grads.items():
             _check_gradient(name, grad, named[name])
         for name, grad in grads.items():
             named[name].grad = grad.detach().to(named[name]).clone()
 
     def sync_to_torch(self) -> None:
-        """Writes weights and buffers into the torch model, in place, and a translated optimizer's
-        state into that optimizer.
+        """Write weights and buffers into the torch model in place.
+
+        A translated optimizer's state is written into that optimizer too.
         """
         model, store = self._torch_model(), self.runtime.store
         current = self.net.state_dict()  # pyright: ignore[reportAttributeAccessIssue]
@@ -393,24 +399,25 @@ class OnlineLearner:
             store.updater.translated.export(store.state.opt)
 
     def sync_from_torch(self) -> None:
-        """Takes weights and buffers from the torch model, e.g. after `optimizer.step()` in torch."""
+        """Read weights and buffers from the torch model, e.g. after `optimizer.step()` in torch."""
         model = self._torch_model()
         self.net.load_state_dict(model.state_dict())  # pyright: ignore[reportAttributeAccessIssue]
 
     # -- checkpoints ------------------------------------------------------------------------------
 
     def save(self, path: str | PathLike) -> Path:
-        """Writes weights, states, traces, optimizer state, random keys and counts; atomically,
-        without pickle.
+        """Write weights, states, traces, optimizer state, random keys and counts.
+
+        The checkpoint replaces an older one atomically, and contains no pickle.
 
         Args:
-            path: the weights' file; `.safetensors` is added if it is missing. Plain torch can load
-                it: `model.load_state_dict(safetensors.torch.load_file(path))`. The rest goes into a
-                file beside it. Of a learner whose mesh spans processes it is a folder, and every
-                process must call this.
+            path: the weights file; `.safetensors` is added if it is missing. Plain torch can load
+                it: `model.load_state_dict(safetensors.torch.load_file(path))`. A second file beside
+                it has everything else. If the learner's mesh spans processes, the checkpoint is a
+                folder, and every process must call this.
 
         Returns:
-            The weights' file, or the folder.
+            The weights file, or the folder.
         """
         _check_path(path)
         with self.runtime.store.lock:
@@ -429,11 +436,11 @@ class OnlineLearner:
         reduction: str | None = None,
         **options: Any,
     ) -> OnlineLearner:
-        """A learner that goes on, bit for bit, where the saved one was.
+        """Make a learner that continues a saved one, bit for bit.
 
         Args:
             path: as for `save`.
-            model: a model of the same structure; its own weights do not matter.
+            model: a model of the same structure; its weights are replaced.
             rule: the rule; by default the checkpoint's.
             loss: the loss.
             optimizer: an optimizer like the saved one; its state and parameter groups are taken
@@ -455,22 +462,21 @@ class OnlineLearner:
     def export(
         self, path: str | PathLike, platforms: Sequence[str] = PLATFORMS, batch: str = "fixed"
     ) -> Path:
-        """Writes the learning step and the inference step as files that run without torch and
-        without this package.
+        """Write the learning step and the inference step as files.
 
-        The steps are StableHLO programs; weights, states, traces and optimizer state lie beside
-        them in a safetensors file, and `manifest.json` has names, shapes and checksums. Call
-        `step(x, target)` first: the files are for inputs of that shape, and go on from where the
-        learner is. `etrace_bridge.load_exported` reads them; so does any process with JAX and
-        NumPy.
+        They run without torch and without this package. The steps are StableHLO programs; weights,
+        states, traces and optimizer state are in a safetensors file beside them, and
+        `manifest.json` has names, shapes and checksums. Call `step(x, target)` first: the files are
+        for inputs of that shape, and continue from the learner's state.
+        `etrace_bridge.load_exported` reads them; so does any process with JAX and NumPy.
 
         Args:
             path: a folder.
-            platforms: for which to write the programs, of `"cpu"`, `"cuda"`, `"rocm"`, `"tpu"`;
-                those that the step cannot be lowered for are left out.
-            batch: `"fixed"`: the batch size of the last step, and the learner's states and traces.
-                `"symbolic"`: any batch size, which `load_exported` is told, from initial states;
-                for models whose batch elements do not depend on each other.
+            platforms: the platforms to write programs for, of `"cpu"`, `"cuda"`, `"rocm"`, `"tpu"`;
+                those that the step cannot be lowered for are skipped.
+            batch: `"fixed"`: the batch size of the last step, with the learner's states and traces.
+                `"symbolic"`: any batch size, chosen in `load_exported`, from initial states; for
+                models whose batch elements do not depend on each other.
 
         Returns:
             The folder.
@@ -478,7 +484,7 @@ class OnlineLearner:
         return export_learner(self, path, platforms, batch)
 
     def _unpacked(self, xs: Any, targets: Any, mask: Any) -> tuple[tuple, Any, Any]:
-        """A sequence's input tensors in a row, its targets and its mask, with nothing packed."""
+        """Return a sequence's input tensors as a tuple, its targets and its mask, nothing packed."""
         inputs = read_inputs(self.runtime.net, xs, sequence=True)
         return unpack_sequences(inputs, targets, mask, self.runtime.batch_first)
 
@@ -496,8 +502,8 @@ class OnlineLearner:
         model = getattr(self.runtime.net, "model", None)
         if model is None:
             raise InputError(
-                "This learner was made from a brainstate module, so there is no torch model to "
-                "write to."
+                "This learner was made from a brainstate module, so it has no torch model. Its "
+                "weights are in the states of `learner.net`."
             )
         return model
 
@@ -514,7 +520,9 @@ def _check_batches(batches: Any) -> None:
 
 def _check_path(path: Any) -> None:
     if not isinstance(path, (str, PathLike)):
-        raise InputError(f"`path` is a {type(path).__name__}; it must be the name of a file.")
+        raise InputError(
+            f"`path` is a {type(path).__name__}; it must be a file name, as text or a path."
+        )
 
 
 def _check_gradient(name: str, grad: Any, parameter: torch.Tensor) -> None:

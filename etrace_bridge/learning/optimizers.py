@@ -1,11 +1,4 @@
-"""Optimizers inside the learner's one jitted call: optax as it is, `torch.optim` translated to
-optax.
-
-A translated optimizer keeps torch's own names for its slots (`exp_avg`, `momentum_buffer`, …), so
-its state comes from and goes back to the torch optimizer. Learning rates and the other numbers of a
-parameter group are read from the torch optimizer whenever they change, so torch's schedulers work
-on it.
-"""
+"""The update inside a learner's compiled program: clipping, the optimizer, schedule, accumulation."""
 
 from __future__ import annotations
 
@@ -15,185 +8,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import torch
 
-from etrace_bridge._errors import InputError, NotSupportedError
-from etrace_bridge.frontend import to_real_jax, to_torch
+from etrace_bridge._errors import InputError
 from etrace_bridge.learning.torch_rules import TORCH_RULES, Arrays
+from etrace_bridge.learning.translated_optimizers import Translated
 
 # -- translation ----------------------------------------------------------------------------------
-
-
-class TranslatedState(NamedTuple):
-    """State of a translated optimizer.
-
-    Attributes:
-        count: number of updates.
-        slots: arrays by slot name and parameter name.
-    """
-
-    count: Any
-    slots: dict[str, Arrays]
-
-
-class Translated:
-    """A `torch.optim` optimizer as an optax transformation.
-
-    Args:
-        optimizer: the torch optimizer; its groups keep deciding learning rates.
-        parameters: the model's parameters by torch name.
-    """
-
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
-    ) -> None:
-        self.optimizer = optimizer
-        self.rule = TORCH_RULES[type(optimizer)]
-        self.tensors = parameters
-        self.group_of = group_places(optimizer, parameters)
-        self._fixed = self._structure()
-        self._names = list(self.rule.numbers(optimizer.param_groups[0]))
-        self.transform = optax.GradientTransformationExtraArgs(self._init, self._update)
-
-    def signature(self) -> tuple:
-        """The values of all options that may change from step to step."""
-        return tuple(
-            float(v) if isinstance(v, torch.Tensor) else v
-            for group in self.optimizer.param_groups
-            for key, v in group.items()
-            if key != "params"
-        )
-
-    def numbers(self) -> np.ndarray:
-        """The groups' numbers, (groups, numbers)."""
-        if self._structure() != self._fixed:
-            raise InputError(
-                f"The parameter groups of `{type(self.optimizer).__name__}` changed in more than "
-                "their numbers after the learner was made (a group was added, or a flag such as "
-                "`nesterov` was switched). Make a new learner."
-            )
-        # torch's schedulers warn unless the optimizer says that it has stepped.
-        self.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
-        return np.array(
-            [[float(v) for v in self.rule.numbers(g).values()] for g in self.optimizer.param_groups]
-        )
-
-    def _structure(self) -> tuple:
-        groups = self.optimizer.param_groups
-        return tuple(
-            (
-                tuple(map(id, g["params"])),
-                tuple(self.rule.slots(g)),
-                tuple(bool(g.get(k)) for k in self.rule.fixed),
-            )
-            for g in groups
-        )
-
-    def _init(self, theta: Arrays) -> TranslatedState:
-        slots: dict[str, Arrays] = {}
-        counts = set()
-        for name, value in theta.items():
-            if name not in self.group_of:
-                continue
-            held = self.optimizer.state.get(self.tensors[name], {})
-            group = self.optimizer.param_groups[self.group_of[name]]
-            counts.add(_count_in(held))
-            for slot, start in self.rule.slots(group).items():
-                old = held.get(slot)
-                array = jnp.full_like(value, start) if old is None else to_real_jax(old)
-                slots.setdefault(slot, {})[name] = array
-        if len(counts) > 1:
-            raise NotSupportedError(
-                f"The parameters of this `{type(self.optimizer).__name__}` were updated different "
-                f"numbers of times: {sorted(counts)}. Make a new optimizer, or step all parameters "
-                "equally often."
-            )
-        return TranslatedState(jnp.asarray(counts.pop() if counts else 0, jnp.int32), slots)
-
-    def _update(
-        self,
-        grads: Arrays,
-        state: TranslatedState,
-        params: Arrays | None = None,
-        *,
-        numbers: Any,
-        **_: Any,
-    ):
-        if params is None:
-            raise InputError("A torch optimizer's update needs the parameters.")
-        count = state.count + 1
-        changes: Arrays = {}
-        new: dict[str, Arrays] = {slot: dict(held) for slot, held in state.slots.items()}
-        for name, g in grads.items():
-            if name not in self.group_of:
-                # not among the optimizer's parameters: stays as it is
-                changes[name] = jnp.zeros_like(params[name])
-                continue
-            place = self.group_of[name]
-            group = self.optimizer.param_groups[place]
-            n = {key: numbers[place, i].astype(g.dtype) for i, key in enumerate(self._names)}
-            held = {slot: arrays[name] for slot, arrays in state.slots.items() if name in arrays}
-            g = -g if group["maximize"] else g
-            changes[name], slots = self.rule.update(
-                params[name], g, held, n, count.astype(g.dtype), group
-            )
-            for slot, array in slots.items():
-                new[slot][name] = array
-        return changes, TranslatedState(count, new)
-
-    def export(self, state: Any) -> None:
-        """Writes the slots into the torch optimizer, which can then go on by itself."""
-        found = [s for s in jax.tree.leaves(state, is_leaf=_is_translated) if _is_translated(s)]
-        for one in found:
-            count = int(one.count)
-            for name in self.group_of:
-                mine = {
-                    slot: to_torch(arrays[name], self.tensors[name])
-                    for slot, arrays in one.slots.items()
-                    if name in arrays
-                }
-                if not mine or not count:
-                    continue
-                if type(self.optimizer) is not torch.optim.SGD:
-                    mine["step"] = torch.tensor(float(count))
-                self.optimizer.state[self.tensors[name]].update(mine)
-
-
-def _is_translated(value: Any) -> bool:
-    return isinstance(value, TranslatedState)
-
-
-def _count_in(held: Mapping) -> int:
-    if "step" in held:
-        return int(held["step"])
-    return int(held.get("momentum_buffer") is not None)
-
-
-def group_places(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
-) -> dict[str, int]:
-    """The parameter group of each named parameter that the optimizer has."""
-    names = {id(p): name for name, p in reversed(parameters.items())}
-    places: dict[str, int] = {}
-    strangers = []
-    for place, group in enumerate(optimizer.param_groups):
-        for p in group["params"]:
-            if id(p) in names:
-                places[names[id(p)]] = place
-            else:
-                strangers.append(f"group {place}, shape {tuple(p.shape)}")
-    if strangers:
-        raise InputError(
-            f"`{type(optimizer).__name__}` holds {len(strangers)} tensor(s) that are not parameters "
-            f"of the model ({'; '.join(strangers[:5])}). The learner can only update the model's "
-            "own parameters: make the optimizer from `model.parameters()`."
-        )
-    return places
-
-
-# -- what the learner uses ------------------------------------------------------------------------
 
 
 class UpdateState(NamedTuple):
@@ -217,8 +39,9 @@ class Updater:
     Attributes:
         transform: clipping, the optimizer, the schedule and accumulation, as one optax
             transformation.
-        translated: the torch optimizer behind it, if there is one.
-        track_norm: keep the norm of the last gradients.
+        translated: the torch optimizer that it was translated from, if there is one.
+        track_norm: store the norm of the last gradients.
+        seen: the torch groups' options at the last look; None to read them again.
     """
 
     transform: optax.GradientTransformationExtraArgs
@@ -227,14 +50,14 @@ class Updater:
     seen: tuple | None = field(default=None, repr=False)
 
     def init(self, theta: Arrays) -> UpdateState:
-        """The state before the first update."""
+        """Return the state before the first update."""
         norm = jnp.zeros((), jnp.result_type(*jax.tree.leaves(theta))) if self.track_norm else None
         return UpdateState(self.transform.init(theta), self.numbers(theta), norm)
 
     def update(
         self, grads: Arrays, state: UpdateState, theta: Arrays
     ) -> tuple[Arrays, UpdateState]:
-        """New weights and state."""
+        """Return new weights and the new state."""
         changes: Any  # optax says a tree; here it is a dict, as `grads` is
         changes, inner = self.transform.update(grads, state.inner, theta, numbers=state.numbers)
         new = {name: theta[name] + changes[name].astype(theta[name].dtype) for name in theta}
@@ -245,7 +68,7 @@ class Updater:
         )
 
     def numbers(self, theta: Any) -> Any:
-        """The torch groups' numbers as they are now; None for optax."""
+        """Return the current numbers of the torch groups; None for optax."""
         if self.translated is None:
             return None
         self.seen = self.translated.signature()
@@ -254,14 +77,12 @@ class Updater:
 
 
 def gradient_norm(grads: Any) -> Any:
-    """The norm of all gradients together."""
+    """Return the norm of all gradients together."""
     return jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
 
 
 def clip_by_norm(most: float) -> optax.GradientTransformation:
-    """Scales all gradients so that their common norm is at most `most`, as
-    `torch.nn.utils.clip_grad_norm_` does.
-    """
+    """Scale gradients to a norm of at most `most`, as `torch.nn.utils.clip_grad_norm_` does."""
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         factor = jnp.minimum(most / (gradient_norm(grads) + 1e-6), 1)
@@ -271,12 +92,12 @@ def clip_by_norm(most: float) -> optax.GradientTransformation:
 
 
 class AveragingState(NamedTuple):
-    """Gradients on their way to an update.
+    """Gradients that wait for an update.
 
     Attributes:
-        inner: state of what follows.
-        total: sum of the gradients so far, each divided by their final number.
-        waiting: how many they are.
+        inner: state of the transformation that takes the mean.
+        total: sum of the gradients so far, each divided by `number`.
+        waiting: number of gradients in the sum.
     """
 
     inner: Any
@@ -287,8 +108,9 @@ class AveragingState(NamedTuple):
 def average_gradients(
     inner: optax.GradientTransformationExtraArgs, number: int
 ) -> optax.GradientTransformationExtraArgs:
-    """One update from the mean of every `number` gradients (optax's own averages in float32,
-    whatever the weights are).
+    """Make one update from the mean of every `number` gradients.
+
+    `optax.MultiSteps` averages in float32 whatever the dtype of the weights.
     """
 
     def init(theta: Any) -> AveragingState:
@@ -323,8 +145,7 @@ def make_updater(
     schedule: Callable[[Any], Any] | None = None,
     track_norm: bool = False,
 ) -> Updater | None:
-    """The update that a learner's options describe; None for a torch optimizer that has no
-    translation.
+    """Make the update that a learner's options describe.
 
     Args:
         optimizer: optax transformation, torch optimizer, or None for no update at all.
@@ -333,7 +154,10 @@ def make_updater(
         clip_value: most that the size of an element may be.
         accumulate: gradients averaged for one update.
         schedule: factor of the learning rate by number of updates, an optax schedule.
-        track_norm: keep the norm of the last gradients.
+        track_norm: store the norm of the last gradients.
+
+    Returns:
+        The update; None for a torch optimizer that has no translation.
     """
     translated = None
     if optimizer is None:

@@ -14,7 +14,7 @@ import torch
 
 from etrace_bridge._errors import CheckpointError
 from etrace_bridge.learning.checkpoint_arrays import as_tensor, compare, like, raise_differences
-from etrace_bridge.learning.checkpoint_files import Tensors
+from etrace_bridge.learning.checkpoint_packing import Tensors
 from etrace_bridge.learning.placement import private_copy
 
 if TYPE_CHECKING:

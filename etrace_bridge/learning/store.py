@@ -1,6 +1,4 @@
-"""Holds a learner's state and its compiled steps, and knows how arrays get into and out of the
-model's States.
-"""
+"""Holds a learner's state and its compiled steps, and moves arrays in and out of States."""
 
 from __future__ import annotations
 
@@ -45,8 +43,9 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Loan:
-    """Arrays that were put into the model's States: weights, hidden states and other arrays of a
-    compiled step.
+    """The arrays that were put into the model's States, by kind.
+
+    They are weights, hidden states and other arrays of a compiled step.
     """
 
     compiled: CompiledStep
@@ -58,7 +57,7 @@ class Store:
 
     brainstate States are written only on request (`lend`), so that a step is one jitted call on
     donated arrays. There is a compiled step for every shape of input; one of them may be in the
-    middle of a stream, whose states and trace are kept while sequences of another shape run.
+    middle of a stream, whose states and trace are preserved while sequences of another shape run.
 
     Attributes:
         net: the model.
@@ -66,7 +65,7 @@ class Store:
         updater: gradients to new weights; None if torch does that.
         placement: where the arrays live.
         active: the compiled step in use, with its rule; None before the first input.
-        stream: the step whose states and trace hold something worth keeping.
+        stream: the step of the current stream, whose states and trace must be preserved.
         lock: held by the thread that reads or changes the arrays; calls from several threads run
             one after the other.
         steps: time steps seen.
@@ -116,23 +115,24 @@ class Store:
             self.tree = tree
 
     def advance(self, call: Callable, *args: Any) -> list[Any]:
-        """Runs a compiled program that takes and gives the flat state; returns what it gives
-        besides.
-        """
+        """Run a compiled program that takes and returns the flat state; return its other results."""
         self._leaves, *rest = call(self._leaves, *args)
         return rest
 
     def try_out(self, call: Callable, *args: Any) -> tuple[list[Any], list[Any]]:
-        """The same, without keeping the new state, which is returned flat for `keep`."""
+        """Run a program without storing the new state.
+
+        Returns the new state, flat, for `keep`, and the other results.
+        """
         leaves, *rest = call(self._leaves, *args)
         return leaves, rest
 
     def keep(self, leaves: list[Any]) -> None:
-        """Takes over a flat state from `try_out`."""
+        """Store a flat state from `try_out`."""
         self._leaves = leaves
 
     def arrays(self) -> list[Any]:
-        """Every array, those of a stream that is parked too."""
+        """Return every array, including those of a parked stream."""
         parked = (
             []
             if self._parked is None
@@ -142,7 +142,7 @@ class Store:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Within this, one thread at a time; after an error the learner is where it was before."""
+        """Hold the lock in this context; restore the learner if it raises."""
         with self.lock:
             self.take_back()
             before = Snapshot(
@@ -201,7 +201,7 @@ class Store:
     # -- compiled steps ---------------------------------------------------------------------------
 
     def prepare(self, args: Sequence[Any], continues: bool) -> OnlineCore:
-        """Makes the step for inputs of this shape the active one; compiles it the first time.
+        """Make the step for inputs of this shape the active one; compile it the first time.
 
         Args:
             args: one time step of each input, with `shape` and `dtype`.
@@ -216,8 +216,8 @@ class Store:
                 raise InputError(
                     "The states are those of inputs "
                     f"{show_signature(self.stream.compiled.signature)}; this input is "
-                    f"{show_signature(key)}. They cannot go on with another batch. Call `reset()` "
-                    "first to start with new states, or use the same batch size."
+                    f"{show_signature(key)}. A stream cannot continue with another batch. Call "
+                    "`reset()` first to start with new states, or use the same batch size."
                 )
             if key not in self._cores:
                 self._write_start()
@@ -232,8 +232,9 @@ class Store:
         return self.core
 
     def _write_start(self) -> None:
-        """Puts weights, running statistics and initial states into the States, from which a new
-        step is compiled.
+        """Put weights, running statistics and initial states into the States.
+
+        A new step is compiled from these.
         """
         if not self.started:
             return
@@ -243,7 +244,7 @@ class Store:
         compiled.write(*jax.tree.map(private_copy, (state.theta, hidden, other)))
 
     def return_to_stream(self) -> None:
-        """Goes back to the stream after sequences of another shape."""
+        """Return to the stream after sequences of another shape."""
         if self.stream is not None and self.stream is not self.active:
             self._activate(self.stream)
 
@@ -255,7 +256,7 @@ class Store:
         self.active = core
 
     def _first_state(self, compiled: CompiledStep) -> LearnerState:
-        """The state of a new learner, from the model's States."""
+        """Return the state of a new learner, from the model's States."""
         place = self.placement
         compiled.fit_states()
         theta, hidden, other = jax.tree.map(private_copy, compiled.read())
@@ -270,8 +271,9 @@ class Store:
         return LearnerState(theta, opt, hidden, other, None, alarm)
 
     def _state_for(self, core: OnlineCore, before: OnlineCore) -> LearnerState:
-        """The state for another step than `before`: the stream's where it was left, or initial
-        states.
+        """Return the state for another step than `before`.
+
+        It is the stream's where it was left, or has initial states.
         """
         compiled, old = core.compiled, self.state
         if compiled.weight_names != before.compiled.weight_names:
@@ -293,7 +295,7 @@ class Store:
         )
 
     def evaluation(self) -> EvaluationStep:
-        """The active step in evaluation mode."""
+        """Return the active step in evaluation mode."""
         compiled = self.compiled
         if compiled.signature not in self._evaluations:
             quiet = compiled
@@ -307,21 +309,21 @@ class Store:
     # -- states and trace -------------------------------------------------------------------------
 
     def fresh_states(self, compiled: CompiledStep) -> tuple[list[Any], list[Any]]:
-        """New arrays of a step's initial hidden and other states."""
+        """Return new arrays of a step's initial hidden and other states."""
         hidden, other = jax.tree.map(private_copy, compiled.initial)
         return self.placement.put_state(hidden, compiled.batch), self.placement.put_batch(
             other, 0, compiled.batch
         )
 
     def start_states(self) -> tuple[list[Any], list[Any]]:
-        """The active step's initial hidden and other states, to be read only."""
+        """Return the active step's initial hidden and other states, which must not be donated."""
         compiled = self.compiled
         if compiled.signature not in self._starts:
             self._starts[compiled.signature] = self.fresh_states(compiled)
         return self._starts[compiled.signature]
 
     def need_trace(self) -> None:
-        """Makes a trace of zeros if there is none."""
+        """Make a trace of zeros if there is none."""
         state, core = self.state, self.core
         if state.trace is None:
             programs = core.compiled.programs
@@ -335,7 +337,7 @@ class Store:
             )
 
     def reset(self) -> None:
-        """Initial states and a zero trace."""
+        """Set states and trace back to their initial values."""
         with self.transaction():
             if not self.started:
                 return
@@ -348,7 +350,7 @@ class Store:
             self.stream = self._parked = None
 
     def refresh_numbers(self) -> None:
-        """Takes over what a torch scheduler changed in the optimizer's parameter groups."""
+        """Read what a torch scheduler changed in the optimizer's parameter groups."""
         updater = self.updater
         if (
             updater is None
@@ -368,8 +370,9 @@ class Store:
         return self._loan is not None
 
     def lend(self) -> None:
-        """Puts copies of weights and states into the brainstate States; changes made there are
-        noticed.
+        """Put copies of weights and states into the brainstate States.
+
+        `take_back` reads what the user has changed there.
         """
         with self.lock:
             if not self.started:
@@ -381,7 +384,7 @@ class Store:
             self._loan = Loan(compiled, compiled.read())
 
     def take_back(self) -> None:
-        """Takes over values that were changed in the States since they were lent."""
+        """Read the values that were changed in the States since they were lent."""
         if self._loan is None:
             return
         loan, self._loan = self._loan, None

@@ -12,7 +12,7 @@ import torch
 
 from etrace_bridge._errors import NotSupportedError
 from etrace_bridge.frontend import to_real_jax, to_torch
-from etrace_bridge.learning.optimizers import group_places
+from etrace_bridge.learning.translated_optimizers import group_indices
 
 
 def has_hooks(parameters: Any) -> bool:
@@ -74,7 +74,7 @@ class TorchUpdate:
                 "Online learning gives one gradient a step. Use another optimizer."
             )
         self.optimizer, self.parameters = optimizer, parameters
-        self.names = list(group_places(optimizer, parameters))
+        self.names = list(group_indices(optimizer, parameters))
         self.clip_norm, self.clip_value, self.accumulate = clip_norm, clip_value, accumulate
         self.waiting = 0
         self.track_norm, self.norm = track_norm, None

@@ -1,6 +1,4 @@
-"""Everything that exists because of XLA or of one backend, behind one interface.
-
-`Tuning`, and `jit`.
+"""Everything that exists because of XLA or of one backend, behind one interface: `Tuning`, `jit`.
 
 The base class `Tuning` is plain JAX, and what a GPU or TPU gets. `CPUTuning` lays the same programs
 out for XLA's CPU compiler. No file outside this folder speaks of XLA, of a CPU or of barriers;
@@ -28,7 +26,7 @@ __all__ = [
 
 
 def tuning_for(platform: str | None = None) -> Tuning:
-    """The tuning for a kind of device (`"cpu"`, `"gpu"`, `"tpu"`); None: JAX's default."""
+    """Return the tuning for a kind of device (`"cpu"`, `"gpu"`, `"tpu"`); None: JAX's default."""
     import jax
 
     return CPUTuning() if (platform or jax.default_backend()) == "cpu" else Tuning()

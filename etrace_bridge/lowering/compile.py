@@ -1,4 +1,4 @@
-"""Compiling: the one place that calls `jax.jit`."""
+"""Compiles programs: the only module that calls `jax.jit`."""
 
 from __future__ import annotations
 
@@ -14,28 +14,26 @@ import jax
 from etrace_bridge._errors import InputError
 from etrace_bridge.lowering.notice import Program
 
-# Options of XLA's CPU compiler; other backends do not know them.
-# Loops over time are what most programs of this package are made of. By default each of a loop's
-# arrays that two kernels read is copied at every step, which the analysis by regions finds
-# needless.
+# Options of XLA's CPU compiler; other backends reject them.
+# By default, every array of a loop over time that two kernels read is copied at every step. The
+# analysis by regions avoids that.
 OPTIONS = {"xla_cpu_copy_insertion_use_region_analysis": True}
-# Half of a register is filled, too; the whole is faster, though not in the short kernels of a
-# single step.
+# By default only half of a vector register is used. The whole is faster, but not in the short
+# kernels of a single step.
 SEQUENCE_OPTIONS = {"xla_cpu_prefer_vector_width": 512}
 # The fusion emitters (jaxlib 0.10.2) hand LLVM loops over a few columns that it turns into vectors
 # of, say, twenty doubles, and their x86 code can be wrong: the gates' cotangents of a GRU with 5
 # units and batch 4, concatenated, were. Without these emitters float64 is right, and a little
-# slower; no float32 program was found wrong, so those keep them.
+# slower. No wrong float32 program is known, so float32 programs use them.
 FLOAT64_OPTIONS = {"xla_cpu_use_fusion_emitters": False}
 
 
 def jit(
     function: Callable, one_step: bool = False, platform: str | None = None, **options: Any
 ) -> Program:
-    """`jax.jit` with the compiler's options that this package wants, and a word on the terminal
-    while it compiles.
+    """Call `jax.jit` with this package's compiler options.
 
-    Not for use inside another jitted function.
+    A line on the terminal says when it compiles.
 
     Args:
         function: what to compile.
@@ -56,8 +54,9 @@ def as_call(function: Callable) -> Callable:
 
 
 def keep_programs(folder: str | PathLike) -> None:
-    """Keeps compiled programs in a folder, from which later processes read them; for every JAX
-    program of this process.
+    """Keep compiled programs in a folder, from which later processes read them.
+
+    For every JAX program of this process.
     """
     path = Path(folder).expanduser()
     try:
@@ -75,8 +74,9 @@ def keep_programs(folder: str | PathLike) -> None:
 
 
 def compiler_options(one_step: bool = False, platform: str | None = None) -> dict[str, Any]:
-    """The compiler's options for a single step or a sequence; none for devices that they do not
-    tune.
+    """Return the compiler's options for a single step or a sequence.
+
+    None for devices that they do not tune.
 
     Arguments as in `jit`.
     """
@@ -92,7 +92,7 @@ def compiler_options(one_step: bool = False, platform: str | None = None) -> dic
 
 @functools.cache
 def _is_known(name: str, value: Any) -> bool:
-    """Whether this version of XLA has the option for a CPU.
+    """Return whether this version of XLA has the option for a CPU.
 
     Others are skipped, since they only tune.
     """

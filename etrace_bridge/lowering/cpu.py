@@ -1,6 +1,4 @@
-"""XLA's CPU compiler.
-
-What it does badly when programs are written as elsewhere, and how they are written for it.
+"""How programs are written for XLA's CPU compiler, and what it does badly otherwise.
 
 - Products with torch's (out, in) weights in loops over time: `lowering.products`.
 - Convolutions in loops: `lowering.patches`.
@@ -35,9 +33,9 @@ VECTOR = 2048  # elements of an array that is added up as it is
 
 @dataclass(frozen=True)
 class CPUTuning(Tuning):
-    """For XLA's CPU compiler.
+    """The tuning for XLA's CPU compiler.
 
-    The sizes are those of its caches, and of memory that is mapped anew in each run.
+    The sizes are those of a CPU's caches, and of memory that is mapped anew in each run.
     """
 
     block_bytes: int = 3 * 2**20
@@ -99,7 +97,7 @@ class CPUTuning(Tuning):
 
 
 def _zeros_if_finite(x: Any) -> Any:
-    """A vector of zeros, or with NaN in it."""
+    """Return a vector of zeros, or with NaN in it."""
     if x.size > VECTOR and x.ndim > 1:
         x = x.reshape(-1, x.shape[-1]) @ jnp.zeros(x.shape[-1], x.dtype)
     return (0 * x.reshape(-1)).astype(jnp.float32)

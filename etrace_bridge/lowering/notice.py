@@ -1,6 +1,6 @@
-"""A line on the terminal while something compiles, so that nobody waits in silence.
+"""A line on the terminal while something compiles.
 
-The line comes after half a second, counts the seconds, and is gone when the work is done. It is
+The line comes after half a second, counts the seconds, and disappears when the work is done. It is
 written to `sys.stderr`, only if that is a terminal, and by the first process only.
 """
 
@@ -39,7 +39,7 @@ class _Line:
             if self._open > 1 or not _is_terminal():
                 return
             now = time.monotonic()
-            if now - self._ended > DELAY:  # else it goes on with what has just ended
+            if now - self._ended > DELAY:  # otherwise it continues the line that has just ended
                 self._begun = now
             self._stop = threading.Event()
             threading.Thread(target=self._draw, args=(text, self._stop), daemon=True).start()
@@ -71,7 +71,7 @@ class _Line:
         try:
             sys.stderr.write(text)
             sys.stderr.flush()
-        except (OSError, ValueError, AttributeError):  # the terminal is gone
+        except (OSError, ValueError, AttributeError):  # the terminal was closed
             self._stop.set()
 
 
@@ -79,7 +79,7 @@ _LINE = _Line()
 
 
 def _is_terminal() -> bool:
-    """Whether somebody can see the line, and no other process shows it."""
+    """Return whether somebody can see the line, and no other process shows it."""
     try:
         seen = sys.stderr.isatty()
     except (AttributeError, ValueError):  # None, or closed
@@ -102,7 +102,7 @@ def announcing(text: str = COMPILING) -> Iterator[None]:
 
 @contextmanager
 def hushed() -> Iterator[None]:
-    """Within this there is no line: something else shows what happens, or shall be quiet."""
+    """Hide the line in this context: something else shows progress, or output must be quiet."""
     token = _HUSHED.set(True)
     try:
         yield
@@ -139,7 +139,7 @@ class Program:
             return self.jitted(*args, **named)
 
     def lower(self, *args: Any, **named: Any) -> Any:
-        """The jitted function's `lower`."""
+        """Return the jitted function's `lower`."""
         with self._announced:
             return self.jitted.lower(*args, **named)
 
@@ -160,7 +160,7 @@ class _Announced:
             _LINE.close()
 
     def begin(self) -> None:
-        """The function is traced."""
+        """Return the function is traced."""
         if self._calls and not _HUSHED.get():
             _LINE.open(COMPILING)
             self._begun += 1

@@ -1,8 +1,8 @@
 """Convolutions as products of patches and kernel, for XLA's CPU compiler.
 
-It has a fast routine for convolutions in a program's outermost computation only. In a loop, and
-time is a loop, they run as plain nested loops, several times slower than the same sum as a matrix
-product. So do their derivatives.
+The compiler has a fast routine for convolutions in a program's outermost computation only. In a
+loop over time, they and their derivatives run as plain nested loops, several times slower than the
+same sum as a matrix product.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PATCH_BYTES = (
 
 
 def patch_form(eqn: JaxprEqn) -> ContactForm | None:
-    """The form of a convolution that runs as a product; None for any other equation."""
+    """Return the form of a convolution that runs as a product; None for any other equation."""
     if eqn.primitive.name != "conv_general_dilated":
         return None
     form = contact_form(eqn, 1)
@@ -34,7 +34,7 @@ def patch_form(eqn: JaxprEqn) -> ContactForm | None:
 
 
 def as_patch_product(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
-    """The results of a convolution, as a product; None for any other equation."""
+    """Return the results of a convolution, as a product; None for any other equation."""
     form = patch_form(eqn)
     if form is None or form.phi is None:
         return None

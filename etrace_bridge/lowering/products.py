@@ -1,9 +1,9 @@
 """Products of data and weights in loops over time, for XLA's CPU compiler.
 
 torch's weights are (out, in), and the product of a few rows with such a matrix takes up to twice as
-long as it need. It is faster with the transposed matrix, made once before all loops, or with the
-matrix on the left and the small result transposed: the latter where the matrix is large, or there
-is no loop. A single row is not faster either way.
+long as necessary. It is faster with the transposed matrix, made once before all loops, or with the
+matrix on the left and the small result transposed. The second way is for large matrices and outside
+of loops. Neither helps with a single row.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ class Transposed:
 
 
 def transposed_weights(eqns: Sequence[JaxprEqn], env: dict[Any, Any]) -> dict[Any, Any]:
-    """The transposes that products in loops may want; the compiler drops those that none does."""
+    """Return the transposes that products in loops may want.
+
+    The compiler drops those that none does.
+    """
     met = dict.fromkeys(eqn.invars[1] for eqn in eqns if _meets_rows(eqn) and eqn.invars[1] in env)
     return {Transposed(v): env[v].T for v in met if v.aval.size <= LARGEST_TRANSPOSED}
 
@@ -36,7 +39,7 @@ def transposed_weights(eqns: Sequence[JaxprEqn], env: dict[Any, Any]) -> dict[An
 def multiply_in_loop(
     eqn: JaxprEqn, operands: list[Any], env: dict[Any, Any], length: int
 ) -> list[Any] | None:
-    """The result of a product with a weight, inside a loop; None for any other equation."""
+    """Return the result of a product with a weight, inside a loop; None for any other equation."""
     if not (_meets_rows(eqn) and eqn.invars[1] in env):
         return None
     (left, right), batch = eqn.params["dimension_numbers"]
@@ -51,7 +54,7 @@ def multiply_in_loop(
 
 
 def _meets_rows(eqn: JaxprEqn) -> bool:
-    """Whether an equation is a product of several rows of data with the rows of a matrix."""
+    """Return whether an equation is a product of several rows of data with the rows of a matrix."""
     if eqn.primitive.name != "dot_general" or not isinstance(eqn.invars[1], Var):
         return False
     (_, right), (_, batch) = eqn.params["dimension_numbers"]

@@ -19,10 +19,10 @@ class Tuning:
     """How the engine's programs are laid out for a backend.
 
     Attributes:
-        block_bytes: working buffers of one block of steps, at least: what is fast to write and read
+        block_bytes: the least size of one block's working buffers, which are fast to write and read
             again.
-        block_rows: rows of a product, batch times steps, that a block has at least.
-        whole_bytes: buffers of this size cost nothing worth saving, so such a chunk is one block.
+        block_rows: the least number of rows (batch times steps) of a product in a block.
+        whole_bytes: a chunk with buffers up to this size is one block.
     """
 
     block_bytes: int = 2**26
@@ -30,19 +30,19 @@ class Tuning:
     whole_bytes: int = 2**28
 
     def bind(self, eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
-        """Runs an equation outside of loops."""
+        """Run an equation outside of loops."""
         return bind_equation(eqn, operands)
 
     def is_patch_product(self, eqn: JaxprEqn) -> bool:
-        """Whether a convolution runs as a product of patches and kernel."""
+        """Return whether a convolution runs as a product of patches and kernel."""
         return False
 
     def before_loops(self, eqns: Sequence[JaxprEqn], env: dict[Var, Any]) -> dict[Any, Any]:
-        """Values to make before loops over time, from those of the weight tier."""
+        """Return values to make before loops over time, from those of the weight tier."""
         return {}
 
     def bind_in_loop(self, env: dict[Any, Any], length: int) -> Bind:
-        """How equations run inside a loop over time.
+        """Return how equations run inside a loop over time.
 
         Args:
             env: values from outside the loop, those of `before_loops` among them or not.
@@ -51,32 +51,25 @@ class Tuning:
         return self.bind
 
     def gradient_letters(self, form: ContactForm) -> str:
-        """The letters of a view in the order in which its gradient is made and added up over time."""
+        """Return a view's letters in the order in which its gradient is added up over time."""
         return form.view
 
     def finish_gradient(self, gradient: Any, steps: int) -> Any:
-        """A gradient over `steps` steps whose letters are not in the view's order, before it is
-        transposed.
-        """
+        """Return a gradient over `steps` steps before its letters are brought to the view's order."""
         return gradient
 
     def reads_by_row(self, elements: int) -> bool:
-        """Whether traces of so many elements are read one batch element after the other."""
+        """Return whether traces of so many elements are read one batch element after the other."""
         return False
 
     def computed_once(self, arrays: Any) -> Any:
-        """A tree of arrays that several parts of a program read: not to be computed in each of
-        them.
-        """
+        """Return arrays that several parts of a program read, to be computed only once."""
         return arrays
 
     def any_not_finite(self, arrays: Sequence[Any]) -> Any:
-        """Whether any element of any array is NaN or infinite."""
+        """Return whether any element of any array is NaN or infinite."""
         return jnp.any(jnp.stack([jnp.any(~jnp.isfinite(x)) for x in arrays]))
 
     def order_after(self, flag: Any, arrays: Sequence[Any]) -> Any:
-        """`flag`, known only after the arrays.
-
-        What depends on it may then overwrite what the arrays were computed from.
-        """
+        """Return `flag` so that it is known only after the arrays."""
         return flag

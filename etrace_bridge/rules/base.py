@@ -1,6 +1,4 @@
-"""What a learning rule is: a small pure object that states an equation.
-
-And the registry of rules by name.
+"""What a learning rule is: a small pure object that states an equation; the registry of rules.
 
 Symbols used in all rule files, for step t:
 
@@ -62,7 +60,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Carry:
-    """What goes from chunk to chunk.
+    """What is passed from chunk to chunk.
 
     Attributes:
         hidden: hidden states, one array per leaf.
@@ -77,17 +75,16 @@ class Carry:
 
 @dataclass(frozen=True)
 class ChunkResult:
-    """What a chunk gives back.
+    """The result of a chunk.
 
     Attributes:
         grads: gradient of the weighted losses, one array per weight; None without a loss.
         losses: (K,) unweighted losses; None without a loss.
         outputs: the model's outputs, K on the first axis.
         carry: states and trace after the chunk.
-        factors: arrays of which, with the memory before, the new memory and the gradients of
-            weights with a trace and no other use are sums of products. The guard may watch these in
-            place of the gradients, which then need not exist as arrays.
-            None: there are none to name.
+        factors: arrays that the guard may watch instead of the gradients, which then need not exist
+            as arrays. The new memory, and the gradients of weights with a trace and no other use,
+            are sums of products of these and the memory before. None if there are no such arrays.
         discarded: as in `ReverseRule.discarded`; None where the rule does not know.
     """
 
@@ -109,7 +106,7 @@ class Rule:
     Attributes:
         name: what `rule=` accepts.
         truncates: credit stops where a chunk begins, so that `chunk="auto"` is the whole sequence.
-        follows_states: the memory of a batch element stays as it is where its states do.
+        follows_states: the memory of a batch element does not change if its states do not.
         own_signal: the rule replaces the loss's derivative, also for weights outside the
             recurrence.
         needs_loss: the gradient is not linear in the loss's derivative by the outputs, or reads
@@ -149,31 +146,29 @@ class Rule:
         return self.schedule == "reverse"
 
     def variants(self) -> Iterator[Rule]:
-        """The rule with more and with less memory, most faithful first, for `recommend` to choose
-        from.
-        """
+        """Yield the rule with different amounts of memory, most faithful first, for `recommend`."""
         yield self
 
     def init(self, program: StepProgram) -> Any:
-        """The memory before the first step: arrays of zeros."""
+        """Return the memory before the first step: arrays of zeros."""
         raise InputError(f"The rule `{type(self).__name__}` does not define `init(program)`.")
 
     def unit_axes(self, program: StepProgram) -> Any:
-        """The axis of units of each array of the memory, in a tree like that of `init`.
+        """Return the axis of units of each array of the memory, in a tree like that of `init`.
 
         Along it a mesh may divide the memory. None: it follows the batch axis in all of them.
         """
         return None
 
     def reset(self, program: StepProgram, memory: Any, keep: Any) -> Any:
-        """The memory with the rows of some batch elements set to zero.
+        """Return the memory with the rows of some batch elements set to zero.
 
         `keep` is (B,) of zeros and ones.
         """
         raise InputError(f"The rule `{type(self).__name__}` cannot reset single batch elements.")
 
     def promise(self, certificate: ParameterCertificate, length: int, chunk: int) -> Promise:
-        """What the rule promises for a parameter that reaches a state.
+        """Return what the rule promises for a parameter that reaches a state.
 
         Args:
             certificate: what the compiler knows about the parameter.
@@ -186,7 +181,10 @@ class Rule:
         )
 
     def promises(self, graph: ETraceGraph, length: int, chunk: int) -> dict[Path, Promise]:
-        """What the rule promises for each parameter that a step uses; arguments as in `promise`."""
+        """Return what the rule promises for each parameter that a step uses.
+
+        Arguments as in `promise`.
+        """
         found = {}
         for path, certificate in graph.certificate().items():
             if certificate.kind == "unused":
@@ -199,8 +197,9 @@ class Rule:
 
 
 class ReverseRule(Rule):
-    """Base of rules that are exact inside a chunk, by reverse mode, and carry a memory over from
-    chunk to chunk.
+    """Base of rules that run reverse mode inside a chunk and carry a memory to the next chunk.
+
+    They are exact inside a chunk.
     """
 
     @property
@@ -210,7 +209,7 @@ class ReverseRule(Rule):
     def past(
         self, program: StepProgram, theta: Sequence[Any], memory: Any, h0: Sequence[Any]
     ) -> dict[int, Any]:
-        """The gradient of the chunk's losses through what came before it, by index of the weight.
+        """Return the gradient through what came before the chunk, by index of the weight.
 
         Args:
             program: the step.
@@ -223,14 +222,15 @@ class ReverseRule(Rule):
     def future(
         self, program: StepProgram, memory: Any, hidden: Sequence[Any]
     ) -> Sequence[Any] | None:
-        """What losses after the chunk ask of its last hidden states, one cotangent per leaf.
+        """Predict the cotangents of the chunk's last hidden states from losses after the chunk.
 
-        None for rules that make no prediction. Not called while the memory is zero.
+        One cotangent per leaf; None for rules that make no prediction. Not called while the memory
+        is zero.
         """
         return None
 
     def discarded(self, program: StepProgram, memory: Any | None, h0: Sequence[Any]) -> Any:
-        """What the rule left out of the chunk's gradient: an array of two numbers.
+        """Return how much the rule left out of the chunk's gradient: an array of two numbers.
 
         The first is the estimated square of the error's norm, the second a bound of the norm. None
         for rules that do not know. Arguments as in `past`; `memory` is None where it is still zero.
@@ -245,7 +245,7 @@ class ReverseRule(Rule):
         data: Chunk,
         memory: Any | None,
     ) -> Any:
-        """The memory after the chunk; `memory` is None where it is still zero."""
+        """Return the memory after the chunk; `memory` is None where it is still zero."""
         raise InputError(f"The rule `{type(self).__name__}` does not define `advance(...)`.")
 
 
@@ -253,7 +253,7 @@ _RULES: dict[str, type[Rule]] = {}
 
 
 def register_rule(rule: type[Rule]) -> type[Rule]:
-    """Adds a rule class under its `name`; usable as a decorator.
+    """Add a rule class under its `name`; usable as a decorator.
 
     Example:
         >>> @register_rule
@@ -263,19 +263,20 @@ def register_rule(rule: type[Rule]) -> type[Rule]:
     """
     if not rule.name:
         raise InputError(
-            f"The rule `{rule.__name__}` needs a `name`, under which users ask for it."
+            f"The rule `{rule.__name__}` needs a `name`, by which users select it, "
+            "such as `name = 'my_rule'`."
         )
     _RULES[rule.name] = rule
     return rule
 
 
 def rule_names() -> tuple[str, ...]:
-    """The names that `rule=` accepts."""
+    """Return the names that `rule=` accepts."""
     return tuple(_RULES)
 
 
 def make_rule(rule: str | Rule) -> Rule:
-    """A rule from its name, or the rule itself.
+    """Make a rule from its name; a rule is returned as it is.
 
     A name may be followed by options: `"low_rank:rank=2:hops=1"` is `LowRankRTRL(rank=2, hops=1)`.
     """
@@ -294,7 +295,7 @@ def make_rule(rule: str | Rule) -> Rule:
 
 
 def rule_text(rule: Rule) -> str:
-    """The text that `make_rule` reads as the rule: its name, and options that are not the default."""
+    """Return the text that `make_rule` reads as this rule: its name and its changed options."""
     changed = (
         f":{f.name}={getattr(rule, f.name)}"
         for f in fields(rule)
@@ -318,7 +319,7 @@ def _read_option(rule: type[Rule], text: str) -> tuple[str, Any]:
 
 
 def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
-    """Raises unless an option has one of its values."""
+    """Raise unless an option has one of its values."""
     if value not in allowed:
         raise InputError(
             f"`{name}` is {value!r}; it must be one of {', '.join(map(repr, allowed))}."
@@ -326,6 +327,6 @@ def check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
 
 
 def check_decay(name: str, value: float) -> None:
-    """Raises unless an option is what is left of something after a step."""
+    """Raise unless an option is a decay: at least 0 and below 1."""
     if not 0 <= value < 1:
         raise InputError(f"`{name}` is {value}; it must be at least 0 and below 1.")

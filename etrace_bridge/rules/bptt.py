@@ -17,8 +17,9 @@ from etrace_bridge.rules.base import EXACT, TRUNCATED, Promise, ReverseRule, reg
 @register_rule
 @dataclass(frozen=True)
 class BPTT(ReverseRule):
-    """Truncated BPTT; the truncation is the learner's `chunk`, and `"auto"` means the whole
-    sequence.
+    """Truncated BPTT.
+
+    The learner's `chunk` is the truncation; `"auto"` means the whole sequence.
     """
 
     name: ClassVar[str] = "bptt"

@@ -7,12 +7,12 @@
 `u_t` are the values by which the rest of the step reads a layer (`step.exits`: spikes, new states),
 `e_t` their eligibility along the layer itself, as in e-prop. Each layer has a readout `G` of its
 own from `u_t` to something of the output's shape: random, fixed, with entries of variance 1 /
-inputs. The loss there is the learner's own loss on the learner's own target. Nothing goes from
-layer to layer. A value that is the model's output already keeps the loss's derivative, and weights
+inputs. Its loss is the learner's loss on the learner's target. No derivative passes from layer to
+layer. A value that is the model's output already keeps the loss's derivative, and weights
 outside the recurrence, such as the readout's, get their plain gradient.
 
 Memory and time per step: those of e-prop without a filter, and a readout per layer. Never exact:
-every layer has another loss.
+every layer has a loss of its own.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class DECOLLE(EProp):
         return signals | {v: sum(by_output[n] for n in ns) for v, ns in outputs.items()}
 
     def readouts(self, program: StepProgram) -> dict[tuple[Var, int], Any]:
-        """`G` (elements of the exit, outputs), by exit and index of the output."""
+        """Return `G` (elements of the exit, outputs), by exit and index of the output."""
         rng, matrices = np.random.default_rng(self.seed), {}
         for own in self.exits(program):
             for e in own.exits:

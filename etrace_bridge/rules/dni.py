@@ -8,11 +8,12 @@ With `h_0`, `h_K` the n hidden values of a batch element before and after a chun
     e    = d - M(h_0)
     W   += rate  mean over the batch of  e ⊗ h_0 / (1 + |h_0|²),      c += the same with h_0 = 1
 
-Nothing is remembered of the past; what later losses will ask of `h_K` is predicted instead, and `M`
+Nothing of the past is stored; the derivative of later losses by `h_K` is predicted instead, and `M`
 learns from its own next prediction. The step of `M` is divided by the length of its input, so it
-does not diverge for a rate up to 1. The end of a sequence is not known, so `M` is used there too. `M` is the rule's memory: it begins at zero and learns as long as a stream lasts (`learner.step`,
-`carry=True`). A new sequence begins a new one, so it is of little use for short sequences by
-themselves.
+does not diverge for a rate up to 1. The end of a sequence is not known, so `M` is
+used there too. `M` is the rule's memory: it begins at zero and learns as long as a stream lasts
+(`learner.step`, `carry=True`). A new sequence starts with a new `M`, so the rule is of little use
+for short, separate sequences.
 
 Memory: n² + n. Time per step: a reverse pass, B·n² for `M`. Exact when one chunk covers the
 sequence.
@@ -68,7 +69,7 @@ class DNI(ReverseRule):
         return {"W": jnp.zeros((n, n), dtype), "c": jnp.zeros(n, dtype)}
 
     def future(self, program: StepProgram, memory: Memory, hidden: Sequence[Any]) -> list[Any]:
-        """`M(h)`, one array per hidden leaf."""
+        """Return `M(h)`, one array per hidden leaf."""
         layout, found, at = find_layout(program), [], 0
         rows = _predict(memory, flat_rows(layout, hidden))
         for h in hidden:

@@ -84,7 +84,7 @@ class EProp(DRTRL):
     feedback: str = "symmetric"
     seed: int = 0
     name: ClassVar[str] = "eprop"
-    follows_states: ClassVar[bool] = False  # the filters of the exits go on
+    follows_states: ClassVar[bool] = False  # the filters of the exits continue
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -105,14 +105,14 @@ class EProp(DRTRL):
         return Promise(APPROXIMATE, reason)
 
     def exits(self, program: StepProgram) -> list[GroupExits]:
-        """Where the signal comes in.
+        """Return where the signal comes in.
 
         A random one also where nothing is passed on to the outputs within the step.
         """
         return find_exits(program, broadcast=self.own_signal)
 
     def filtered_exits(self, program: StepProgram) -> list[GroupExits]:
-        """The exits whose eligibility is filtered."""
+        """Return the exits whose eligibility is filtered."""
         return self.exits(program)
 
     def rows(self, program: StepProgram) -> Sequence[int]:
@@ -146,7 +146,7 @@ class EProp(DRTRL):
         return TraceSystem(D, df, b, direct)
 
     def signals(self, steps: Steps, exits: Sequence[GroupExits]) -> dict[Var, Any]:
-        """`dl_t/doutput_t` projected to each exit, or itself where the exit is the output."""
+        """Return `dl_t/doutput_t` projected to each exit, or itself where the exit is the output."""
         by_output = output_gradient(steps)
         signals = {
             e.var: sum(by_output[n] for n in e.outputs)
@@ -160,11 +160,9 @@ class EProp(DRTRL):
         return signals
 
     def feedback_matrices(self, program: StepProgram) -> dict[tuple[Var, int], Any]:
-        """The fixed random matrices, (outputs, elements of the exit), by exit and index of the
-        output.
+        """Return the fixed random matrices by exit and index of the output.
 
-        Where exit and output have a batch axis, both leave it out: the same matrix serves every
-        batch element.
+        Their shape is (outputs, elements of the exit).
         """
         rng = np.random.default_rng(self.seed)
         matrices: dict[tuple[Var, int], Any] = {}
@@ -177,7 +175,7 @@ class EProp(DRTRL):
 
 
 def _with_filtered_rows(steps: Steps, core: CoreLinear, exits: Sequence[GroupExits], kappa: float):
-    """`D = [[D, 0], [U, kappa]]` and `df = [df; du]`."""
+    """Return `D = [[D, 0], [U, kappa]]` and `df = [df; du]`."""
     program, length = steps.program, steps.length
     pulls = [linearise_exits(steps, g, of_group) for g, of_group in enumerate(exits)]
     D, du = [], []  # du: [group][exit][tap]

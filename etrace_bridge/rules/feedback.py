@@ -12,17 +12,13 @@ import numpy as np
 def feedback_matrix(
     rng: np.random.Generator, output: tuple[int, ...], inside: tuple[int, ...]
 ) -> Any:
-    """A matrix (outputs, elements inside) with entries of variance 1 / outputs.
-
-    Where both shapes begin with the same batch axis, both leave it out: one matrix serves every
-    batch element.
-    """
+    """Return a random matrix (outputs, elements inside) with entries of variance 1 / outputs."""
     batch = output[0] if len(inside) > 1 and output[:1] == inside[:1] else 1
     size = (math.prod(output) // batch, math.prod(inside) // batch)
     return jnp.asarray(rng.standard_normal(size) / math.sqrt(size[0]))
 
 
 def project(error: Any, matrix: Any, inside: tuple[int, ...]) -> Any:
-    """The error (K, …) at an output, times the matrix: (K, *inside)."""
+    """Multiply the error (K, …) at an output by the matrix: (K, *inside)."""
     rows = error.reshape(error.shape[0], -1, matrix.shape[0])
     return (rows @ matrix.astype(error.dtype)).reshape(error.shape[0], *inside)

@@ -4,7 +4,7 @@ Every step (or chunk of K) has an update, for the loss
 
     l_t(theta) + alpha/2 |theta - mean_t|² - lambda_t · theta
 
-so that the weights, which see one step's loss at a time, do not run after each of them. Credit
+so that the weights, which see one step's loss at a time, do not follow each of them. Credit
 stops where the chunk begins, and the gradient is
 
     g_t = dl_t/dtheta |_(h before the chunk fixed)  +  alpha (theta_t - mean_t)  -  lambda_t
@@ -60,7 +60,7 @@ class FPTT(BPTT):
         return {"mean": zeros, "slope": list(zeros), "begun": jnp.zeros((), zeros[0].dtype)}
 
     def past(self, program: StepProgram, theta, memory: Memory, h0) -> dict[int, Any]:
-        """`alpha (theta - mean) - lambda`."""
+        """Return `alpha (theta - mean) - lambda`."""
         now = self._after_update(theta, memory)
         terms = zip(theta, now["mean"], now["slope"], strict=True)
         return {n: self.alpha * (w - mean) - slope for n, (w, mean, slope) in enumerate(terms)}
@@ -72,7 +72,7 @@ class FPTT(BPTT):
         return old if data.loss is None else self._after_update(theta, old)
 
     def _after_update(self, theta: Sequence[Any], memory: Memory) -> Memory:
-        """The memory that belongs to these weights, given that of the weights before them."""
+        """Return the memory that belongs to these weights, given that of the weights before them."""
 
         def moved(w: Any, mean: Any, slope: Any) -> tuple[Any, Any]:
             mean = jnp.where(memory["begun"] > 0, mean, w)

@@ -2,8 +2,8 @@
 
     g_t = dl_t/dtheta |_(h_(t-1) fixed)
 
-No trace: what a weight did to the states in earlier steps gets no credit. The states themselves
-still run on. This is BPTT truncated to one step, for chunks of any size.
+No trace: what a weight did to the states in earlier steps gets no credit. The states
+themselves still advance. This is BPTT truncated to one step, for chunks of any size.
 
 Memory: none. Time per step: forward and backward of the step. Exact for one step, and for weights
 that reach no state.

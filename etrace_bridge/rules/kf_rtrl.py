@@ -1,6 +1,6 @@
 """KF-RTRL: Kronecker-factored RTRL (Mujika et al. 2018), one column of inputs for all units.
 
-For the sum `y` of some products (a gate's pre-activation) with inputs `x`, `dh_t/dtheta` is kept as
+For the sum `y` of some products (a gate's pre-activation) with inputs `x`, `dh_t/dtheta` is stored as
 `A ⊗ u`, A: hidden values by units, u: like `x`, and is right in the mean:
 
     A_t = c1 ρ1 F_t A_(t-1) + c2 ρ2 dh_t/dy_t        u_t = (c1 / ρ1) u_(t-1) + (c2 / ρ2) x_t
@@ -10,7 +10,7 @@ For the sum `y` of some products (a gate's pre-activation) with inputs `x`, `dh_
 `c1`, `c2` are random signs, drawn for every sum and step and shared by the batch; `F_t` is the
 Jacobian of the whole step. Since only two terms are mixed, the noise is far below UORO's. A bias is
 a column whose input is 1. Within a chunk the gradient is exact reverse mode; the factors move step
-by step. Where the signs come from is said in `rules/uoro.py`.
+by step. `rules/uoro.py` says where the signs come from.
 
 Memory: B·(n·U + I) for each sum of U units and I inputs, n hidden values. Time per step: n vjps of
 the step and B·n²·U for `F A`. Exact in the mean, not for a single draw.
@@ -66,7 +66,7 @@ class KFRTRL(UORO):
         return {"factors": factors, "draws": jnp.zeros((), jnp.uint32)}
 
     def past(self, program: StepProgram, theta, memory: dict[str, Any], h0) -> dict[int, Any]:
-        """`(b A) ⊗ u`."""
+        """Return `(b A) ⊗ u`."""
         layout, by_part = find_layout(program), {}
         flat = flat_rows(layout, h0)
         for summed, old in zip(find_sums(layout), memory["factors"], strict=True):
@@ -74,11 +74,11 @@ class KFRTRL(UORO):
             b = jnp.einsum("en,neu->eu", flat, by_row).reshape(-1)
             for piece, u in zip(summed.pieces, old["u"], strict=True):
                 form = piece.part.form
-                asked = at_elements(single_block(summed, piece), b).reshape(
+                cotangent = at_elements(single_block(summed, piece), b).reshape(
                     form.shape(form.trace_out)
                 )
                 letters = self.letters(layout, summed, piece)
-                spread = jnp.einsum(f"{form.trace_out},{letters}->{form.trace}", asked, u)
+                spread = jnp.einsum(f"{form.trace_out},{letters}->{form.trace}", cotangent, u)
                 by_part[piece.part.var] = to_view(single_block(summed, piece), spread)
         return weights_of_views(program, theta, by_part)
 
@@ -106,14 +106,14 @@ class KFRTRL(UORO):
         return {"factors": factors, "draws": draws}
 
     def pairs(self, layout: Layout, draws: Any, hidden: Sequence[Any], args: Sequence[Any]) -> Any:
-        """`c1` and `c2` of every sum, (sums, 2)."""
+        """Return `c1` and `c2` of every sum, (sums, 2)."""
         key = draw_key(self.seed, draws, [*hidden, *args])
         return jax.random.rademacher(key, (len(find_sums(layout)), 2), hidden[0].dtype)
 
     def move(
         self, layout: Layout, summed: Sum, made: Influence, old: Factors, signs: Any
     ) -> Factors:
-        """The factors of one sum after a step."""
+        """Return the factors of one sum after a step."""
         A = old["A"].reshape(layout.size, layout.rows, -1)
         moved = jnp.einsum("ejk,keu->jeu", made.F, A).reshape(old["A"].shape)
         xs, G = self.features(layout, summed, made), made.G[summed.var]
@@ -124,11 +124,11 @@ class KFRTRL(UORO):
         return jax.tree.map(lambda x, like: x.astype(like.dtype), new, old)
 
     def letters(self, layout: Layout, summed: Sum, piece: Piece) -> str:
-        """The letters of a piece's `u`: those of its features; none for a bias."""
+        """Return the letters of a piece's `u`: those of its features; none for a bias."""
         return piece.part.form.feature
 
     def features(self, layout: Layout, summed: Sum, made: Influence) -> list[Any]:
-        """`x` of each piece, like `u`; for a bias 1."""
+        """Return `x` of each piece, like `u`; for a bias 1."""
         found = []
         for piece in summed.pieces:
             form, x = piece.part.form, made.data.get(piece.contact.index)
@@ -154,5 +154,5 @@ class KFRTRL(UORO):
 
 
 def find_sums(layout: Layout) -> list[Sum]:
-    """The sums of all families."""
+    """Return the sums of all families."""
     return [summed for family in layout.families for summed in family.sums]

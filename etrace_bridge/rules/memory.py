@@ -13,24 +13,23 @@ import numpy as np
 from etrace_bridge._errors import InputError
 from etrace_bridge.compiler.graph import Leg
 from etrace_bridge.compiler.hidden_group import HiddenGroup
-from etrace_bridge.compiler.views import Contact
+from etrace_bridge.compiler.weight_views import Contact
 from etrace_bridge.step.program import StepProgram
 
 
 @dataclass(frozen=True)
 class Dense:
-    """`eps` itself: for each trace of the program and each row of its group, an array of B·P
-    elements.
+    """The trace itself: for each trace of the program and each row of its group B·P elements.
 
     Attributes:
-        dtype: in which it is stored, e.g. `"bfloat16"`; None keeps the states' dtype.
+        dtype: the dtype in which it is stored, e.g. `"bfloat16"`; None keeps the states' dtype.
     """
 
     schedule: ClassVar[str] = "backward"
     dtype: str | None = None
 
     def init(self, program: StepProgram, rows: Sequence[int]) -> list[list[Any]]:
-        """Zeros, [trace][row]; `rows` counts the rows of each group."""
+        """Return zeros, [trace][row]; `rows` counts the rows of each group."""
 
         def zeros(leg: Leg) -> list[Any]:
             shape, dtype = (
@@ -42,7 +41,7 @@ class Dense:
         return [zeros(leg) for leg in program.traces]
 
     def reset(self, program: StepProgram, memory: list[list[Any]], keep: Any) -> list[list[Any]]:
-        """The traces with the rows of some batch elements set to zero."""
+        """Return the traces with the rows of some batch elements set to zero."""
         cleared = []
         for leg, rows in zip(program.traces, memory, strict=True):
             form = leg.part.form
@@ -85,16 +84,16 @@ class Channel:
         return self.legs[0].part.var.aval.shape
 
     def zeros(self, program: StepProgram) -> list[Any]:
-        """A filter at its start, for each state of the group."""
+        """Return a filter at its start, for each state of the group."""
         dtype = self.legs[0].part.var.aval.dtype
         return [jnp.zeros(self.shape, dtype) for _ in range(program.groups[self.group].num_state)]
 
 
 def find_channels(program: StepProgram) -> tuple[list[Channel], list[Channel]]:
-    """The channels with products, and the others."""
+    """Return the channels with products, and the others."""
     found: dict[Any, list[Leg]] = {}
     for leg in program.legs:
-        key = (program.roots[program.tap_index(leg)], leg.group, leg.places.tobytes())
+        key = (program.roots[program.tap_index(leg)], leg.group, leg.positions.tobytes())
         found.setdefault(key, []).append(leg)
     channels = [
         Channel(
@@ -109,7 +108,7 @@ def find_channels(program: StepProgram) -> tuple[list[Channel], list[Channel]]:
 
 
 def contacts_with_data(program: StepProgram) -> list[Contact]:
-    """The traced contacts that are products."""
+    """Return the traced contacts that are products."""
     return [c for c in program.traced_contacts if c.x is not None]
 
 
@@ -117,23 +116,24 @@ class Filters:
     """Base of memories that are filters: how they are stored between chunks.
 
     Attributes:
-        dtype: in which they are stored, e.g. `"bfloat16"`; None keeps the states' dtype.
+        dtype: the dtype in which they are stored, e.g. `"bfloat16"`; None keeps the states' dtype.
     """
 
     schedule: ClassVar[str] = "forward"
     dtype: str | None = None
 
     def zeros(self, program: StepProgram) -> dict[str, Any]:
-        """The filters before the first step, as a chunk computes them."""
+        """Return the filters before the first step, as a chunk computes them."""
         raise InputError(f"The memory `{type(self).__name__}` does not define `zeros(program)`.")
 
     def init(self, program: StepProgram, rows: Sequence[int]) -> dict[str, Any]:
-        """The filters before the first step."""
+        """Return the filters before the first step."""
         return self.stored(self.zeros(program))
 
     def stored(self, filters: dict[str, Any]) -> dict[str, Any]:
-        """Filters in the dtype in which they are stored; the norms `n` are small and stay as they
-        are.
+        """Convert filters to the dtype in which they are stored.
+
+        The norms `n` are small and keep their dtype.
         """
         if self.dtype is None:
             return filters
@@ -141,7 +141,7 @@ class Filters:
         return {**jax.tree.map(lambda x: x.astype(self.dtype), filters), **norms}
 
     def computed(self, program: StepProgram, filters: dict[str, Any]) -> dict[str, Any]:
-        """Stored filters in the dtype in which a chunk computes them."""
+        """Convert stored filters to the dtype in which a chunk computes them."""
         if self.dtype is None:
             return filters
         like = jax.eval_shape(lambda: self.zeros(program))
@@ -152,11 +152,11 @@ class Filters:
 class Factored(Filters):
     """`eps ≈ f̄ / n ⊗ x̄`, two low-pass filters of B·(I + S·H) elements in place of B·P·S.
 
-    Rules/pp_prop.py has the equations.
+    `rules/pp_prop.py` has the equations.
 
     Attributes:
-        alpha: how much of the filters is left after a step.
-        dtype: in which the filters are stored between chunks, e.g. `"bfloat16"`; None keeps the
+        alpha: the share of the filters that is left after a step.
+        dtype: the dtype in which the filters are stored between chunks, e.g. `"bfloat16"`; None keeps the
             states' dtype.
     """
 
@@ -179,7 +179,7 @@ class Factored(Filters):
         }
 
     def reset(self, program: StepProgram, memory: dict[str, Any], keep: Any) -> dict[str, Any]:
-        """The filters with the rows of some batch elements set to zero."""
+        """Return the filters with the rows of some batch elements set to zero."""
 
         def cleared(channels: Sequence[Channel], filters: list[Any]) -> list[Any]:
             result = []
@@ -205,12 +205,12 @@ class Factored(Filters):
 class Presynaptic(Filters):
     """`x̄_t = leak x̄_(t-1) + x_t`, the filtered features of every product: B·I elements.
 
-    The cotangent at the product's output meets `x̄_t` in place of `x_t`. A bias that is only added
+    The cotangent at the product's output meets `x̄_t` instead of `x_t`. A bias that is only added
     to a product is a column of it whose feature is always 1. Other element-wise contacts are not
     filtered.
 
     Attributes:
-        leak: how much of the filter is left after a step; with 0 nothing is remembered.
+        leak: the share of the filter that is left after a step; with 0 nothing is remembered.
     """
 
     leak: float
@@ -234,7 +234,7 @@ class Presynaptic(Filters):
         }
 
     def reset(self, program: StepProgram, memory: dict[str, Any], keep: Any) -> dict[str, Any]:
-        """The filters with the rows of some batch elements set to zero."""
+        """Return the filters with the rows of some batch elements set to zero."""
         contacts = [c for c in contacts_with_data(program) if c.index in memory["x"]]
         x = {c.index: _clear(program, c, memory["x"], keep) for c in contacts}
         ones = {}
@@ -246,38 +246,41 @@ class Presynaptic(Filters):
 
 
 def filtered_taps(program: StepProgram) -> list[int]:
-    """Taps that feed a state by a product, and those of biases that are only added to one."""
+    """Return taps that feed a state by a product, and those of biases that are only added to one."""
     products = {program.roots[t.index] for t in program.taps if t.contact.x is not None}
     return [t.index for t in program.taps if t.legs and program.roots[t.index] in products]
 
 
 def _clear(program: StepProgram, contact: Contact, filters: dict[int, Any], keep: Any) -> Any:
-    """Filtered features with the rows of some batch elements set to zero."""
+    """Return filtered features with the rows of some batch elements set to zero."""
     axis, old = _batch_axis(program, contact), filters[contact.index]
     mask = keep.reshape([-1 if n == axis else 1 for n in range(old.ndim)])
     return old * mask.astype(old.dtype)
 
 
 def _batch_rows(group: HiddenGroup, leg: Leg, keep: Any) -> Any:
-    """`keep` spread to the elements of a leg's piece; elements that feed nothing get zero."""
+    """Return `keep` spread to the elements of a leg's piece.
+
+    Elements that feed nothing get zero.
+    """
     if not group.varshape or group.varshape[0] != keep.shape[0]:
         raise InputError(
             f"The hidden state `{group.name}` has shape {group.varshape}, so its first axis is not "
             f"the batch of {keep.shape[0]}. Single batch elements can only be reset where the "
             "batch comes first; call `reset()` without a mask."
         )
-    positions = jnp.asarray(leg.places)
-    rows = positions // (group.leaves[0].num_places // group.varshape[0])
+    positions = jnp.asarray(leg.positions)
+    rows = positions // (group.leaves[0].num_positions // group.varshape[0])
     return jnp.where(positions >= 0, jnp.take(keep, jnp.maximum(rows, 0)), 0)
 
 
 def _batch_axis(program: StepProgram, contact: Contact) -> int:
-    """The axis of a contact's features that counts batch elements."""
+    """Return the axis of a contact's features that counts batch elements."""
     leg = next(leg for leg in program.legs if leg.contact is contact)
     group = program.groups[program.group_index(leg)]
     form = leg.part.form
-    rows = leg.places.reshape(form.shape(form.out)) // (
-        group.leaves[0].num_places // group.varshape[0]
+    rows = leg.positions.reshape(form.shape(form.out)) // (
+        group.leaves[0].num_positions // group.varshape[0]
     )
     for letter in form.feature:
         if letter in form.out and form.sizes[letter] == group.varshape[0]:

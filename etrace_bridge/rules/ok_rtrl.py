@@ -1,6 +1,6 @@
 """OK-RTRL: a sum of r Kronecker products (Benzing et al. 2019), cut with the least possible noise.
 
-As KF-RTRL, but `dh_t/dtheta` of a sum of products is kept as `sum over k of A_k ⊗ u_k`, k up to r.
+As KF-RTRL, but `dh_t/dtheta` of a sum of products is stored as `sum over k of A_k ⊗ u_k`, k up to r.
 A step adds one term,
 
     sum of F_t A_k ⊗ u_k  +  dh_t/dy_t ⊗ x_t  =  sum over i of sigma_i a_i ⊗ v_i,      i up to r + 1
@@ -58,7 +58,7 @@ class OKRTRL(KFRTRL):
             raise InputError(f"`rank` is {self.rank!r}; it must be a whole number, 1 or more.")
 
     def variants(self) -> Iterator[OKRTRL]:
-        """Ranks from 16 down."""
+        """Return ranks from 16 down."""
         for rank in (16, 8, 4, 2, 1):
             yield replace(self, rank=rank)
 
@@ -68,7 +68,7 @@ class OKRTRL(KFRTRL):
         return {**one, "factors": factors}
 
     def past(self, program: StepProgram, theta, memory: dict[str, Any], h0) -> dict[int, Any]:
-        """`(b A_k) ⊗ u_k`, summed over k."""
+        """Return `(b A_k) ⊗ u_k`, summed over k."""
         terms = []
         for k in range(self.rank):
             factors = jax.tree.map(lambda x, k=k: x[k], memory["factors"])
@@ -76,13 +76,13 @@ class OKRTRL(KFRTRL):
         return {n: sum(term[n] for term in terms) for n in terms[0]}
 
     def pairs(self, layout: Layout, draws: Any, hidden, args) -> Any:
-        """The signs `c` of every sum and row, (sums, rows, r + 1)."""
+        """Return the signs `c` of every sum and row, (sums, rows, r + 1)."""
         shape = len(find_sums(layout)), layout.rows, self.rank + 1
         key = draw_key(self.seed, draws, [*hidden, *args])
         return jax.random.rademacher(key, shape, hidden[0].dtype)
 
     def letters(self, layout: Layout, summed: Sum, piece: Piece) -> str:
-        """The letter of the rows first, also for a bias: every row has terms of its own."""
+        """Return the letter of the rows first, also for a bias: every row has terms of its own."""
         form = piece.part.form
         row = _row_letter(layout, summed, piece)
         return row + "".join(c for c in form.feature if c != row)
@@ -122,7 +122,9 @@ class OKRTRL(KFRTRL):
 
 
 def mixed_columns(left: Any, right: Any, signs: Any) -> tuple[Any, Any]:
-    """`X` and `Y`, (…, r + 1, r), so that `(L X) (Z Y)^T` is `L Z^T` in the mean over the signs.
+    """Return `X` and `Y`, (…, r + 1, r), such that `(L X) (Z Y)^T` has the mean `L Z^T`.
+
+    The mean is over the signs.
 
     Args:
         left: `L^T L`, (…, r + 1, r + 1).
@@ -151,7 +153,7 @@ def mixed_columns(left: Any, right: Any, signs: Any) -> tuple[Any, Any]:
 
 
 def _row_letter(layout: Layout, summed: Sum, piece: Piece) -> str:
-    """The output letter that counts the rows; empty if there is none, or one row."""
+    """Return the output letter that counts the rows; empty if there is none, or one row."""
     form = piece.part.form
     units = summed.unit.reshape(form.shape(form.out))
     rows = units // (summed.unit.size // layout.rows)

@@ -47,7 +47,7 @@ class OTPE(EProp):
         super().__post_init__()
 
     def filtered_exits(self, program: StepProgram) -> list[GroupExits]:
-        """The exits that lead to another layer, by the edges that do."""
+        """Return the exits that lead to another layer, by the edges that do."""
         filtered = []
         for group, of_group in zip(program.groups, self.exits(program), strict=True):
             others = [v for g in program.groups if g is not group for v in g.hidden_outvars]

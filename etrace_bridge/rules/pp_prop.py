@@ -2,20 +2,20 @@
 
     x̄_t = alpha x̄_(t-1) + x_t
     f̄_t = alpha D_t f̄_(t-1) + (1 - alpha) df_t
-    n_t  = alpha n_(t-1) + (1 - alpha)                                 (= 1 - alpha^t after t steps
-    from zero) g_t  = dl_t/dtheta |_(h_(t-1) fixed)  +  b_t · (f̄_(t-1) / n_(t-1)) ⊗ x̄_(t-1)
+    n_t  = alpha n_(t-1) + (1 - alpha)                                 (= 1 - alpha^t from zero)
+    g_t  = dl_t/dtheta |_(h_(t-1) fixed)  +  b_t · (f̄_(t-1) / n_(t-1)) ⊗ x̄_(t-1)
 
 The system is D-RTRL's: `x_t` are a contact's features, `df_t` how the group's new states depend on
 the contact's output, `D_t` the core's Jacobian, which acts on the states of the group at each
-position, `b_t = dl_t/dh_(t-1)` through the `core` or the whole `step`. The memory is another: in
-place of `eps` its factors, each with the decay `alpha`. Both start at zero; dividing by `n` removes
+position, `b_t = dl_t/dh_(t-1)` through the `core` or the whole `step`. The memory differs: in place
+of `eps` it holds two factors, each with the decay `alpha`. Both start at zero; dividing by `n` removes
 the bias of `f̄`'s start, so that after one step the factored trace is exactly `df_1 ⊗ x_1`,
 D-RTRL's.
 
 A bias that is only added to a product is a column of that product's weight, with a feature that is
 always 1: it has the same `f̄`, and its `x̄_t` is `n_t / (1 - alpha)`. An element-wise contact of
-its own (a decay, a threshold) has no `x`, and its D-RTRL trace is as small as `f̄`, so that is
-kept, `eps_t = D_t eps_(t-1) + df_t`; its gradient is the sum of `b_t · eps_(t-1)` and the direct
+its own (a decay, a threshold) has no `x`, and its D-RTRL trace is as small as `f̄`, so the trace
+itself is stored, `eps_t = D_t eps_(t-1) + df_t`; its gradient is the sum of `b_t · eps_(t-1)` and the direct
 term. Weights without a trace that reach a state through another weight get the direct term only.
 
 Memory: B·(I + S·H) for each contact; convolutions keep the patches of `x`. Time per step: with

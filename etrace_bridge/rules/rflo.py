@@ -10,7 +10,7 @@ back through readout or upper layers. Weights outside the recurrence, such as th
 their plain gradient.
 
 Memory: that of D-RTRL. Time per step: that of D-RTRL. Never exact for weights of the recurrence,
-whose signal is another.
+whose signal differs from the derivative.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RFLO(TraceRule):
         return TraceSystem(core.D, core.df, times_blocks(s, core.D), direct)
 
     def signals(self, steps: Steps) -> Grouped:
-        """`s_t`, by group and state."""
+        """Return `s_t`, by group and state."""
         errors, groups = output_gradient(steps), steps.program.groups
         s = jax.tree.map(jnp.zeros_like, group_states(steps.program, steps.forward.hidden))
         shapes = {n: error.shape[1:] for n, error in errors.items()}
@@ -67,7 +67,7 @@ class RFLO(TraceRule):
         return s
 
     def matrices(self, groups: Any, outputs: dict[int, tuple[int, ...]]) -> dict[Key, Any]:
-        """`F` by group, state and output, from the shapes of the outputs."""
+        """Return `F` by group, state and output, from the shapes of the outputs."""
         rng = np.random.default_rng(self.seed)
         states = [(g, i) for g, group in enumerate(groups) for i in range(group.num_state)]
         keys = [(g, i, n) for g, i in states for n in outputs]

@@ -67,7 +67,10 @@ class RTRL(ReverseRule):
         ]
 
     def unit_axes(self, program: StepProgram) -> Memory:
-        """An entry belongs to the unit of its weight, so that `F J` needs no entry of another."""
+        """Return the axes of weight units: an entry of `J` belongs to the unit of its weight.
+
+        So `F J` of one unit needs no entry of another.
+        """
         axes = weight_unit_axes(program)
         weights = [program.weight_vars[n] for n in reaching_weights(program)]
         return [[leaf.invar.aval.ndim + axes.get(w, 0) for w in weights] for leaf in program.leaves]
@@ -76,7 +79,7 @@ class RTRL(ReverseRule):
         return jnp.dtype(self.trace_dtype or jnp.promote_types(h.dtype, w.dtype))
 
     def past(self, program: StepProgram, theta, memory: Memory, h0) -> dict[int, Any]:
-        """`(dL/dh_0) J_0`."""
+        """Return `(dL/dh_0) J_0`."""
         return {
             w: sum(_past(h, J[n]) for h, J in zip(h0, memory, strict=True))
             for n, w in enumerate(reaching_weights(program))
@@ -85,7 +88,7 @@ class RTRL(ReverseRule):
     def advance(
         self, program: StepProgram, theta, carry: Carry, data: Chunk, memory: Memory | None
     ) -> Memory:
-        """`(dh_K/dh_0) J_0 + dh_K/dtheta`."""
+        """Return `(dh_K/dh_0) J_0 + dh_K/dtheta`."""
         F, made = _advanced(program, theta, carry, data)
         weights = [theta[n] for n in reaching_weights(program)]
 
@@ -119,13 +122,13 @@ class RTRL(ReverseRule):
 
 
 def _past(h: Any, J: Any) -> Any:
-    """`h · J` over all hidden values, in the wider of their dtypes."""
+    """Return `h · J` over all hidden values, in the wider of their dtypes."""
     wide = _wider(h, J)
     return jnp.tensordot(h.astype(wide), J.astype(wide), axes=h.ndim)
 
 
 def _product(F: Any, J: Any) -> Any:
-    """`F J` of every row, in the wider of their dtypes."""
+    """Return `F J` of every row, in the wider of their dtypes."""
     wide = _wider(F, J)
     return jnp.einsum("rij,rj...->ri...", F.astype(wide), J.astype(wide))
 
@@ -137,8 +140,10 @@ def _wider(a: Any, b: Any) -> Any:
 def _advanced(
     program: StepProgram, theta: Sequence[Any], carry: Carry, data: Chunk
 ) -> tuple[list[list[Any]], list[list[Any]]]:
-    """`dh_K/dh_0` as [new leaf][old leaf]: (rows, values, values), and `dh_K/dtheta` as
-    [leaf][weight]: (rows, values, *weight shape).
+    """Return `dh_K/dh_0` and `dh_K/dtheta`.
+
+    They are [new leaf][old leaf]: (rows, values, values), and [leaf][weight]: (rows, values,
+    *weight shape).
     """
     layout = find_layout(program)
     if not _has_rows(program, layout, data.args[0].shape[0]):
@@ -163,8 +168,10 @@ def _advanced(
 
 
 def _has_rows(program: StepProgram, layout: Layout, steps: int) -> bool:
-    """Whether each batch element's influence on its own values follows from what the contacts make:
-    all weights have one with a linear form, and no other state carries derivatives on.
+    """Return whether each batch element's influence follows from what the contacts make.
+
+    That is so if all weights have a contact with a linear form, and no other state carries
+    derivatives.
     """
     forms = [block.form for family in layout.families for block in family.blocks]
     by_other = any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v, _ in program.other_vars)
@@ -179,7 +186,7 @@ def _has_rows(program: StepProgram, layout: Layout, steps: int) -> bool:
 
 
 def _at_view(layout: Layout, block: Block, made: Influence) -> Any:
-    """`sum of dh_K/dy_t ⊗ x_t` of a block over the steps: (rows, n, *shape of the view)."""
+    """Return `sum of dh_K/dy_t ⊗ x_t` of a block over the steps: (rows, n, *shape of the view)."""
     form, x = block.form, made.data.get(block.contact.index)
     G = at_elements(block, [made.G[s.var] for s, _ in block.pieces])
     G = G.reshape(*G.shape[:2], *form.shape(form.trace_out))
@@ -196,7 +203,10 @@ def _at_view(layout: Layout, block: Block, made: Influence) -> Any:
 def _by_reverse_mode(
     program: StepProgram, theta: Sequence[Any], carry: Carry, data: Chunk
 ) -> tuple[list[list[Any]], list[list[Any]]]:
-    """The same for any step, with all hidden values as one row: a reverse pass for each of them."""
+    """Return the influence of any step, with all hidden values as one row.
+
+    It takes one reverse pass for each of them.
+    """
     reaching, run = reaching_weights(program), chunk_function(program, theta, carry, data)
     rows = jax.jacrev(run, argnums=(0, 1))([theta[n] for n in reaching], list(carry.hidden))
     pairs = list(zip(carry.hidden, rows, strict=True))
@@ -210,8 +220,9 @@ def _by_reverse_mode(
 def chunk_function(
     program: StepProgram, theta: Sequence[Any], carry: Carry, data: Chunk
 ) -> Callable[[Sequence[Any], Sequence[Any]], list[Any]]:
-    """The hidden states after a chunk, as a function of the weights that reach a state and of the
-    hidden states before it.
+    """Return the hidden states after a chunk as a function.
+
+    Its arguments are the weights that reach a state, and the hidden states before the chunk.
     """
 
     def run(some: Sequence[Any], hidden: Sequence[Any]) -> list[Any]:
@@ -224,7 +235,7 @@ def chunk_function(
 
 
 def reaching_weights(program: StepProgram) -> list[int]:
-    """Indices of the weights that reach a state."""
+    """Return indices of the weights that reach a state."""
     certificates = program.graph.structure.certificates
     paths = program.graph.module_info.invar_to_weight_path
     return [

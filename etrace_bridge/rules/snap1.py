@@ -6,8 +6,8 @@
 
 `D_t` is D-RTRL's: the core, position by position. The second term is new: for a contact `y = V x`
 whose data `x` is a function of the group's old states, position by position, `V` has an entry from
-the element of `x` that belongs to position p to each element of `y` that feeds position p; these
-entries are kept, all others dropped. `df_t` is how the new states depend on `y`, `dx_t/dh_(t-1)`
+the element of `x` that belongs to position p to each element of `y` that feeds position p; only
+these entries are followed. `df_t` is how the new states depend on `y`, `dx_t/dh_(t-1)`
 the derivative of `x` at its position. For one layer `h_t = tanh(W x_t + U h_(t-1))` this is SnAp-1
 of Menick et al. (2021): `D'_t = diag(1 - h_t²) diag(U)`. In a convolution the kept entries are the
 kernel's centre, channel by channel. Paths through two products in one step are dropped, as they are
@@ -57,7 +57,7 @@ class SnAp1(DRTRL):
 
 
 def _add(row: Sequence[Any], added: Sequence[Any], states: Sequence[int]) -> list[Any]:
-    """Adds to the entries of the given states; None stands for zero."""
+    """Add to the entries of the given states; None stands for zero."""
     return [
         (added[j] if old is None else old + added[j]) if j in states else old
         for j, old in enumerate(row)

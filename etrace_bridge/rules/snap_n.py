@@ -63,7 +63,7 @@ class SnApN(SparseInfluence):
 
 
 def _as_numbers(reach: np.ndarray) -> np.ndarray:
-    """Sets of hidden values as their numbers, (units, size of the largest), -1 for none."""
+    """Set of hidden values as their numbers, (units, size of the largest), -1 for none."""
     width = int(reach.sum(1).max(initial=0))
     order = np.argsort(~reach, axis=1, kind="stable")[:, :width]
     return np.where(np.take_along_axis(reach, order, 1), order, -1)

@@ -1,4 +1,4 @@
-"""Base of rules that carry some entries of the influence matrix, exactly moved.
+"""Base of rules that carry some entries of the influence matrix exactly.
 
 For unit i (`step.units`), with `theta_i` all weights that feed it and `S_i` a set of hidden values,
 
@@ -47,7 +47,7 @@ class SparseInfluence(ReverseRule):
     trace_dtype: str | None = field(default=None, kw_only=True)
 
     def sets(self, program: StepProgram, layout: Layout) -> list[np.ndarray]:
-        """`S_i` for each family: numbers of hidden values (units of a row, m), -1 for none."""
+        """Return `S_i` for each family: numbers of hidden values (units of a row, m), -1 for none."""
         raise InputError(f"The rule `{type(self).__name__}` does not define `sets(...)`.")
 
     def init(self, program: StepProgram) -> Memory:
@@ -130,7 +130,7 @@ class SparseInfluence(ReverseRule):
         return found
 
     def _open_paths(self, program: StepProgram) -> set[Path]:
-        """Parameters of units that reach something outside their set."""
+        """Return parameters of units that reach something outside their set."""
         layout, paths = find_layout(program), set()
         F, by_sum = step_connectivity(program, layout)
         for family, S in zip(layout.families, self.sets(program, layout), strict=True):
@@ -144,8 +144,9 @@ class SparseInfluence(ReverseRule):
 
 
 def _sets_at(family: Family, S: np.ndarray, summed: Sum, piece: Piece) -> tuple[np.ndarray, str]:
-    """The sets of a piece's elements in a row, (elements, m), and the letters of the elements; one
-    set, and the letter of the row alone, where all units have the same.
+    """Return the sets of a piece's elements in a row, (elements, m), and the elements' letters.
+
+    Where all units have the same set, it is one set, and only the letter of the row.
     """
     form, rows = piece.part.form, family.rows
     has_row = rows == 1 or form.sizes[form.out[0]] == rows
@@ -155,7 +156,7 @@ def _sets_at(family: Family, S: np.ndarray, summed: Sum, piece: Piece) -> tuple[
 
 
 def _move(family: Family, S: np.ndarray, made: Influence, old: Sequence[Any]) -> list[Any]:
-    """`F[S, S] J + G[S] ⊗ x` of a family's pieces.
+    """Return `F[S, S] J + G[S] ⊗ x` of a family's pieces.
 
     Batch and units stay axes of their own, so that a mesh that divides them moves no influence.
     """

@@ -4,8 +4,8 @@
     g_t   = direct_t + b_t · eps_(t-1)
 
 A rule says what `D_t`, `df_t`, `b_t` and `direct_t` are for K steps at once (`system`), and what is
-remembered of `eps` (`memory`). How the recursion runs, step by step or over K steps, whole or in
-blocks, is the scheduler's affair.
+remembered of `eps` (`memory`). The scheduler decides how the recursion runs: step by step or over K
+steps, whole or in blocks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from etrace_bridge.step.steps import Steps
 class TraceSystem:
     """The terms of the recursion for K steps.
 
-    A hidden group has a number of *rows*: its states, and whatever else a rule follows beside them.
+    A hidden group has several *rows*: its states, and whatever else a rule follows beside them.
     Arrays have the K steps on their first axis, then the group's positions.
 
     Attributes:
@@ -87,11 +87,11 @@ class TraceRule(Rule):
         return self.reverse_inside
 
     def system(self, steps: Steps) -> TraceSystem:
-        """The recursion's terms for these steps."""
+        """Return the recursion's terms for these steps."""
         raise InputError(f"The rule `{type(self).__name__}` does not define `system(steps)`.")
 
     def rows(self, program: StepProgram) -> Sequence[int]:
-        """How many rows each group has."""
+        """Return how many rows each group has."""
         return [group.num_state for group in program.groups]
 
     def init(self, program: StepProgram) -> Any:
@@ -102,7 +102,7 @@ class TraceRule(Rule):
 
 
 def times_blocks(s: Grouped, D: Blocks) -> Grouped:
-    """`s D` for each group: `sum over i of s[i] D[i][j]`."""
+    """Return `s D` for each group: `sum over i of s[i] D[i][j]`."""
 
     def column(s_g: list[Any], D_g: list[list[Any]], j: int) -> Any:
         terms = [s_i * row[j] for s_i, row in zip(s_g, D_g, strict=True) if row[j] is not None]

@@ -9,14 +9,14 @@ product.
 `ν` are random signs, one for each hidden value of the whole batch, so products of different terms
 vanish in the mean: the gradient is noisy and has no bias. `F_t = dh_t/dh_(t-1)` of the whole step.
 In chunks of K steps the gradient within the chunk is exact, and `F` and `dh/dtheta` are those of
-the chunk: one draw of `ν` a chunk, and less noise the longer it is.
+the chunk: one draw of `ν` per chunk, and less noise the longer the chunk is.
 
 The signs come from `seed`, from a counter in the memory, and from the numbers of the chunk itself,
 so that sequences which all begin with an empty memory do not share their noise. The same seed,
 weights and data give the same gradient.
 
 Memory: B·H + P, less than any trace. Time per step: one more reverse pass and one forward
-derivative a chunk. Exact in the mean; a single gradient is not, unless one chunk covers the
+derivative per chunk. Exact in the mean; a single gradient is not, unless one chunk covers the
 sequence.
 """
 
@@ -59,7 +59,10 @@ class UORO(ReverseRule):
     mixes_batch: ClassVar[bool] = True
 
     def init(self, program: StepProgram) -> dict[str, Any]:
-        """`s` by hidden leaf, `theta` by weight that reaches a state, and how many draws were made."""
+        """Return `s` by hidden leaf, `theta` by weight, and the number of draws.
+
+        Only weights that reach a state have one.
+        """
         weights = [program.weight_vars[n].aval for n in reaching_weights(program)]
         hidden = [leaf.invar.aval for leaf in program.leaves]
         return {
@@ -69,7 +72,7 @@ class UORO(ReverseRule):
         }
 
     def past(self, program: StepProgram, theta, memory: dict[str, Any], h0) -> dict[int, Any]:
-        """`(dL/dh_0 · s) θ`."""
+        """Return `(dL/dh_0 · s) θ`."""
         factor = sum(jnp.vdot(h, s) for h, s in zip(h0, memory["s"], strict=True))
         pairs = zip(reaching_weights(program), memory["theta"], strict=True)
         return {n: factor.astype(row.dtype) * row for n, row in pairs}
@@ -97,7 +100,7 @@ class UORO(ReverseRule):
         return jax.tree.map(lambda x, like: x.astype(like.dtype), new, old)
 
     def signs(self, draws: Any, hidden: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """`ν`, one array per hidden leaf."""
+        """Return `ν`, one array per hidden leaf."""
         keys = jax.random.split(draw_key(self.seed, draws, [*hidden, *args]), len(hidden))
         return [
             jax.random.rademacher(k, h.shape, h.dtype) for k, h in zip(keys, hidden, strict=True)
@@ -117,7 +120,7 @@ class UORO(ReverseRule):
 
 
 def root_ratio(left: Sequence[Any], right: Sequence[Any]) -> Any:
-    """`sqrt(|left| / |right|)`."""
+    """Return `sqrt(|left| / |right|)`."""
     return jnp.sqrt((_norm(left) + SMALL) / (_norm(right) + SMALL))
 
 
@@ -126,13 +129,13 @@ def _norm(arrays: Sequence[Any]) -> Any:
 
 
 def draw_key(seed: Any, draws: Any, arrays: Sequence[Any]) -> Any:
-    """The key of one draw: of the seed, the draws before it, and what the arrays hold."""
+    """Return the key of one draw: of the seed, the draws before it, and what the arrays hold."""
     key = jax.random.fold_in(jax.random.PRNGKey(seed), draws)
     return jax.random.fold_in(key, _digest(arrays))
 
 
 def _digest(arrays: Sequence[Any]) -> Any:
-    """A number that changes with any of the arrays' bits."""
+    """Return a number that changes with any of the arrays' bits."""
     total = jnp.zeros((), jnp.uint32)
     for x in arrays:
         x = x.astype(jnp.float32)

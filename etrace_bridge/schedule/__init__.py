@@ -1,1 +1,1 @@
-"""Running rules: one step and K steps, whole or in blocks; sequences; the chunk plan."""
+"""Runs rules: one step and K steps, whole or in blocks; sequences; the chunk plan."""

@@ -26,7 +26,7 @@ def run_blocks(
     size: int,
     reverse: bool,
 ):
-    """Runs `body(carry, steps of a block) -> (carry, summed, stacked)` over the blocks.
+    """Run `body(carry, steps of a block) -> (carry, summed, stacked)` over the blocks.
 
     Args:
         body: what to do with a block.
@@ -78,8 +78,9 @@ def forward_in_blocks(
     args: Sequence[Any],
     size: int,
 ) -> Forward:
-    """`run_forward`, block after block, so that what inputs alone determine is there for one block
-    at a time.
+    """Run `run_forward` block after block.
+
+    What inputs alone determine then exists for one block at a time.
     """
 
     def block(carry: Any, args: list[Any]) -> tuple[Any, None, Any]:

@@ -1,4 +1,4 @@
-"""Running one chunk of K steps under a rule; K = 1 is the online step."""
+"""Runs one chunk of K steps under a rule; K = 1 is the online step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run_chunk(
     fresh: bool,
     final: bool,
 ) -> ChunkResult:
-    """Advances K steps: their gradient, losses and outputs, and states and memory after them.
+    """Advance K steps: their gradient, losses and outputs, and states and memory after them.
 
     The arguments are those of `Window`.
     """

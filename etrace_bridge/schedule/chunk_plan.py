@@ -1,9 +1,7 @@
-"""How many steps a chunk has.
-
-As many as fit into a budget of memory. And how many blocks it is divided into.
+"""How many steps a chunk has within a budget of memory, and how many blocks it is divided into.
 
 A chunk's buffers are of two kinds: *working* buffers of the parallel passes, which only one block
-of steps needs at a time, and what is *kept* for all K steps: states, products, and what the trace
+of steps needs at a time, and what is *saved* for all K steps: states, products, and what the trace
 is made of (see `schedule.blocks`).
 """
 
@@ -17,7 +15,7 @@ import jax
 import numpy as np
 
 from etrace_bridge._errors import InputError
-from etrace_bridge.compiler.views import Contact
+from etrace_bridge.compiler.weight_views import Contact
 from etrace_bridge.rules.base import Rule
 from etrace_bridge.step.program import StepProgram
 
@@ -36,7 +34,7 @@ class ChunkPlan:
     Attributes:
         steps: steps in a full chunk.
         full: number of full chunks.
-        rest: steps in the last, shorter chunk; 0 if there is none.
+        rest: steps in the last, shorter chunk; 0 without one.
     """
 
     steps: int
@@ -45,12 +43,7 @@ class ChunkPlan:
 
 
 def working_bytes(program: StepProgram) -> int:
-    """An estimate of the buffers of one step in the parallel passes.
-
-    A contact's piece is there as value and as cotangent for every state of its group; a state with
-    `b`, `a`, and its rows of `D` and `M`. For a GRU the estimate is within 10% of the compiled
-    program's own count.
-    """
+    """Estimate the buffers of one step in the parallel passes."""
     hidden = sum(_bytes(leaf.invar) for leaf in program.leaves)
     pieces = sum(_bytes(t.part.var) for t in program.taps if t.contact.x is not None)
     patches = program.tuning.is_patch_product
@@ -64,7 +57,10 @@ def working_bytes(program: StepProgram) -> int:
 
 
 def kept_bytes(program: StepProgram, with_trace: bool) -> int:
-    """What a chunk keeps of each step: states and products, and for the trace its two factors."""
+    """Return the bytes that a chunk keeps of each step.
+
+    They are states and products, and for the trace its two factors.
+    """
     kept = sum(_bytes(leaf.invar) for leaf in program.leaves) + sum(map(_bytes, program.saved_vars))
     if with_trace:
         distinct = {n for n in program.first_taps if n is not None}
@@ -115,7 +111,7 @@ def block_steps(program: StepProgram, length: int) -> int:
 
 
 def chunk_bytes(program: StepProgram, length: int, with_trace: bool, rule: Rule) -> int:
-    """An estimate of the buffers of a chunk, its trace aside."""
+    """Estimate the buffers of a chunk without its trace."""
     if rule.schedule == "forward":
         return block_steps(program, length) * working_bytes(program)
     at_once = length * working_bytes(program)
@@ -126,7 +122,7 @@ def chunk_bytes(program: StepProgram, length: int, with_trace: bool, rule: Rule)
 
 
 def trace_bytes(trace: Any) -> int:
-    """The size of a rule's memory."""
+    """Return the size of a rule's memory."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(trace))
 
 
@@ -171,13 +167,13 @@ def choose_chunk(
         (k for k in range(min(MAX_CHUNK, length), 1, -1) if fits(k, True, SEVERAL_CHUNKS)), 1
     )
     near = range(most, max(1, most // 2) - 1, -1)
-    # The largest that leaves least over, at the end of the sequence and then of the chunk: what is
-    # left over is one more program.
+    # Prefer sizes that leave few steps over at the end of the sequence, then of the chunk, and the
+    # largest of these: steps that are left over need one more program.
     return min(near, key=lambda k: (length % k, k % block_steps(program, k)))
 
 
 def divide(length: int, steps: int) -> ChunkPlan:
-    """Full chunks and the rest."""
+    """Divide a sequence into full chunks and the rest."""
     return ChunkPlan(steps, length // steps, length % steps)
 
 

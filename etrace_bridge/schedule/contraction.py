@@ -1,6 +1,6 @@
-"""Where cotangents at contacts meet features.
+"""Multiplies cotangents at contacts with features.
 
-Gradients of views, and from these gradients of weights.
+The results are gradients of views, and from these gradients of weights.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from etrace_bridge._jax_compat import Var, bind_equation
 from etrace_bridge.compiler.contacts import ContactForm
-from etrace_bridge.compiler.views import Contact
+from etrace_bridge.compiler.weight_views import Contact
 from etrace_bridge.step.program import StepProgram
 from etrace_bridge.step.taps import Tap
 
@@ -22,7 +22,7 @@ _PLAIN = ("dot_general", "copy", "broadcast_in_dim")
 
 
 def features(form: ContactForm, x: Any) -> Any:
-    """`phi(x)` at every step, one axis per letter."""
+    """Return `phi(x)` at every step, one axis per letter."""
     lead = x.shape[0]
     return jax.vmap(form.phi)(x).reshape(lead, *form.shape(form.feature))
 
@@ -34,9 +34,7 @@ def view_gradients(
     xs: dict[int, Any],
     before: tuple[Sequence[Any], dict[int, Any]] | None = None,
 ) -> dict[int, Any]:
-    """Gradient of each traced contact's view, from cotangents (K, …) at its taps.
-
-    `in_view_order` gives them their shapes.
+    """Return the gradient of each traced contact's view, from cotangents (K, …) at its taps.
 
     Args:
         program: the step.
@@ -80,10 +78,9 @@ def view_gradients(
 def _outer_gradient(
     program: StepProgram, contact: Contact, at_taps: Sequence[Any], phi: Any
 ) -> Any:
-    """`sum over t of cotangent_t ⊗ phi_t` with the letters of `_letters`, from cotangents (K, …) at
-    all taps.
+    """Return `sum over t of cotangent_t ⊗ phi_t` in the letters of `_letters`.
 
-    `phi` is None without features.
+    The cotangents (K, …) are given at all taps.
     """
     taps, form, letters = (
         program.taps_of(contact),
@@ -101,7 +98,7 @@ def _outer_gradient(
 
 
 def in_view_order(program: StepProgram, by_contact: dict[int, Any]) -> dict[int, Any]:
-    """Gradients of views, added up as they are made, in the views' own letters."""
+    """Return gradients of views, added up as they are made, in the views' own letters."""
     result = dict(by_contact)
     for contact in program.traced_contacts:
         if contact.index in by_contact:
@@ -113,13 +110,13 @@ def in_view_order(program: StepProgram, by_contact: dict[int, Any]) -> dict[int,
 
 
 def _letters(program: StepProgram, contact: Contact) -> str:
-    """The letters of a view in the order in which its gradient is made and added up over time."""
+    """Return a view's letters in the order in which its gradient is added up over time."""
     form = _form_of(program, contact)
     return program.tuning.gradient_letters(form) if _is_plain(program, contact) else form.view
 
 
 def _is_plain(program: StepProgram, contact: Contact) -> bool:
-    """Whether a view's gradient is an outer product of cotangents and features.
+    """Return whether a view's gradient is an outer product of cotangents and features.
 
     Otherwise the contact's own transpose gives it.
     """
@@ -132,7 +129,7 @@ def _form_of(program: StepProgram, contact: Contact) -> ContactForm:
 
 
 def _whole(contact: Contact, taps: Sequence[Tap], at_taps: Sequence[Any]) -> Any:
-    """The cotangent at the contact's own output, from those at its taps.
+    """Return the cotangent at the contact's own output, from those at its taps.
 
     Gates side by side, a spread copy summed.
     """
@@ -146,7 +143,7 @@ def _whole(contact: Contact, taps: Sequence[Tap], at_taps: Sequence[Any]) -> Any
 
 
 def _transpose(contact: Contact, env: dict[Var, Any], cotangent: Any, x: Any) -> Any:
-    """The contact's own transpose with respect to its view (convolutions, embeddings)."""
+    """Return the contact's own transpose with respect to its view (convolutions, embeddings)."""
     form = contact.traced_form
     view = env[contact.view.var]
 
@@ -163,7 +160,7 @@ def _transpose(contact: Contact, env: dict[Var, Any], cotangent: Any, x: Any) ->
 
 
 def join_outputs(taps: Sequence[Tap], pieces: Sequence[Any]) -> Any:
-    """Arrays (K, …) at the pieces of a contact's output, side by side."""
+    """Return arrays (K, …) at the pieces of a contact's output, side by side."""
     if len(taps) == 1:
         return pieces[0]
     return jnp.concatenate(
@@ -172,7 +169,7 @@ def join_outputs(taps: Sequence[Tap], pieces: Sequence[Any]) -> Any:
 
 
 def join_pieces(taps: Sequence[Tap], pieces: Sequence[Any]) -> Any:
-    """Gradients of gates, side by side along the split letter, make the gradient of the whole view."""
+    """Join gradients of gates along the split letter into the gradient of the whole view."""
     if len(taps) == 1:
         return pieces[0]
     form = taps[0].part.form
@@ -199,5 +196,5 @@ def weight_gradients(
 
 
 def add_contacts(a: dict[int, Any], b: dict[int, Any]) -> dict[int, Any]:
-    """Gradients of views, by contact, added up."""
+    """Return gradients of views, by contact, added up."""
     return {n: a[n] + b[n] if n in a and n in b else a.get(n, b.get(n)) for n in {**a, **b}}

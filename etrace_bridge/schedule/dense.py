@@ -1,6 +1,4 @@
-"""A trace system with a dense memory over K steps.
-
-The trace is read and written once per chunk, not once per step.
+"""Runs a trace system with a dense memory: the trace is read and written once per chunk.
 
 For K steps with fixed weights the sum of `g_t` is, exactly,
 
@@ -65,7 +63,7 @@ class _Backward:
 
 
 def run_dense(window: Window) -> ChunkResult:
-    """Runs one chunk."""
+    """Run one chunk."""
     program, rule, size = window.program, window.rule, block_steps(window.program, window.length)
     whole = _forward(window, size)
     back = _backward(window, whole, size)
@@ -90,7 +88,7 @@ def run_dense(window: Window) -> ChunkResult:
 
 
 def _forward(window: Window, size: int) -> Steps:
-    """The chunk's steps after their forward pass."""
+    """Return the chunk's steps after their forward pass."""
     program, theta, carry = window.program, window.theta, window.carry
     env = program.weight_env(theta)
     loop_env, args = env | program.loop_env(theta), window.data.args
@@ -99,12 +97,12 @@ def _forward(window: Window, size: int) -> Steps:
 
 
 def _backward(window: Window, whole: Steps, size: int) -> _Backward:
-    """The passes over the steps, in blocks, latest first."""
+    """Return the passes over the steps, in blocks, latest first."""
     rule, wants_trace = window.rule, not window.final
     by_system = window.has_loss and not rule.reverse_inside
 
     def block(later: Any, part: Any):
-        """Runs steps whose later ones are done: (a, M) before them; sums; arrays by step."""
+        """Run steps whose later ones are done: (a, M) before them; sums; arrays by step."""
         steps = whole.part(*part)
         system = rule.system(steps)
         direct = system.direct
@@ -127,7 +125,7 @@ def _backward(window: Window, whole: Steps, size: int) -> _Backward:
 
 
 def _with_reverse_mode(window: Window, back: _Backward) -> _Backward:
-    """The gradient inside the chunk, and `a_0` of the states, by exact reverse mode."""
+    """Return the gradient inside the chunk, and `a_0` of the states, by exact reverse mode."""
     exact = chunk_gradient(window.program, window.theta, window.carry, window.data)
     pairs = zip(exact.a0, back.a0, strict=True)
     a0 = [[*states, *rows[len(states) :]] for states, rows in pairs]
@@ -136,7 +134,7 @@ def _with_reverse_mode(window: Window, back: _Backward) -> _Backward:
 
 
 def _rows_after(rule: TraceRule, program: StepProgram, hidden: Sequence[Any]) -> Grouped:
-    """Arrays of the shape of every row: the states, and more like the first of them."""
+    """Return arrays of the shape of every row: the states, and more like the first of them."""
     states = group_states(program, hidden)
     return [
         [*rows, *[rows[0]] * (count - len(rows))]
@@ -147,7 +145,7 @@ def _rows_after(rule: TraceRule, program: StepProgram, hidden: Sequence[Any]) ->
 def _gradient(
     rule: TraceRule, steps: Steps, system: TraceSystem, a: Grouped | None
 ) -> tuple[list[Any], dict[int, Any]]:
-    """The direct gradient and credit within the chunk.
+    """Return the direct gradient and credit within the chunk.
 
     Of the weights outside traced contacts, and of views by contact.
     """
@@ -169,12 +167,12 @@ def _gradient(
 
 
 def _trace_rows(system: TraceSystem, M: Any, M_is_identity: bool) -> TraceRows:
-    """`M_t df_t` for every step."""
+    """Return `M_t df_t` for every step."""
     df, like = system.df, system.b
     distinct = sorted({n for n in df.first_taps if n is not None})
 
     def row(r: int) -> Grouped:
-        """Row r of every group's `M_t`; zeros for groups with fewer rows."""
+        """Return row r of every group's `M_t`; zeros for groups with fewer rows."""
         rows = [M_g[r] if r < len(M_g) else [None] * len(M_g) for M_g in M]
         pairs = [
             zip(entries, likes, strict=True) for entries, likes in zip(rows, like, strict=True)

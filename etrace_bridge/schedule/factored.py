@@ -43,7 +43,7 @@ from etrace_bridge.step.time import scan_time
 
 
 def run_factored(window: Window) -> ChunkResult:
-    """Runs one chunk, block after block."""
+    """Run one chunk, block after block."""
     program, theta, rule, data = window.program, window.theta, window.rule, window.data
     size, for_loops = block_steps(program, window.length), program.loop_env(theta)
     is_whole = size == window.length
@@ -100,7 +100,7 @@ class FactoredFilters:
         ]
 
     def cotangents(self, system: TraceSystem) -> tuple[list[Any], list[Any]]:
-        """Cotangents (K, …) at the taps, and (1, …) those of what came before the block."""
+        """Return cotangents (K, …) at the taps, and (1, …) those of what came before the block."""
         credit, elementwise, self.f, self.eps = self.over(system)
         at_taps = list(system.direct.at_taps)
         later, first = spread_back(credit, self.alpha, self.length)
@@ -109,14 +109,16 @@ class FactoredFilters:
         return at_taps, self.past(elementwise, first)
 
     def after(self, xs: dict[int, Any]) -> dict[str, Any]:
-        """The memory after the block."""
+        """Return the memory after the block."""
         contacts = contacts_with_data(self.program)
         x = filter_features(contacts, self.trace["x"], xs, self.alpha, self.length)
         return {"x": x, "f": self.f, "n": [n[-1] for n in self.norms], "eps": self.eps}
 
     def over(self, system: TraceSystem) -> tuple[list, list, list, list]:
-        """`c_t` of every product's channel, the sum of `b_t · eps_(t-1)` of every other, and `f̄`
-        and `eps` after the block.
+        """Run the filters over a block.
+
+        Returns `c_t` of every product's channel, the sum of `b_t · eps_(t-1)` of every other, and
+        `f̄` and `eps` after the block.
         """
         scaled = [
             [_divide_rows(x, n[:-1]) for x in rows]
@@ -145,7 +147,7 @@ class FactoredFilters:
         return credit, sums, f, eps
 
     def past(self, elementwise: list[Any], first: list[Any]) -> list[Any]:
-        """Cotangents (1, …) of what came before the block, as of one more step.
+        """Return cotangents (1, …) of what came before the block, as of one more step.
 
         They are `c̃_0`, to meet `x̄_0`; and the sums of element-wise contacts.
         """
@@ -167,7 +169,7 @@ class FactoredFilters:
 
 
 def _at(channel: Channel, array: Any, lead: int) -> Any:
-    """Values at the group's positions, at the piece's elements; `lead` axes are kept."""
+    """Return values at the group's positions, at the piece's elements; `lead` axes are kept."""
     return take_positions(channel.legs[0], array, lead).reshape(*array.shape[:lead], *channel.shape)
 
 
@@ -184,7 +186,7 @@ def _drives(channels: Sequence[Channel], b: Grouped, system: TraceSystem) -> lis
 
 
 def _add_at_taps(program: StepProgram, legs: Sequence[Leg], value: Any, at_taps: list[Any]) -> None:
-    """Adds a value to the cotangents at the taps of some legs, in place."""
+    """Add a value to the cotangents at the taps of some legs, in place."""
     for leg in legs:
         n = program.tap_index(leg)
         at_taps[n] = at_taps[n] + value
@@ -197,7 +199,7 @@ def _dot(b: Sequence[Any], states: Sequence[Any]) -> Any:
 def _next(
     f: Sequence[Any], D: Sequence[Sequence[Any]], df: Sequence[Any], keep: float, gain: float
 ) -> list[Any]:
-    """`keep D f + gain df` for every state."""
+    """Return `keep D f + gain df` for every state."""
     after = []
     for row, new in zip(D, df, strict=True):
         new = gain * new
@@ -209,7 +211,7 @@ def _next(
 
 
 def _divide_rows(b: Any, n: Any) -> Any:
-    """`b / n` by batch element; nothing has been seen where `n` is zero."""
+    """Return `b / n` by batch element; nothing has been seen where `n` is zero."""
     inverse = jnp.where(n > 0, 1 / jnp.where(n > 0, n, 1), 0)
     return b * inverse.reshape(*inverse.shape, *(1,) * (b.ndim - inverse.ndim))
 

@@ -17,7 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from etrace_bridge.compiler.views import Contact
+from etrace_bridge.compiler.weight_views import Contact
 from etrace_bridge.rules.memory import Presynaptic, contacts_with_data, filtered_taps
 from etrace_bridge.rules.trace_rule import TraceSystem
 from etrace_bridge.schedule.contraction import features
@@ -25,7 +25,7 @@ from etrace_bridge.step.program import StepProgram
 
 
 def spread_back(credit: Sequence[Any], leak: float, length: int) -> tuple[list[Any], list[Any]]:
-    """`c̃_s` of every step, and `c̃_0`, for each array of cotangents (K, …).
+    """Return `c̃_s` of every step, and `c̃_0`, for each array of cotangents (K, …).
 
     The sum of `leak^(t-s-1) c_t` over t > s, as a product over time.
     """
@@ -42,7 +42,7 @@ def filter_features(
     leak: float,
     length: int,
 ) -> dict[int, Any]:
-    """`x̄` after K steps, by contact."""
+    """Return `x̄` after K steps, by contact."""
     left, new = leak ** np.arange(length - 1, -1, -1.0), {}
     for contact in contacts:
         old = before[contact.index]
@@ -62,7 +62,7 @@ class PresynapticFilters:
         self.program, self.leak, self.trace, self.length = program, memory.leak, trace, length
 
     def cotangents(self, system: TraceSystem) -> tuple[list[Any], list[Any]]:
-        """Cotangents (K, …) at the taps, and (1, …) those of what came before the block."""
+        """Return cotangents (K, …) at the taps, and (1, …) those of what came before the block."""
         at_taps = list(system.direct.at_taps)
         past: list[Any] = list(self.program.zero_taps((1,)).values())
         if self.leak:
@@ -76,7 +76,7 @@ class PresynapticFilters:
         return at_taps, past
 
     def after(self, xs: dict[int, Any]) -> dict[str, Any]:
-        """The memory after the block."""
+        """Return the memory after the block."""
         contacts = [c for c in contacts_with_data(self.program) if c.index in self.trace["x"]]
         x = filter_features(contacts, self.trace["x"], xs, self.leak, self.length)
         left = self.leak**self.length

@@ -1,8 +1,8 @@
 """A whole sequence, chunk after chunk, as one program.
 
 Many full chunks are one scan with one body. Outside it, a first chunk does not read a trace that is
-known to be zero, and a last one does not write a trace that nobody will read: a sequence of one
-chunk has no trace work at all, one of two writes and reads the trace once.
+known to be zero, and a last one does not write a trace that is not read afterwards: a sequence of
+one chunk does no work on traces, one of two chunks writes and reads the trace once.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from jax import lax
 
 from etrace_bridge.schedule.chunk_plan import ChunkPlan
 
-# From this many full chunks on, one loop body for all: unrolled, the buffers of several would exist
-# at once
+# From this number of full chunks on, all run in one loop: unrolled, the buffers of several would
+# exist at once
 LOOP_FROM = 3
 
 # (carry, data of one chunk, fresh, final) -> (gradients, losses, outputs, carry)
@@ -27,7 +27,7 @@ ChunkFunction = Callable[[Any, Any, bool, bool], tuple[Any, Any, Any, Any]]
 def run_sequence(
     run: ChunkFunction, carry: Any, data: Any, plan: ChunkPlan, fresh: bool, final: bool
 ):
-    """Runs a sequence.
+    """Run a sequence.
 
     Args:
         run: runs one chunk.
@@ -63,7 +63,7 @@ def run_sequence(
 
 
 def _run_loop(run: ChunkFunction, carry: Any, data: Any, plan: ChunkPlan):
-    """The full chunks of a sequence, as one loop; results as in `run_sequence`."""
+    """Return the full chunks of a sequence, as one loop; results as in `run_sequence`."""
     count, span = plan.full, plan.full * plan.steps
     shape = count, plan.steps
     parts = jax.tree.map(lambda x: lax.slice_in_dim(x, 0, span).reshape(*shape, *x.shape[1:]), data)
@@ -82,13 +82,13 @@ def _run_loop(run: ChunkFunction, carry: Any, data: Any, plan: ChunkPlan):
 
 
 def add_trees(a: Any, b: Any) -> Any:
-    """Sum of two trees of one structure; None counts as zero."""
+    """Return sum of two trees of one structure; None counts as zero."""
     if a is None or b is None:
         return b if a is None else a
     return jax.tree.map(jnp.add, a, b)
 
 
 def step_weights(length: int, mask: Any, reduction: str) -> Any:
-    """Factors of the steps' losses: `mask` normalised to a mean, or as it is for a sum."""
+    """Return factors of the steps' losses: `mask` normalised to a mean, or as it is for a sum."""
     weights = jnp.ones(length) if mask is None else jnp.asarray(mask, dtype=float)
     return weights / jnp.sum(weights) if reduction == "mean" else weights

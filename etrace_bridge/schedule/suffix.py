@@ -22,7 +22,7 @@ Start = tuple[Grouped, Blocks | None]
 
 
 def suffix_start(rows: Grouped, D: Blocks | None, with_products: bool) -> Start:
-    """`a_K = 0` and `M_K = I`, for rows of these shapes.
+    """Return `a_K = 0` and `M_K = I`, for rows of these shapes.
 
     Where `D` is given, `M` has no entry where products of any number of them have none.
     """
@@ -50,14 +50,14 @@ def _entry(is_diagonal: bool, is_reached: bool, like: Any) -> Any:
 
 
 def _closure(reach: list[list[bool]]) -> list[list[bool]]:
-    """Which rows reach which in any number of steps."""
+    """Return which rows reach which in any number of steps."""
     for k in range(len(reach)):
         reach = [[to or (row[k] and reach[k][j]) for j, to in enumerate(row)] for row in reach]
     return reach
 
 
 def suffix_scan(b: Grouped, D: Blocks, with_products: bool, start: Start | None = None):
-    """Runs the scan.
+    """Run the scan.
 
     Args:
         b: cotangents of old rows at each step, (K, …).
@@ -98,7 +98,7 @@ def suffix_scan(b: Grouped, D: Blocks, with_products: bool, start: Start | None 
 
 
 def _times(row: list[Any], D: Any, first: list[Any], like: list[Any]) -> list[Any]:
-    """`first[j] + sum over i of row[i] D[i][j]`, skipping what is absent.
+    """Return `first[j] + sum over i of row[i] D[i][j]`, skipping what is absent.
 
     Zeros like `like[j]` where all of it is.
     """

@@ -1,4 +1,4 @@
-"""Dense traces: reading them, once per chunk, and advancing them over K steps."""
+"""Reads dense traces once per chunk, and advances them over K steps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TraceRows:
     first_taps: tuple[int | None, ...]
 
     def at(self, colour: int, row: int, tap: int) -> Any:
-        """The value at a tap."""
+        """Return the value at a tap."""
         first: Any = self.first_taps[tap]
         return self.values[colour][row][first]
 
@@ -45,7 +45,7 @@ class TraceRows:
 def read_traces(
     program: StepProgram, a0: Grouped, traces: Traces, needed_after: Any
 ) -> tuple[dict[int, Any], Any]:
-    """`a_0 · eps_0` by contact.
+    """Return `a_0 · eps_0` by contact.
 
     And `needed_after`, arrays to be used only after the traces were read.
     """
@@ -59,7 +59,7 @@ def read_traces(
 
 
 def _sum_of_view(program: StepProgram, found: Sequence[tuple[Leg, Any]]) -> Any:
-    """Gradient of a contact's view, from those of its traces."""
+    """Return gradient of a contact's view, from those of its traces."""
     taps = program.taps_of(found[0][0].contact)
     if all(len(program.taps_of(leg)) == len(taps) for leg, _ in found):
         return sum(total for _, total in found)
@@ -73,7 +73,7 @@ def _sum_of_view(program: StepProgram, found: Sequence[tuple[Leg, Any]]) -> Any:
 def advance_traces(
     program: StepProgram, traces: Traces, rows: TraceRows, xs: dict[int, Any], M0: Any, fresh: bool
 ) -> Traces:
-    """`eps_K = M_0 eps_0 + sum of (M_t df_t) ⊗ x_t`.
+    """Return `eps_K = M_0 eps_0 + sum of (M_t df_t) ⊗ x_t`.
 
     Args:
         program: the step.
@@ -100,8 +100,9 @@ def advance_traces(
 
 
 def at_positions(leg: Leg, array: Any, lead: int = 0) -> Any:
-    """Values at a group's positions, brought to the piece's elements and into the trace's order;
-    `lead` axes kept.
+    """Bring values at a group's positions to the piece's elements, in the trace's order.
+
+    `lead` axes are kept.
     """
     form = leg.part.form
     spread = take_positions(leg, array, lead).reshape(*array.shape[:lead], *form.shape(form.out))
@@ -109,10 +110,11 @@ def at_positions(leg: Leg, array: Any, lead: int = 0) -> Any:
 
 
 def take_positions(leg: Leg, array: Any, lead: int) -> Any:
-    """Values at a group's positions for each of the piece's elements, zero where an element feeds
-    none; `lead` axes kept.
+    """Bring values at a group's positions to the piece's elements.
+
+    An element that feeds no position gets zero; `lead` axes are kept.
     """
-    positions = leg.places.reshape(-1)
+    positions = leg.positions.reshape(-1)
     size = int(np.prod(array.shape[lead:], dtype=np.int64))
     if positions.size == size and (positions == np.arange(size)).all():
         return array
@@ -128,7 +130,7 @@ def _to_trace_order(form: ContactForm, array: Any, lead: int) -> Any:
 def _contract(
     program: StepProgram, a: Traces, traces: Traces, needed_after: Any
 ) -> tuple[list[Any], Any]:
-    """`a · trace`, summed over rows and to each view's letters.
+    """Return `a · trace`, summed over rows and to each view's letters.
 
     `needed_after` comes back unchanged.
 
@@ -179,7 +181,7 @@ def _wide(leg: Leg, x: Any) -> Any:
 
 
 def _to_view(leg: Leg, array: Any, letters: str) -> Any:
-    """Sums an array with these letters to those of the view, in the view's order."""
+    """Sum an array with these letters to those of the view, in the view's order."""
     form = leg.part.form
     axes = tuple(n for n, c in enumerate(letters) if c not in form.view)
     left = [c for c in letters if c in form.view]
@@ -187,7 +189,7 @@ def _to_view(leg: Leg, array: Any, letters: str) -> Any:
 
 
 def outer_sum(leg: Leg, g: Any, x: Any) -> Any:
-    """`sum over t of g_t ⊗ phi(x_t)`: what K steps add to a trace."""
+    """Return `sum over t of g_t ⊗ phi(x_t)`: what K steps add to a trace."""
     form = leg.part.form
     g = _to_trace_order(form, g.reshape(g.shape[0], *form.shape(form.out)), 1)
     if x is None:

@@ -1,4 +1,4 @@
-"""One chunk of steps to be run: what every way of running it is given."""
+"""One chunk of steps to run: the arguments of every way of running it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Window:
         theta: the weights.
         carry: states and memory before the chunk.
         data: the K steps.
-        fresh: the memory is all zeros, so it need not be read.
-        final: the memory is not wanted afterwards, so it need not be written.
+        fresh: the memory is zero, so it need not be read.
+        final: the memory is not used afterwards, so it need not be written.
     """
 
     rule: Any
@@ -46,7 +46,7 @@ class Window:
         return self.data.loss is not None
 
     def steps(self, env: dict[Var, Any], forward: Forward) -> Steps:
-        """The chunk's steps after their forward pass."""
+        """Return the chunk's steps after their forward pass."""
         data = self.data
         values = data.args, data.targets, data.weights, data.loss or no_loss
         return Steps(self.program, self.theta, env, forward, *values)

@@ -1,4 +1,1 @@
-"""The program of one step.
-
-Its equations sorted by what they depend on, run forward and linearised.
-"""
+"""The program of one step: equations sorted by what they depend on, run forward and linearised."""

@@ -1,7 +1,7 @@
-"""Values of a step that follow the positions of a hidden group, and where that ends.
+"""Values of a step that follow the positions of a hidden group, and where they stop.
 
-The core (`compiler.positions`) knows what reaches the *new states* position by position. Two rules
-ask more: which operands of weight products are position by position functions of the old states
+The core (`compiler.positions`) says what reaches the *new states* position by position. Two rules
+need more: which operands of weight products are position by position functions of the old states
 (`snap1`), and through which values the rest of the step reads a group (`eprop`). Both come from one
 pass forward over the step.
 """
@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from etrace_bridge._jax_compat import JaxprEqn, Literal, Var
-from etrace_bridge.compiler.core import held_operands
+from etrace_bridge.compiler.aligner import Edge
+from etrace_bridge.compiler.core_equations import held_operands
 from etrace_bridge.compiler.hidden_group import HiddenGroup
-from etrace_bridge.compiler.positions import Edge
 from etrace_bridge.compiler.primitives import (
     index_maps,
     is_elementwise,
@@ -30,7 +30,7 @@ from etrace_bridge.step.program import StepProgram
 
 @dataclass(frozen=True)
 class Aligned:
-    """What the pass finds for one group.
+    """The result of the pass for one group.
 
     Attributes:
         positions: for each value reached, the group's position that each element belongs to (-1:
@@ -55,13 +55,14 @@ def follow_positions(
     with_contacts: bool,
     stops: frozenset[Edge] = frozenset(),
 ) -> Aligned:
-    """Follows a group's positions from its old states, and from contacts that feed it if wanted,
-    but not over `stops`.
+    """Follow a group's positions from its old states.
+
+    Contacts that feed it are followed too if requested; `stops` are not passed.
     """
-    positions: dict[Var, np.ndarray] = {leaf.invar: leaf.places() for leaf in group.leaves}
+    positions: dict[Var, np.ndarray] = {leaf.invar: leaf.positions() for leaf in group.leaves}
     if with_contacts:
         positions.update(
-            (leg.part.var, leg.places) for leg in program.legs if leg.group == group.index
+            (leg.part.var, leg.positions) for leg in program.legs if leg.group == group.index
         )
     origins = {leaf.invar: frozenset([leaf.index]) for leaf in group.leaves}
     structure = program.graph.structure
@@ -94,7 +95,7 @@ def follow_positions(
 def _pass_on(
     eqn: JaxprEqn, known: dict[int, np.ndarray], constants: dict
 ) -> tuple[dict[Var, np.ndarray], list[int]]:
-    """Positions of an equation's results, and the operands that they agree with."""
+    """Return positions of an equation's results, and the operands that they agree with."""
     outs = [v for v in eqn.outvars if is_float(v)]
     if is_elementwise(eqn):
         shape = eqn.outvars[0].aval.shape
@@ -121,7 +122,7 @@ def _flat_positions(eqn: JaxprEqn, k: int, known: dict[int, np.ndarray]) -> np.n
 
 
 def sheets(positions: np.ndarray, num_positions: int) -> Iterator[np.ndarray]:
-    """Divides elements so that each position occurs at most once.
+    """Divide elements so that each position occurs at most once.
 
     For each position the element's number (-1: none).
     """
@@ -136,7 +137,7 @@ def sheets(positions: np.ndarray, num_positions: int) -> Iterator[np.ndarray]:
 
 
 def pairs_of_positions(left: np.ndarray, right: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All (element of left, element of right) with the same position."""
+    """Return all (element of left, element of right) with the same position."""
     left, right = left.reshape(-1), right.reshape(-1)
     order = np.argsort(left, kind="stable")
     ranked = left[order]

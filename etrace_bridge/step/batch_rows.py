@@ -5,8 +5,8 @@ depends on (-1: none). Element-wise equations keep rows, structural ones carry t
 products keep them where they sum over one row only. Where a value would depend on two rows, the
 batch is one element as far as derivatives go (`independent_rows`).
 
-`is_same_for_any_batch` asks for more: that the values themselves of a batch element are the same in
-a batch of any size. It reads two traces of the step, of which one has an element more.
+`is_same_for_any_batch` requires more: the values themselves of a batch element must be the same in
+a batch of any size. It reads two traces of the step, one of them with one element more.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ Rows = dict[Var, np.ndarray]
 
 
 def independent_rows(program: StepProgram, sources: list[Var]) -> int:
-    """The number of batch elements, if hidden states and `sources` have them first and the step
-    never mixes them; else 1.
+    """Return the number of batch elements if the step never mixes them, else 1.
+
+    Hidden states and `sources` must have the batch first.
 
     Args:
         program: the step.
@@ -66,8 +67,9 @@ def independent_rows(program: StepProgram, sources: list[Var]) -> int:
 
 
 def is_same_for_any_batch(one: ModuleInfo, other: ModuleInfo) -> bool:
-    """Whether what a step makes of a batch element depends neither on the other elements nor on
-    their number; False where that is not certain.
+    """Return whether a batch element's results depend on neither the others nor their number.
+
+    False where that is not certain.
 
     Args:
         one: the step.
@@ -106,7 +108,7 @@ def is_same_for_any_batch(one: ModuleInfo, other: ModuleInfo) -> bool:
 
 
 def _same_text(a: Any, b: Any, size: int, larger: int) -> bool:
-    """Whether two programs differ in numbers alone that are sizes of the batch or multiples of it."""
+    """Return whether two programs differ only in the size of the batch and its multiples."""
     texts = [re.sub(r"0x[0-9a-f]+", "", " ".join(str(jaxpr).split())) for jaxpr in (a, b)]
     literals = [re.findall(r"(\S+):[a-z]+\d*\[\]", text) for text in texts]
     tokens = [re.findall(r"\d+\.[\de+-]*|\d+|\D+", text) for text in texts]
@@ -121,14 +123,15 @@ def _same_text(a: Any, b: Any, size: int, larger: int) -> bool:
 
 
 def _is_spread(x: Any, y: Any) -> bool:
-    """Whether constants for two sizes of the batch have the same values for every element."""
+    """Return whether constants for two sizes of the batch have the same values for every element."""
     is_first = np.shape(x)[1:] == np.shape(y)[1:]
     return is_first and bool((np.asarray(y) == np.asarray(x)[:1]).all() and (x == x[:1]).all())
 
 
 def _add_spread(eqn: JaxprEqn, larger: JaxprEqn, rows: Rows) -> bool:
-    """Gives rows to a value that is spread over the batch without depending on it; False if it was
-    made in another way, as random numbers are.
+    """Give rows to a value that is spread over the batch without depending on it.
+
+    False if it was made in another way, as random numbers are.
     """
     for v, w in zip(eqn.outvars, larger.outvars, strict=True):
         axes = [
@@ -145,7 +148,10 @@ def _add_spread(eqn: JaxprEqn, larger: JaxprEqn, rows: Rows) -> bool:
 
 
 def _is_by_row(v: Any, w: Any, rows: Rows, is_output: bool) -> bool:
-    """Whether a result has the batch first, each row from its own; a state may be without it."""
+    """Return whether a result has the batch first, each row from its own.
+
+    A state may be without it.
+    """
     if v.aval.shape == w.aval.shape:
         return not is_output and (isinstance(v, Literal) or v not in rows)
     return v in rows and bool((rows[v] == _first_axis(v.aval.shape)).all())
@@ -160,7 +166,7 @@ def _agree(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _rows_of(eqn: JaxprEqn, rows: Rows, constants: dict[Var, Any]) -> list[np.ndarray] | None:
-    """Rows of an equation's results; None where they mix, or the primitive is not known."""
+    """Return rows of an equation's results; None where they mix, or the primitive is not known."""
     operands: list[Any] = [None if isinstance(v, Literal) else rows.get(v) for v in eqn.invars]
     name, params = eqn.primitive.name, eqn.params
     if is_elementwise(eqn):
@@ -206,7 +212,7 @@ def _rows_of(eqn: JaxprEqn, rows: Rows, constants: dict[Var, Any]) -> list[np.nd
 
 
 def _looked_up(eqn: JaxprEqn, operands: list[Any]) -> list[np.ndarray] | None:
-    """Rows of a look-up: of the indices, in a table that has none."""
+    """Return rows of a look-up: of the indices, in a table that has none."""
     if eqn.primitive.name != "gather" or operands[0] is not None:
         return None
     numbers, indices, shape = (
@@ -223,7 +229,7 @@ def _looked_up(eqn: JaxprEqn, operands: list[Any]) -> list[np.ndarray] | None:
 
 
 def _constant(array: Any, axes: Any) -> bool:
-    """Whether rows are the same along these axes."""
+    """Return whether rows are the same along these axes."""
     return array.size > 0 and bool((array == array.max(tuple(axes), keepdims=True)).all())
 
 
@@ -232,8 +238,9 @@ def _reduced(array: Any, axes: tuple[int, ...]) -> np.ndarray:
 
 
 def _product(eqn: JaxprEqn, operands: list[Any]) -> list[np.ndarray] | None:
-    """Rows of a product: no operand may have several along what is summed, and where both have some
-    they must agree.
+    """Return the rows of a product.
+
+    No operand may have several along a summed axis, and where both have some they must agree.
     """
     contracted, batch = eqn.params["dimension_numbers"]
     shape, total = eqn.outvars[0].aval.shape, np.full(eqn.outvars[0].aval.shape, -1)

@@ -3,7 +3,7 @@
 Read from the step's equations, element by element, not from derivatives at one point: an activation
 that happens to be flat there still connects. A product connects where the matrix is not zero by
 declaration: by a mask that is a constant of the step or a buffer that it does not change. Weights
-themselves may take any value. What is not understood connects everything.
+may take any value. An unknown operation connects everything.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def step_connectivity(program: StepProgram, layout: Layout) -> tuple[np.ndarray,
 
 
 def family_reach(family: Family, by_sum: dict[Var, Any], size: int) -> np.ndarray:
-    """The hidden values that the units of a row reach within the step: (units of a row, values)."""
+    """Return the hidden values that a row's units reach within the step: (units, values)."""
     reach = np.zeros((family.units // family.rows, size), bool)
     for summed in family.sums:
         elements = by_sum[summed.var].shape[1]
@@ -68,14 +68,14 @@ def family_reach(family: Family, by_sum: dict[Var, Any], size: int) -> np.ndarra
 
 
 def _source_planes(v: Var, start: int, count: int, total: int) -> np.ndarray:
-    """The elements of a variable's first row as sources."""
+    """Return the elements of a variable's first row as sources."""
     plane = np.zeros((total, v.aval.size), np.float32)
     plane[start + np.arange(count), np.arange(count)] = 1
     return plane.reshape(total, *v.aval.shape)
 
 
 def _first_row(planes: Planes, v: Any, layout: Layout, total: int) -> np.ndarray:
-    """(elements of the first row, sources)."""
+    """Return (elements of the first row, sources)."""
     count = v.aval.size // layout.rows
     if isinstance(v, Literal) or v not in planes:
         return np.zeros((count, total), bool)
@@ -83,7 +83,10 @@ def _first_row(planes: Planes, v: Any, layout: Layout, total: int) -> np.ndarray
 
 
 def _known_values(program: StepProgram) -> dict[Var, Any]:
-    """Values that show what is zero by declaration: random weights, constants, unchanged buffers."""
+    """Return the values that show what is zero by declaration.
+
+    Weights are random; constants and unchanged buffers have their values.
+    """
     rng, info = np.random.default_rng(0), program.graph.module_info
     known: dict[Var, Any] = dict(program.constants)
     for v in program.weight_vars:
@@ -101,7 +104,7 @@ def _known_values(program: StepProgram) -> dict[Var, Any]:
 
 
 def _follow(eqn: JaxprEqn, planes: Planes, known: dict, constants: dict) -> list[Any]:
-    """Planes of an equation's results; None where they depend on no source."""
+    """Return planes of an equation's results; None where they depend on no source."""
     ins = [None if isinstance(v, Literal) else planes.get(v) for v in eqn.invars]
     live = [p for p in ins if p is not None]
     if not live or not passes_derivative(eqn):
@@ -142,7 +145,7 @@ def _masked(plane: np.ndarray | None, factor: Any) -> np.ndarray | None:
 
 
 def _product(eqn: JaxprEqn, ins: list[Any], known: dict) -> np.ndarray:
-    """Planes of a product, each operand in turn meeting where the other one is not zero."""
+    """Return planes of a product, each operand in turn meeting where the other one is not zero."""
     others = [
         np.asarray(known[v] != 0 if v in known else np.ones(v.aval.shape), np.float32)
         for v in eqn.invars
@@ -155,7 +158,10 @@ def _product(eqn: JaxprEqn, ins: list[Any], known: dict) -> np.ndarray:
 
 
 def _dot(eqn: JaxprEqn, side: int, plane: np.ndarray, others: list[np.ndarray]) -> np.ndarray:
-    """`dot_general` of planes with the other operand; 0 numbers the planes, the rest the axes."""
+    """Return `dot_general` of planes with the other operand.
+
+    0 numbers the planes, the rest the axes.
+    """
     contracted, batch = eqn.params["dimension_numbers"]
     numbers = itertools.count(1)
     together = [next(numbers) for _ in batch[0]]

@@ -161,7 +161,7 @@ def _route(program: StepProgram, layout: Layout, tap: Tap, leg: Leg) -> Route | 
     units = [c for c in form.out if c in form.view]
     rows = [c for c in form.out if c not in form.view]
     places = np.transpose(
-        leg.places.reshape(form.shape(form.out)), [form.out.index(c) for c in (*rows, *units)]
+        leg.positions.reshape(form.shape(form.out)), [form.out.index(c) for c in (*rows, *units)]
     )
     size = np.prod(program.groups[program.group_index(leg)].varshape)
     if np.prod(form.shape("".join(rows))) != layout.rows or places.size != size:

@@ -15,8 +15,8 @@ from typing import Any
 
 from etrace_bridge._jax_compat import JaxprEqn, Literal, Var
 from etrace_bridge.compiler.graph import ETraceGraph
+from etrace_bridge.compiler.hidden_leaves import HiddenLeaf
 from etrace_bridge.compiler.jaxpr import variables
-from etrace_bridge.compiler.positions import HiddenLeaf
 
 Levels = tuple[tuple[int, ...], ...]
 
@@ -41,10 +41,8 @@ class StepEquations:
         weight_eqns: the weight tier.
         step_eqns: all others; element-wise contacts are among them, since each step taps them.
         levels: the states, as indices of `state_vars`, in the order in which whole sequences of
-            them can be computed. States
-            that depend on each other are in one level, and each level depends on earlier ones
-                alone: a stack of recurrent
-            layers has one level per layer.
+            them can be computed. States that depend on each other are in one level, and each level
+            depends on earlier ones only: a stack of recurrent layers has one level per layer.
     """
 
     graph: ETraceGraph
@@ -64,7 +62,7 @@ class StepEquations:
 
 
 def read_equations(graph: ETraceGraph) -> StepEquations:
-    """Sorts the equations of a compiled model's step."""
+    """Sort the equations of a compiled model's step."""
     info = graph.module_info
     eqns = list(info.jaxpr.eqns)
     constants = dict(zip(info.jaxpr.constvars, info.closed_jaxpr.consts, strict=True))

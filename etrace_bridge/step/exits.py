@@ -18,9 +18,9 @@ import numpy as np
 from jax import lax
 
 from etrace_bridge._jax_compat import JaxprEqn, Literal, Var
-from etrace_bridge.compiler.core import held_operands
+from etrace_bridge.compiler.aligner import Edge
+from etrace_bridge.compiler.core_equations import held_operands
 from etrace_bridge.compiler.jaxpr import evaluate, needed_equations, read
-from etrace_bridge.compiler.positions import Edge
 from etrace_bridge.compiler.primitives import is_float
 from etrace_bridge.step.aligned import follow_positions, sheets
 from etrace_bridge.step.linearise import Grouped, LossGradient, group_states
@@ -63,7 +63,7 @@ class GroupExits:
 
 
 def find_exits(program: StepProgram, broadcast: bool = False) -> list[GroupExits]:
-    """The exits of every group.
+    """Return the exits of every group.
 
     Args:
         program: the step.
@@ -96,7 +96,7 @@ def find_exits(program: StepProgram, broadcast: bool = False) -> list[GroupExits
         exits = [
             Exit(v, tuple(edges.get(v, ())), tuple(outputs.get(v, ())), sheet)
             for v in dict.fromkeys([*edges, *outputs])
-            for sheet in sheets(aligned.positions[v], group.leaves[0].num_places)
+            for sheet in sheets(aligned.positions[v], group.leaves[0].num_positions)
         ]
         earlier = {e.var for own in result for e in own.exits}
         result.append(
@@ -110,7 +110,7 @@ def _operand(program: StepProgram, edge: Edge) -> Any:
 
 
 def at_exit(program: StepProgram, g: int, exit_: Exit, value: Any) -> Any:
-    """The exit's elements at the positions of its group; leading axes are kept."""
+    """Return the exit's elements at the positions of its group; leading axes are kept."""
     lead = value.ndim - len(exit_.var.aval.shape)
     front, flat = value.shape[:lead], value.reshape(*value.shape[:lead], -1)
     if not np.array_equal(exit_.sheet, np.arange(flat.shape[-1])):
@@ -119,9 +119,9 @@ def at_exit(program: StepProgram, g: int, exit_: Exit, value: Any) -> Any:
 
 
 def linearise_exits(steps: Steps, g: int, group_exits: GroupExits):
-    """The pull-back of a group's exits for all steps: cotangents of the exits -> (states, taps).
+    """Return the pull-back of a group's exits for all steps.
 
-    States are the group's own; taps that do not feed it get None.
+    It maps cotangents of the exits to those of (states, taps).
     """
     program, exits = steps.program, group_exits.exits
     feeding = [
@@ -168,7 +168,10 @@ def linearise_exits(steps: Steps, g: int, group_exits: GroupExits):
 
 
 def exit_cotangents(steps: Steps, exits: Sequence[GroupExits]) -> Grouped:
-    """Derivative of each step's loss by the exits, [group][exit], each at its group's positions."""
+    """Return the derivative of each step's loss by the exits, [group][exit].
+
+    Each one is at its group's positions.
+    """
     program, length = steps.program, steps.length
     edges = sorted({edge for of_group in exits for e in of_group.exits for edge in e.edges})
     shapes = [_operand(program, edge).aval for edge in edges]
@@ -203,8 +206,9 @@ def exit_cotangents(steps: Steps, exits: Sequence[GroupExits]) -> Grouped:
 def signal_gradient(
     steps: Steps, exits: Sequence[GroupExits], signals: dict[Var, Any]
 ) -> LossGradient:
-    """As `loss_gradient` with `core` credit, with given signals at the exits in place of the loss's
-    derivative by them.
+    """Return `loss_gradient` with `core` credit for given signals at the exits.
+
+    The signals replace the loss's derivative by the exits.
 
     Args:
         steps: the steps.
@@ -255,7 +259,7 @@ def signal_gradient(
 def _run_tapped(
     program: StepProgram, env: dict[Var, Any], saved: Sequence[Any], deltas: dict[Edge, Any]
 ) -> list[Any]:
-    """The step's outputs, with taps on edges."""
+    """Return the step's outputs, with taps on edges."""
     number = {id(eqn): i for i, eqn in enumerate(program.eqns)}
     known = dict(zip(program.saved_vars, saved, strict=True))
 

@@ -1,10 +1,8 @@
-"""The forward pass over a chunk.
+"""The forward pass over a chunk: scans that carry states and save what the parallel part needs.
 
-Scans that carry states and keep only what the parallel part needs.
-
-Each level of states (`StepProgram.levels`) has a scan of its own. What it reads of inputs and of
-earlier levels is there before, computed for all steps at once: the input products of every layer of
-a stack are one large product each.
+Each level of states (`StepProgram.levels`) has its own scan. What it reads of inputs and of earlier
+levels is computed before, for all steps at once: the input products of each layer of a stack are
+one large product.
 """
 
 from __future__ import annotations
@@ -41,11 +39,11 @@ class Forward:
     new_other: list[Any]
 
     def steps(self) -> tuple[list[Any], list[Any], list[Any]]:
-        """The arrays with a step axis, so that a loop can take them apart."""
+        """Return the arrays with a step axis, so that a loop can take them apart."""
         return self.hidden, self.other, self.saved
 
     def with_steps(self, steps: tuple[list[Any], list[Any], list[Any]]) -> Forward:
-        """The same for some of the steps."""
+        """Return the same for some of the steps."""
         return Forward(*steps, self.new_hidden, self.new_other)
 
 
@@ -56,7 +54,7 @@ def run_forward(
     other: Sequence[Any],
     args: Sequence[Any],
 ) -> Forward:
-    """Runs K steps.
+    """Run K steps.
 
     Args:
         program: the step.
@@ -86,8 +84,9 @@ def _run_level(
     known: dict[Var, Any],
     length: int,
 ) -> dict[int, Any]:
-    """Runs one level through all steps, adds its values to `known`, and returns its states after
-    them.
+    """Run one level through all steps and add its values to `known`.
+
+    Returns its states after them.
     """
     old_vars, new_vars = (
         [program.state_vars[n] for n in level],
@@ -120,7 +119,7 @@ def _run_level(
 
 
 def _depending(eqns: Sequence[JaxprEqn], sources: Sequence[Var]) -> list[JaxprEqn]:
-    """The equations that depend on `sources`."""
+    """Return the equations that depend on `sources`."""
     reach, chosen = set(sources), []
     for eqn in eqns:
         if not reach.isdisjoint(variables(eqn.invars)):
@@ -132,7 +131,7 @@ def _depending(eqns: Sequence[JaxprEqn], sources: Sequence[Var]) -> list[JaxprEq
 def _in_parallel(
     program: StepProgram, env: dict[Var, Any], known: dict[Var, Any], wanted: Sequence[Var]
 ) -> dict[Var, Any]:
-    """Values at all steps that follow from known ones."""
+    """Return values at all steps that follow from known ones."""
     missing = [v for v in wanted if v not in known]
     if not missing:
         return {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from etrace_bridge._jax_compat import Literal, Var
-from etrace_bridge.compiler.core import Core, build_core, held_operands
+from etrace_bridge.compiler.core_equations import Core, build_core, held_operands
 from etrace_bridge.compiler.graph import Leg
 from etrace_bridge.compiler.hidden_group import HiddenGroup
 from etrace_bridge.compiler.jaxpr import needed_equations
@@ -52,16 +52,16 @@ class StepGroups(StepTaps):
     weights_reach_pre_cuts: bool
 
     def group_index(self, leg: Leg) -> int:
-        """The index in `groups` of the group that a leg feeds."""
+        """Return the index in `groups` of the group that a leg feeds."""
         return next(n for n, g in enumerate(self.groups) if g.index == leg.group)
 
     def colour_of(self, leg: Leg) -> int:
-        """The colour of the group that a leg feeds."""
+        """Return the colour of the group that a leg feeds."""
         return next(c for c, members in enumerate(self.colours) if self.group_index(leg) in members)
 
 
 def read_groups(step: StepTaps) -> StepGroups:
-    """Finds the groups that matter and how taps enter their core."""
+    """Find the groups that matter and how taps enter their core."""
     structure = step.graph.structure
     groups = tuple(
         g for g in step.graph.hidden_groups if any(v in structure.matter for v in g.hidden_invars)
@@ -133,7 +133,7 @@ def _core_from(step: StepTaps, groups: Sequence[HiddenGroup], given: Sequence[Va
 
 
 def _reached(core: Core, sources: Sequence[Var]) -> set[Var]:
-    """What depends on these through the core."""
+    """Return what depends on these through the core."""
     reach = set(sources)
     for eqn in core.eqns:
         held = core.held.get(id(eqn), ())

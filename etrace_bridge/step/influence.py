@@ -1,6 +1,4 @@
-"""The influence of steps: the Jacobians of all new hidden values by old ones and by what weights
-make.
-"""
+"""The influence of steps: Jacobians of new hidden values by old ones and by contact outputs."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ class Influence:
 def step_influence(
     program: StepProgram, layout: Layout, theta: Sequence[Any], hidden, other, args
 ) -> tuple[Influence, list[Any], list[Any]]:
-    """The influence of one step, and hidden and other states after it."""
+    """Return the influence of one step, and hidden and other states after it."""
     lead = [a[None] for a in args]
     made, hidden, other = chunk_influence(program, layout, theta, hidden, other, lead)
     return made.of_one_step, hidden, other
@@ -53,8 +51,9 @@ def step_influence(
 def chunk_influence(
     program: StepProgram, layout: Layout, theta: Sequence[Any], hidden, other, args
 ) -> tuple[Influence, list[Any], list[Any]]:
-    """The influence of K steps, and hidden and other states after them; what goes through other
-    states is not in it.
+    """Return the influence of K steps, and hidden and other states after them.
+
+    What goes through other states is not in it.
 
     By n reverse passes, since surrogate gradients have no forward mode.
     """
@@ -95,7 +94,7 @@ def weights_of_views(
     by_part: dict[Any, Any],
     by_contact: dict[int, Any] | None = None,
 ) -> dict[int, Any]:
-    """Gradients of the weights by index, from those of views.
+    """Return gradients of the weights by index, from those of views.
 
     Args:
         program: the step.

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from etrace_bridge.compiler.views import Contact
+from etrace_bridge.compiler.weight_views import Contact
 from etrace_bridge.step.aligned import follow_positions, pairs_of_positions
 from etrace_bridge.step.linearise import group_states
 from etrace_bridge.step.program import StepProgram
@@ -61,7 +61,7 @@ class KeptProducts:
 
 
 def kept_products(program: StepProgram) -> list[KeptProducts]:
-    """The kept entries of every group that has some."""
+    """Return the kept entries of every group that has some."""
     result = []
     for g, group in enumerate(program.groups):
         aligned = follow_positions(program, group, with_contacts=False)
@@ -70,7 +70,7 @@ def kept_products(program: StepProgram) -> list[KeptProducts]:
             if t.contact.x is None or t.contact.x not in aligned.positions:
                 continue
             feeding = [leg for leg in t.legs if leg.group == group.index]
-            kept += [_entries(t, leg.places, aligned.positions[t.contact.x]) for leg in feeding]
+            kept += [_entries(t, leg.positions, aligned.positions[t.contact.x]) for leg in feeding]
         kept = [entries for entries in kept if entries.y.size]
         reached = frozenset().union(*(aligned.origins[k.contact.x] for k in kept))
         owners = [leaf.index for leaf in group.leaves for _ in range(leaf.count)]
@@ -114,8 +114,9 @@ def _feature_sources(form: Any, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def pull_through(steps: Steps, kept: KeptProducts) -> Callable[[Sequence[Any]], list[Any]]:
-    """A function: cotangents at the taps -> cotangents of the group's old states, through the kept
-    entries alone.
+    """Return a function from cotangents at the taps to those of the group's old states.
+
+    It passes through the kept entries only.
     """
     program, xs = steps.program, list(dict.fromkeys(k.contact.x for k in kept.entries))
 

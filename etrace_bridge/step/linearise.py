@@ -18,12 +18,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from etrace_bridge.compiler.core import split_leaf
+from etrace_bridge.compiler.core_equations import split_leaf
 from etrace_bridge.compiler.jaxpr import read
 from etrace_bridge.step.program import StepProgram
 from etrace_bridge.step.steps import Steps
 
-# Rows of a system are held as [group][row] lists of arrays of the group's varshape, with the K
+# Rows of a system are [group][row] lists of arrays of the group's varshape, with the K
 # steps in front. The first rows of a group are its states.
 Grouped = list[list[Any]]
 Blocks = list[list[list[Any]]]  # [group][row][row]; None for what is always zero
@@ -69,7 +69,10 @@ class ContactRows:
     first_taps: tuple[int | None, ...]
 
     def pull(self, a: Grouped) -> list[Any]:
-        """Cotangents of the rows -> cotangents at the taps; None where a tap feeds no group."""
+        """Return cotangents of the rows -> cotangents at the taps.
+
+        None where a tap feeds no group.
+        """
         parts = [pull(a) for pull in self.pulls]
         return [
             None if column[0] is None else sum(column[1:], column[0])
@@ -89,7 +92,7 @@ class CoreLinear:
 
 
 def group_states(program: StepProgram, hidden: Sequence[Any]) -> Grouped:
-    """Hidden leaves -> [group][state]."""
+    """Return hidden leaves -> [group][state]."""
     return [
         [part for leaf in g.leaves for part in split_leaf(leaf, hidden[leaf.index], g.varshape)]
         for g in program.groups
@@ -97,7 +100,7 @@ def group_states(program: StepProgram, hidden: Sequence[Any]) -> Grouped:
 
 
 def loss_gradient(steps: Steps, credit: str) -> LossGradient:
-    """Losses of the steps and their one-step derivatives, in parallel.
+    """Return losses of the steps and their one-step derivatives, in parallel.
 
     Args:
         steps: the steps.
@@ -121,8 +124,8 @@ def loss_gradient(steps: Steps, credit: str) -> LossGradient:
         return jnp.sum(losses * weights), (losses, outputs)
 
     deltas = list(program.zero_taps((steps.length,)).values())
-    # What stops at the cuts is b alone: where a held value depends on weights too, it takes a
-    # second derivative.
+    # Only b stops at the cuts: where a held value depends on weights too, the weights need a second
+    # derivative.
     core = program.pre_cut_operands if credit == "core" else None
     apart = core is not None and program.weights_reach_pre_cuts
     held = None if apart else core
@@ -140,8 +143,9 @@ def loss_gradient(steps: Steps, credit: str) -> LossGradient:
 
 
 def output_gradient(steps: Steps) -> dict[int, Any]:
-    """`dl_t/doutput_t` of the weighted losses, for each floating-point output by its index in
-    `program.out_vars`.
+    """Return `dl_t/doutput_t` of the weighted losses for each floating-point output.
+
+    The key is the output's index in `program.out_vars`.
     """
     flat, tree = jax.tree.flatten(steps.outputs())
     floats = [n for n, x in enumerate(flat) if jnp.issubdtype(x.dtype, jnp.floating)]
@@ -158,7 +162,7 @@ def output_gradient(steps: Steps) -> dict[int, Any]:
 
 
 def upstream_gradient(steps: Steps, a: Grouped) -> tuple[list[Any], list[Any]]:
-    """`<a_t, h_t>` differentiated through the whole step, old states fixed.
+    """Return `<a_t, h_t>` differentiated through the whole step, old states fixed.
 
     Credit of weights without a trace.
 
@@ -190,7 +194,7 @@ def upstream_gradient(steps: Steps, a: Grouped) -> tuple[list[Any], list[Any]]:
 
 
 def linearise_core(steps: Steps) -> CoreLinear:
-    """`D_t` and `df_t` of all steps."""
+    """Return `D_t` and `df_t` of all steps."""
     program, forward = steps.program, steps.forward
     core, entries = program.core, program.core_inputs
     hidden_vars = {leaf.invar for leaf in program.leaves}
@@ -258,7 +262,7 @@ def _depends(program: StepProgram, g: int, i: int, j: int) -> bool:
 
 
 def _spread_taps(program: StepProgram, values: Sequence[Any]) -> list[Any]:
-    """Values of the core's inputs -> one per tap, None for those without legs."""
+    """Return values of the core's inputs -> one per tap, None for those without legs."""
     found = dict(zip(program.core_inputs, values, strict=True))
     return [
         found[v] if t.legs else None for t, v in zip(program.taps, program.entries, strict=True)

@@ -1,7 +1,4 @@
-"""One step as the engine runs it.
-
-Everything that is known about it before tracing, and functions that evaluate it.
-"""
+"""One step as the engine runs it: what is known before tracing, and functions that evaluate it."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from etrace_bridge.step.taps import read_taps
 
 @jax.custom_jvp
 def with_value(computed: Any, value: Any) -> Any:
-    """`value`, with the derivative of `computed`.
+    """Return `value`, with the derivative of `computed`.
 
     What computes the latter is dead code after differentiation.
     """
@@ -38,7 +35,7 @@ def _with_value_jvp(primals, tangents):
 
 @jax.custom_jvp
 def tap(y: Any, delta: Any) -> Any:
-    """`y`, with the derivative of `y + delta`: the cotangent of `delta` is that of `y`."""
+    """Return `y`, with the derivative of `y + delta`: the cotangent of `delta` is that of `y`."""
     return y
 
 
@@ -60,7 +57,7 @@ class StepProgram(StepGroups):
     def step(
         self, theta: Sequence[Any], hidden: Sequence[Any], other: Sequence[Any], args: Sequence[Any]
     ):
-        """One step as a pure function: the model's output, new hidden states, new other states."""
+        """Run the step as a pure function."""
         return self.step_from(self.weight_env(theta), hidden, other, args, self.tuning.bind)
 
     def step_from(
@@ -71,7 +68,7 @@ class StepProgram(StepGroups):
         args: Sequence[Any],
         bind: Bind,
     ):
-        """`step` from values of the weight tier, each equation run by `bind`."""
+        """Return `step` from values of the weight tier, each equation run by `bind`."""
         eqns = needed_equations(self.step_eqns, [*self.out_vars, *self.new_vars])
         done = evaluate(eqns, self.start_env(env, args, hidden, other), bind)
         new = [read(done, v) for v in self.new_vars]
@@ -82,7 +79,7 @@ class StepProgram(StepGroups):
         )
 
     def weight_env(self, theta: Sequence[Any]) -> dict[Any, Any]:
-        """Values of the weight tier.
+        """Return values of the weight tier.
 
         A loop over blocks of steps computes them in its body: then all that the body differentiates
         visibly starts from the same values, and common parts are found; what does not change is
@@ -93,15 +90,16 @@ class StepProgram(StepGroups):
         return evaluate(self.weight_eqns, env)
 
     def loop_env(self, theta: Sequence[Any]) -> dict[Any, Any]:
-        """Values for loops over time beside the weight tier, in the layout that products in loops
-        want.
+        """Return the values that loops over time need beside the weight tier.
+
+        They are in the layout that products in loops want.
         """
         return self.tuning.before_loops(self.step_eqns, self.weight_env(theta))
 
     def start_env(
         self, env: dict[Var, Any], args: Sequence[Any], hidden: Sequence[Any], other: Sequence[Any]
     ) -> dict:
-        """The values that one step starts from: weight tier, arguments and old states."""
+        """Return the values that one step starts from: weight tier, arguments and old states."""
         inner = {**env, **dict(zip(self.arg_vars, args, strict=True))}
         inner.update(zip(self.state_vars, (*hidden, *other), strict=True))
         return inner
@@ -114,7 +112,7 @@ class StepProgram(StepGroups):
         targets: Sequence[Any],
         held: dict[int, tuple[int, ...]] | None = None,
     ) -> dict[Var, Any]:
-        """Runs what `targets` need of one step, differentiably.
+        """Run what `targets` need of one step, differentiably.
 
         Args:
             env: what the step starts from.
@@ -149,18 +147,18 @@ class StepProgram(StepGroups):
     def values(
         self, env: dict[Var, Any], saved: Sequence[Any], targets: Sequence[Any]
     ) -> list[Any]:
-        """Values of `targets` in one step, nothing recomputed that `saved` has."""
+        """Return values of `targets` in one step, nothing recomputed that `saved` has."""
         env = {**env, **dict(zip(self.saved_vars, saved, strict=True))}
         eqns = needed_equations(self.step_eqns, targets, given=list(env))
         env = evaluate(eqns, env, self.tuning.bind)
         return [read(env, v) for v in targets]
 
     def output_tree(self, flat: Sequence[Any]) -> Any:
-        """The model's own output."""
+        """Return the model's own output."""
         return jax.tree.unflatten(self.graph.module_info.out_tree, flat)
 
     def zero_taps(self, lead: tuple[int, ...]) -> dict[Var, Any]:
-        """Zeros for every tap, with leading axes."""
+        """Return zeros for every tap, with leading axes."""
         return {
             t.part.var: jnp.zeros((*lead, *t.part.var.aval.shape), t.part.var.aval.dtype)
             for t in self.taps
@@ -168,8 +166,9 @@ class StepProgram(StepGroups):
 
 
 def make_program(graph: ETraceGraph, platform: str | None = None) -> StepProgram:
-    """The program of a compiled model's step, for a kind of device (`"cpu"`, `"gpu"`, `"tpu"`);
-    None: JAX's default.
+    """Make the program of a compiled model's step for a kind of device.
+
+    The device is `"cpu"`, `"gpu"` or `"tpu"`; None for JAX's default.
     """
     groups = read_groups(read_taps(read_equations(graph)))
     return StepProgram(**vars(groups), tuning=tuning_for(platform))

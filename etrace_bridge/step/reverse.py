@@ -40,7 +40,7 @@ class ChunkGradient:
 def scan_steps(
     program: StepProgram, theta: Sequence[Any], hidden: Sequence[Any], other, args: Sequence[Any]
 ):
-    """Runs K steps: outputs, hidden and other states after them.
+    """Run K steps: outputs, hidden and other states after them.
 
     Differentiable in `theta` and `hidden`.
     """
@@ -62,7 +62,7 @@ def chunk_gradient(
     data: Any,
     after: Callable[[Sequence[Any]], Sequence[Any] | None] | None = None,
 ) -> ChunkGradient:
-    """Gradient of the chunk's weighted losses by reverse mode through its K steps.
+    """Return gradient of the chunk's weighted losses by reverse mode through its K steps.
 
     Args:
         program: the step.
@@ -78,9 +78,11 @@ def chunk_gradient(
         if data.loss is not None:
             losses = jax.vmap(data.loss)(outputs, data.targets)
         result = jnp.sum(losses * data.weights)
-        asked = None if after is None else after([lax.stop_gradient(h) for h in new_hidden])
-        if asked is not None:
-            result = result + sum(jnp.vdot(a, h) for a, h in zip(asked, new_hidden, strict=True))
+        predicted = None if after is None else after([lax.stop_gradient(h) for h in new_hidden])
+        if predicted is not None:
+            result = result + sum(
+                jnp.vdot(a, h) for a, h in zip(predicted, new_hidden, strict=True)
+            )
         return result, (losses, outputs, new_hidden, new_other)
 
     (_, aux), (grads, h0) = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(

@@ -65,7 +65,7 @@ def push(
 
 
 def carried_states(program: StepProgram) -> list[int]:
-    """The states that can carry a derivative to the next step, as indices of `state_vars`.
+    """Return the states that can carry a derivative to the next step, as indices of `state_vars`.
 
     Floating-point ones that the step changes: hidden states, and other ones such as a user's own.
     """
@@ -77,7 +77,7 @@ def carried_states(program: StepProgram) -> list[int]:
 
 
 def zero_tangent(program: StepProgram) -> list[Any]:
-    """Zeros for every carried state: states that do not depend on the weights yet."""
+    """Return zeros for every carried state: states that do not depend on the weights yet."""
     avals = [program.state_vars[n].aval for n in carried_states(program)]
     return [jnp.zeros(a.shape, a.dtype) for a in avals]
 
@@ -91,7 +91,7 @@ def run_slope(
     data: tuple[Sequence[Any], Any, Any],
     loss: Callable[[Any, Any], Any] | None,
 ) -> Slope:
-    """Runs K steps forward, and the slopes of their losses along a direction with them.
+    """Run K steps forward, and the slopes of their losses along a direction with them.
 
     Args:
         program: the step.
@@ -139,7 +139,7 @@ def run_slope(
 
 
 def _weight_tier(program: StepProgram) -> tuple[list[Var], list[Var]]:
-    """Variables of the weight tier: those that can move with the weights, and the others."""
+    """Return variables of the weight tier: those that can move with the weights, and the others."""
     made = [v for eqn in program.weight_eqns for v in eqn.outvars]
     moving, fixed = [], list(program.constants)
     for v in (*program.weight_vars, *made):

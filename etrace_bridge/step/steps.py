@@ -1,4 +1,4 @@
-"""A run of steps that the forward pass has gone over: what rules and the scheduler linearise."""
+"""A run of steps after their forward pass: what rules and the scheduler linearise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from etrace_bridge.step.program import StepProgram
 
 
 def no_loss(output: Any, target: Any) -> Any:
-    """The loss of steps without one."""
+    """Return the loss of steps without one."""
     return jnp.zeros(())
 
 
@@ -51,7 +51,7 @@ class Steps:
         return self.args[0].shape[0]
 
     def parts(self) -> tuple[Any, ...]:
-        """The arrays with a step axis, so that a loop can take them apart."""
+        """Return the arrays with a step axis, so that a loop can take them apart."""
         return self.forward.steps(), list(self.args), self.targets, self.weights
 
     def part(self, forward: Any, args: Any, targets: Any, weights: Any) -> Steps:
@@ -68,14 +68,14 @@ class Steps:
         return replace(self, env=self.program.weight_env(self.theta), **kept)
 
     def with_weights(self, theta: Sequence[Any]) -> Steps:
-        """The same steps under other weights, or the same ones to be differentiated.
+        """Return the same steps under other weights, or the same ones to be differentiated.
 
         States stay.
         """
         return replace(self, theta=theta, env=self.program.weight_env(theta))
 
     def each(self, run: Callable[..., Any], *more: Any, hidden: Sequence[Any] | None = None) -> Any:
-        """`run(start, saved, *more)` for all steps in parallel.
+        """Return `run(start, saved, *more)` for all steps in parallel.
 
         Args:
             run: gets the values that a step starts from, its saved values, and that step of each of
@@ -92,14 +92,14 @@ class Steps:
         return jax.vmap(one)(list(self.args), states, forward.other, forward.saved, *more)
 
     def outputs(self) -> Any:
-        """The model's outputs."""
+        """Return the model's outputs."""
         program = self.program
         return self.each(
             lambda start, saved: program.output_tree(program.values(start, saved, program.out_vars))
         )
 
     def contact_data(self) -> dict[int, Any]:
-        """The data operand of each traced contact, by contact."""
+        """Return the data operand of each traced contact, by contact."""
         with_x = [c for c in self.program.traced_contacts if c.x is not None]
         found = self.each(
             lambda start, saved: self.program.values(start, saved, [c.x for c in with_x])

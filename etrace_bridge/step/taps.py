@@ -1,7 +1,4 @@
-"""The contacts of a step that have a trace.
-
-Their pieces (taps), and which pieces share cotangents or a trace.
-"""
+"""The contacts of a step that have a trace, and which of their pieces share cotangents or a trace."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from etrace_bridge._jax_compat import JaxprEqn, Literal, Var
 from etrace_bridge.compiler.graph import Leg
 from etrace_bridge.compiler.jaxpr import variables
 from etrace_bridge.compiler.primitives import is_float, is_structural, passes_derivative
-from etrace_bridge.compiler.views import Contact, Part
+from etrace_bridge.compiler.weight_views import Contact, Part
 from etrace_bridge.step.equations import StepEquations
 
 SUMS = frozenset({"add", "add_any"})
@@ -60,7 +57,7 @@ class StepTaps(StepEquations):
     upstream: bool
 
     def taps_of(self, of: Contact | Leg) -> list[Tap]:
-        """The pieces of a contact, or of a leg or trace."""
+        """Return the pieces of a contact, or of a leg or trace."""
         if isinstance(of, Contact):
             return [t for t in self.taps if t.contact is of]
         return [
@@ -70,12 +67,12 @@ class StepTaps(StepEquations):
         ]
 
     def tap_index(self, leg: Leg) -> int:
-        """The index of the tap that a leg starts from."""
+        """Return the index of the tap that a leg starts from."""
         return next(t.index for t in self.taps if t.part is leg.part)
 
 
 def read_taps(step: StepEquations) -> StepTaps:
-    """Finds the contacts with a trace."""
+    """Find the contacts with a trace."""
     structure = step.graph.structure
     traced = {leg.contact.index for leg in structure.legs}
     pieces = [(c, p) for c in structure.use.contacts if c.index in traced for p in c.parts]
@@ -116,14 +113,15 @@ def _join_legs(contact: Contact, legs: Sequence[Leg]) -> Leg:
     form: Any = contact.form
     axis = form.out.index(legs[0].part.letter)
     places = np.concatenate(
-        [leg.places.reshape(leg.part.form.shape(form.out)) for leg in legs], axis
+        [leg.positions.reshape(leg.part.form.shape(form.out)) for leg in legs], axis
     )
     return Leg(contact, Part(contact.y, form), legs[0].group, places.reshape(contact.y.aval.shape))
 
 
 def find_roots(step: StepEquations, some: Sequence[Var]) -> tuple[Var, ...]:
-    """For each variable, the sum that it ends up in; itself, if it is not only ever added to
-    others.
+    """For each variable, the sum that it ends up in.
+
+    Itself, if it is not only ever added to others.
     """
     readers: dict[Var, list[JaxprEqn]] = {}
     for eqn in step.eqns:
@@ -158,7 +156,7 @@ def _only_traced(step: StepEquations, contacts: Sequence[Contact]) -> tuple[bool
 
 
 def _reaching_states(step: StepEquations) -> set[Var]:
-    """Variables from which a derivative leads to a state that matters."""
+    """Return variables from which a derivative leads to a state that matters."""
     matter = step.graph.structure.matter
     return derivative_sources(
         step.eqns,
@@ -171,7 +169,7 @@ def _reaching_states(step: StepEquations) -> set[Var]:
 
 
 def derivative_sources(eqns: Sequence[JaxprEqn], targets: Sequence[Any]) -> set[Var]:
-    """Variables that a derivative can come back to from `targets`."""
+    """Return variables that a derivative can come back to from `targets`."""
     reach = {v for v in variables(targets) if is_float(v)}
     for eqn in reversed(eqns):
         if passes_derivative(eqn) and any(v in reach for v in eqn.outvars):

@@ -1,4 +1,4 @@
-"""Scans over time."""
+"""Scan over time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def scan_time(
     length: int,
     reverse: bool = False,
 ) -> tuple[Any, Any]:
-    """`lax.scan(body, carry, xs)`, with the body run in place for one step.
+    """Return `lax.scan(body, carry, xs)`, with the body run in place for one step.
 
     The online step needs no loop.
     """

@@ -1,4 +1,4 @@
-"""Arrays of units, of hidden values, and of the elements of traces: from one to the other."""
+"""Converts between arrays of units, of hidden values, and of the elements of traces."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from etrace_bridge.step.units import Block, Family, Layout, Sum, state_numbers
 
 
 def flat_rows(layout: Layout, leaves: Sequence[Any], lead: int = 0) -> Any:
-    """Hidden leaves as (…, rows, n)."""
+    """Return hidden leaves as (…, rows, n)."""
     return jnp.concatenate([x.reshape(*x.shape[:lead], layout.rows, -1) for x in leaves], axis=-1)
 
 
 def by_row(layout: Layout, A: Any) -> Any:
-    """(…, units, n) as (…, rows, units per row, n)."""
+    """Return (…, units, n) as (…, rows, units per row, n)."""
     return A.reshape(*A.shape[:-2], layout.rows, A.shape[-2] // layout.rows, A.shape[-1])
 
 
 def take(array: Any, index: np.ndarray, axis: int) -> Any:
-    """`jnp.take` that is a slice where the index is a range."""
+    """Return `jnp.take` that is a slice where the index is a range."""
     if len(index) and np.array_equal(index, index[0] + np.arange(len(index))):
         return jax.lax.slice_in_dim(array, int(index[0]), int(index[0]) + len(index), axis=axis)
     return jnp.take(array, index, axis=axis)
 
 
 def join(parts: Sequence[tuple[np.ndarray, Any]], zero: Any, axis: int) -> Any:
-    """Arrays put together along an axis, each with its places there; `zero` elsewhere."""
+    """Return arrays put together along an axis, each with its places there; `zero` elsewhere."""
     if not parts:
         return zero
     places = np.concatenate([at for at, _ in parts])
@@ -43,15 +43,12 @@ def join(parts: Sequence[tuple[np.ndarray, Any]], zero: Any, axis: int) -> Any:
 
 
 def to_units(summed: Sum, array: Any) -> Any:
-    """Values of a sum's elements (…, elements), at their units (…, units)."""
+    """Return values of a sum's elements (…, elements), at their units (…, units)."""
     return take(array, np.argsort(summed.unit), array.ndim - 1)
 
 
 def at_elements(block: Block, values: Any) -> Any:
-    """Values of units (…, units) at the elements of a block, to be multiplied with its trace.
-
-    `values` is one array for all pieces, or a list with one for each.
-    """
+    """Return values of units (…, units) at a block's elements, to multiply its trace with."""
     form = block.form
     each = values if isinstance(values, list) else [values] * len(block.pieces)
     lead = each[0].ndim - 1
@@ -67,7 +64,7 @@ def at_elements(block: Block, values: Any) -> Any:
 
 
 def sum_features(block: Block, array: Any) -> list[Any]:
-    """An array of a trace's shape, summed over features, at the units of each piece."""
+    """Return an array of a trace's shape, summed over features, at the units of each piece."""
     form = block.form
     array = jnp.sum(array, axis=tuple(range(len(form.trace_out), array.ndim)))
     array = jnp.transpose(array, [form.trace_out.index(c) for c in form.out])
@@ -79,7 +76,7 @@ def sum_features(block: Block, array: Any) -> list[Any]:
 
 
 def spread_features(block: Block, data: dict[int, Any]) -> Any:
-    """The features of a block's contact at every element of its trace."""
+    """Return the features of a block's contact at every element of its trace."""
     form, x = block.form, data.get(block.contact.index)
     ones = jnp.ones(form.shape(form.trace_out), block.contact.y.aval.dtype)
     if x is None or form.phi is None:
@@ -89,7 +86,7 @@ def spread_features(block: Block, data: dict[int, Any]) -> Any:
 
 
 def to_view(block: Block, array: Any) -> Any:
-    """An array of a trace's shape, summed to the letters of the block's view."""
+    """Return an array of a trace's shape, summed to the letters of the block's view."""
     form = block.form
     axes = tuple(n for n, c in enumerate(form.trace) if c not in form.view)
     left = [c for c in form.trace if c in form.view]
@@ -99,7 +96,7 @@ def to_view(block: Block, array: Any) -> Any:
 def contact_data(
     program: StepProgram, layout: Layout, start: dict, saved: Sequence[Any]
 ) -> dict[int, Any]:
-    """The data operand of every contact that feeds a unit, in one step, by contact."""
+    """Return the data operand of every contact that feeds a unit, in one step, by contact."""
     contacts = {b.contact.index: b.contact.x for f in layout.families for b in f.blocks}
     contacts = {n: x for n, x in contacts.items() if x is not None}
     return dict(zip(contacts, program.values(start, saved, list(contacts.values())), strict=True))
@@ -109,7 +106,7 @@ def contact_data(
 
 
 def df_of(program: StepProgram, family: Family, summed: Sum, core: CoreLinear, i: int) -> Any:
-    """How state i of the units depends on a sum that feeds them, through the core: (units,)."""
+    """Return how state i of the units depends on a sum that feeds them, through the core: (units,)."""
     g, k = family.groups[i]
     leg = next(leg for leg in summed.pieces[0].legs if program.group_index(leg) == g)
     rows = core.df.units[program.colour_of(leg)][k]
@@ -117,8 +114,9 @@ def df_of(program: StepProgram, family: Family, summed: Sum, core: CoreLinear, i
 
 
 def at_positions(family: Family, s: int, values: Any) -> Any:
-    """Values at a group's positions (1, …), at the units whose state s they belong to; 0 where
-    none.
+    """Return values at a group's positions (1, …), at the units whose state s they belong to.
+
+    0 where none.
     """
     at = family.positions[:, s]
     if (at >= 0).all():
@@ -127,7 +125,7 @@ def at_positions(family: Family, s: int, values: Any) -> Any:
 
 
 def core_times(program: StepProgram, layout: Layout, core: CoreLinear, A: Any) -> Any:
-    """`D A` for (…, rows, units per row, n)."""
+    """Return `D A` for (…, rows, units per row, n)."""
     parts = []
     for g, states in enumerate(state_numbers(program, layout.rows, layout.size)):
         numbers = [state[: len(state) // layout.rows] for state in states]

@@ -20,7 +20,7 @@ from etrace_bridge.compiler.contacts import ContactForm
 from etrace_bridge.compiler.graph import Leg
 from etrace_bridge.compiler.jaxpr import variables
 from etrace_bridge.compiler.primitives import is_float, passes_derivative
-from etrace_bridge.compiler.views import Contact, Part
+from etrace_bridge.compiler.weight_views import Contact, Part
 from etrace_bridge.step.batch_rows import independent_rows
 from etrace_bridge.step.linearise import group_states
 from etrace_bridge.step.program import StepProgram
@@ -61,8 +61,7 @@ class Sum:
 
 @dataclass(frozen=True)
 class Block:
-    """Pieces of one contact that share an array: all of them, such as the gates of a fused product,
-    or one.
+    """Pieces of one contact that share an array: all gates of a fused product, or a single piece.
 
     Attributes:
         contact: the contact.
@@ -156,7 +155,7 @@ def single_block(summed: Sum, piece: Piece) -> Block:
 
 
 def find_layout(program: StepProgram) -> Layout:
-    """Finds the units of a step."""
+    """Find the units of a step."""
     reach, crossing = _paths_to_states(program)
     sums = _find_sums(program, reach)
     rows = independent_rows(program, list(sums))
@@ -164,7 +163,7 @@ def find_layout(program: StepProgram) -> Layout:
     numbers = state_numbers(program, rows, size)
     families: dict[Any, list[Sum]] = {}
     for var, pieces in sums.items():
-        places = {program.group_index(leg): leg.places.reshape(-1) for leg in pieces[0].legs}
+        places = {program.group_index(leg): leg.positions.reshape(-1) for leg in pieces[0].legs}
         only = next(iter(places.values())) if len(places) == 1 else np.empty(0)
         is_group = len(only) > 0 and np.array_equal(np.sort(only), np.arange(only.size))
         unit = only if is_group else np.arange(var.aval.size)
@@ -180,7 +179,7 @@ def find_layout(program: StepProgram) -> Layout:
 
 
 def weight_unit_axes(program: StepProgram) -> dict[Var, int]:
-    """The axis of a weight along which its units lie, of weights that meet data as they are."""
+    """Return the axis of a weight along which its units lie, of weights that meet data as they are."""
     axes: dict[Var, int] = {}
     for contact in program.traced_contacts:
         form: Any = contact.form
@@ -197,7 +196,7 @@ def _family(
     groups, positions, states = [], [], []
     for leg in first.pieces[0].legs:
         g, at = program.group_index(leg), np.full(first.var.aval.size, -1)
-        at[first.unit] = leg.places.reshape(-1)
+        at[first.unit] = leg.positions.reshape(-1)
         for s, number in enumerate(numbers[g]):
             groups.append((g, s))
             positions.append(at)
@@ -226,7 +225,7 @@ def state_numbers(program: StepProgram, rows: int, size: int) -> list[list[np.nd
 
 
 def _find_sums(program: StepProgram, reach: set[Var]) -> dict[Var, list[Piece]]:
-    """Every sum of pieces that reaches a state that matters."""
+    """Return every sum of pieces that reaches a state that matters."""
     contacts = program.graph.structure.use.contacts
     parts = [(c, p) for c in contacts for p in c.parts if p.var in reach]
     found: dict[Var, list[Piece]] = {}
@@ -239,8 +238,9 @@ def _find_sums(program: StepProgram, reach: set[Var]) -> dict[Var, list[Piece]]:
 
 
 def _paths_to_states(program: StepProgram) -> tuple[set[Var], set[Var]]:
-    """Variables from which a derivative leads to a new state, and those with a path outside the
-    core.
+    """Return the variables whose derivative leads to a new state.
+
+    The second set are those with a path outside the core.
     """
     structure = program.graph.structure
     core, cuts = set(structure.alignment.core), structure.alignment.cuts

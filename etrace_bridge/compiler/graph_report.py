@@ -27,9 +27,7 @@ _VERDICTS = {"exact": "exact", "approximate": "approximate", "none": "without gr
 
 
 def render_report(graph: ETraceGraph) -> str:
-    """Parameters with their gradients, hidden groups with their states, and the numbered cuts they
-    refer to.
-    """
+    """Render parameters with their gradients, hidden groups, and the cuts they refer to."""
     cuts = _numbered_cuts(graph)
     rows = _rows(graph, cuts)
     parts = [_title(rows), "", *text_table(_HEADER, rows), "", *_groups(graph)]
@@ -47,14 +45,14 @@ def render_report(graph: ETraceGraph) -> str:
 
 
 def render_line(graph: ETraceGraph) -> str:
-    """The graph in one line."""
+    """Render the graph in one line."""
     names = ", ".join(group.name for group in graph.hidden_groups)
     title = _title(_rows(graph, _numbered_cuts(graph)))
     return f"ETraceGraph({title}; hidden groups: {names or 'none'}; `report()` has the table)"
 
 
 def render_html(graph: ETraceGraph) -> str:
-    """The parameters' table and the cuts, for a notebook."""
+    """Render the parameters' table and the cuts for a notebook."""
     cuts = _numbered_cuts(graph)
     rows = _rows(graph, cuts)
     return html_table(_title(rows), _HEADER, rows, [f"[{n}] {text}" for text, n in cuts.values()])
@@ -111,12 +109,15 @@ def _gradient(certificate: ParameterCertificate, cuts: dict) -> str:
 
 
 def _key(edge: tuple[int, int], into: Path) -> tuple:
-    """A cut is named by its edge; credit lost in a state that is no HiddenState, by that state."""
+    """Return the key of a cut: its edge.
+
+    Credit lost in a state that is not a `HiddenState` is keyed by that state too.
+    """
     return edge if edge[0] >= 0 else (*edge, into)
 
 
 def _numbered_cuts(graph: ETraceGraph) -> dict[tuple, tuple[str, int]]:
-    """What each cut is, and its number."""
+    """Return the text and the number of each cut."""
     texts: dict[tuple, str] = {}
     for record in graph.explain(kind=DiagnosticKind.CUT):
         sources = (*record.context["from"], *record.context["parameters"])

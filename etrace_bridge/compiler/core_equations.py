@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from etrace_bridge._jax_compat import JaxprEqn, Var, bind_equation
+from etrace_bridge.compiler.aligner import Alignment, Edge
+from etrace_bridge.compiler.hidden_leaves import HiddenLeaf
 from etrace_bridge.compiler.jaxpr import evaluate, needed_equations, reads_of
-from etrace_bridge.compiler.positions import Alignment, Edge, HiddenLeaf
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Core:
     outvars: tuple[Any, ...]
 
     def run(self, env: dict[Var, Any]) -> dict[Var, Any]:
-        """Evaluates the core on the values of `reads`; gradients stop at the cuts.
+        """Evaluate the core on the values of `reads`; gradients stop at the cuts.
 
         A value that is given stays, also where an equation makes it beside another one that is
         needed: one gate of a fused product.
@@ -54,8 +55,9 @@ def build_core(
     outvars: Sequence[Any],
     given: Sequence[Var] = (),
 ) -> Core:
-    """The part of the core that makes the given new states; values `given` from outside are not
-    computed.
+    """Return the part of the core that makes the given new states.
+
+    Values `given` from outside are not computed.
     """
     chosen = needed_equations([eqns[i] for i in alignment.core], outvars, given)
     held = held_operands(eqns, alignment.cuts)
@@ -63,7 +65,7 @@ def build_core(
 
 
 def held_operands(eqns: Sequence[JaxprEqn], cuts: set[Edge]) -> dict[int, tuple[int, ...]]:
-    """Cut operands by equation id."""
+    """Return the cut operands by equation id."""
     held: dict[int, tuple[int, ...]] = {}
     for i, k in sorted(cuts):
         held[id(eqns[i])] = (*held.get(id(eqns[i]), ()), k)
@@ -71,8 +73,9 @@ def held_operands(eqns: Sequence[JaxprEqn], cuts: set[Edge]) -> dict[int, tuple[
 
 
 def split_leaf(leaf: HiddenLeaf, value: Any, varshape: tuple[int, ...]) -> list[Any]:
-    """The virtual states that a hidden state's value holds, each of shape `varshape`; leading axes
-    are kept.
+    """Split a hidden state's value into its virtual states, each of shape `varshape`.
+
+    Leading axes are kept.
     """
     if leaf.axis is None:
         return [_fit(value, leaf, varshape)]
@@ -81,7 +84,7 @@ def split_leaf(leaf: HiddenLeaf, value: Any, varshape: tuple[int, ...]) -> list[
 
 
 def join_leaf(leaf: HiddenLeaf, parts: Sequence[Any], varshape: tuple[int, ...]) -> Any:
-    """The other way round."""
+    """Join virtual states into a hidden state's value: the inverse of `split_leaf`."""
     block = list(leaf.invar.aval.shape)
     if leaf.axis is not None:
         block[leaf.axis] //= leaf.count

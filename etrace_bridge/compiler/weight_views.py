@@ -35,7 +35,7 @@ class WeightView:
     paths: tuple[Path, ...]
 
     def __call__(self, env: dict[Var, Any]) -> Any:
-        """The view's value, given the values of parameter leaves and constants."""
+        """Return the view's value, given the values of parameter leaves and constants."""
         return evaluate(self.eqns, dict(env))[self.var]
 
     def __str__(self) -> str:
@@ -46,8 +46,7 @@ class WeightView:
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a contact's output that the rest of the step reads: the whole of it, one gate, or
-    a spread copy.
+    """A piece of a contact's output that the step reads: the whole, one gate, or a spread copy.
 
     Attributes:
         var: the piece's variable.
@@ -67,8 +66,8 @@ class Contact:
     """One equation in which a weight view meets data.
 
     Attributes:
-        index: its place among the contacts.
-        eqn_index: its place among the step's equations.
+        index: its index among the contacts.
+        eqn_index: its index among the step's equations.
         eqn: the equation.
         form: its linear form; None where the table has no rule, and the contact then gets no trace.
         view: the weight view.
@@ -96,7 +95,7 @@ class Contact:
 
 @dataclass(frozen=True)
 class WeightUse:
-    """What the first pass finds: which variables are weights alone, and the contacts."""
+    """Where parameters are used: the variables that are weights alone, and the contacts."""
 
     weight_paths: dict[Var, tuple[Path, ...]]
     contacts: tuple[Contact, ...]
@@ -104,7 +103,7 @@ class WeightUse:
 
 
 def find_weight_use(minfo: ModuleInfo) -> WeightUse:
-    """Follows parameters through the step until each meets data."""
+    """Follow parameters through the step until each meets data."""
     eqns = minfo.jaxpr.eqns
     order = {p: i for i, p in enumerate(minfo.weight_path_to_invars)}
     paths: dict[Var, tuple[Path, ...]] = {
@@ -152,7 +151,7 @@ def find_weight_use(minfo: ModuleInfo) -> WeightUse:
 def _equations_of(
     var: Var, eqns: Sequence[JaxprEqn], producer: dict[Var, int]
 ) -> tuple[JaxprEqn, ...]:
-    """The equations without data that make a view."""
+    """Return the equations without data that make a view."""
     found: set[int] = set()
     pending = [var]
     while pending:
@@ -164,7 +163,7 @@ def _equations_of(
 
 
 def _readers(minfo: ModuleInfo) -> dict[Var, list[JaxprEqn | None]]:
-    """The equations that read each variable; None stands for an output of the step."""
+    """Return the equations that read each variable; None stands for an output of the step."""
     readers: dict[Var, list[JaxprEqn | None]] = {}
     for eqn in minfo.jaxpr.eqns:
         for v in variables(eqn.invars):
@@ -190,7 +189,7 @@ def _find_parts(
 
 
 def _gates(form: ContactForm, eqn: JaxprEqn) -> tuple[Part, ...] | None:
-    """The pieces of a fused product that is split along an axis of the weight alone."""
+    """Return the pieces of a fused product that is split along an axis of the weight alone."""
     letter = form.out[eqn.params["axis"]]
     if letter not in form.view or letter in form.feature:
         return None
@@ -204,8 +203,9 @@ def _gates(form: ContactForm, eqn: JaxprEqn) -> tuple[Part, ...] | None:
 
 
 def _spread_part(y: Var, form: ContactForm, eqn: JaxprEqn) -> Part:
-    """A product whose values each feed many positions, spread first: the new axes are letters of
-    the output alone.
+    """Return the spread copy of a product whose values each feed many positions.
+
+    The new axes are letters of the output alone.
     """
     shape, dims = eqn.outvars[0].aval.shape, eqn.params["broadcast_dimensions"]
     fresh = iter(c for c in "ABCDEFGHIJ")
@@ -232,8 +232,9 @@ def _spread_part(y: Var, form: ContactForm, eqn: JaxprEqn) -> Part:
 def _contact_site(
     eqn: JaxprEqn, index: int, operand: int, producer: dict[Var, int]
 ) -> tuple[int, int]:
-    """(equation, operand) at which the view enters: the spreading equation for element-wise and
-    structural uses.
+    """Return (equation, operand) at which the view enters.
+
+    For element-wise and structural uses that is the equation that spreads it.
     """
     joins = is_elementwise(eqn) or is_structural(eqn)
     if (
@@ -246,7 +247,7 @@ def _contact_site(
 
 
 def view_inputs(views: Sequence[WeightView]) -> list[Var]:
-    """The parameter leaves and constants that these views read."""
+    """Return the parameter leaves and constants that these views read."""
     seen: dict[Var, None] = {}
     for view in views:
         seen.update((v, None) for v in reads_of(view.eqns, [view.var]))

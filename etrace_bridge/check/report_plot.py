@@ -11,13 +11,13 @@ import numpy as np
 from etrace_bridge._errors import InputError, NotSupportedError
 
 if TYPE_CHECKING:
-    from etrace_bridge.check.report import GradientReport
+    from etrace_bridge.check.gradient_report import GradientReport
 
 _MOST_POINTS = 5000
 
 
 def draw_report(report: GradientReport, path: str | PathLike | None = None) -> Any:
-    """Draws cosine and relative error of every parameter and a scatter of the worst one.
+    """Draw cosine and relative error of every parameter and a scatter of the worst one.
 
     Args:
         report: the report.

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from etrace_bridge._errors import InputError
+from etrace_bridge.check.gradient_report import GradientReport
 from etrace_bridge.check.html import render_page
-from etrace_bridge.check.report import GradientReport, write_json, write_text
+from etrace_bridge.check.output_files import write_json, write_text
 from etrace_bridge.check.text import comparison_html, render_comparison, size
 from etrace_bridge.learning.footprint import parse_bytes
 
@@ -70,8 +71,9 @@ class RuleComparison:
         return self.reports[0].torch_seconds
 
     def recommend(self, budget: int | float | str) -> GradientReport:
-        """The most faithful rule, as measured, whose program fits into a memory budget; of equals,
-        the smaller one.
+        """Return the most faithful rule, as measured, whose program fits into a memory budget.
+
+        Of equally faithful rules it is the one with the smallest program.
 
         Args:
             budget: bytes, or text such as `"500MB"`.
@@ -98,18 +100,18 @@ class RuleComparison:
         return comparison_html(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings."""
+        """Return plain numbers and strings."""
         return {"ok": self.ok, "rules": [r.to_dict() for r in self.reports]}
 
     def to_json(self, path: str | PathLike | None = None) -> str:
-        """The comparison as JSON; written to `path` if there is one."""
+        """Return the comparison as JSON, and write it to `path` if one is given."""
         return write_json(self.to_dict(), path)
 
     def to_html(self, path: str | PathLike) -> Path:
-        """Writes the comparison as one HTML file that needs nothing else; returns its path."""
+        """Write the comparison as one self-contained HTML file; return its path."""
         return write_text(render_page(self.reports), path)
 
 
 def _distance(report: GradientReport) -> float:
-    """How far all gradients together are from torch's direction."""
+    """Return one minus the cosine between all gradients of the rule and of torch."""
     return 1 - report.cosine if math.isfinite(report.cosine) else math.inf

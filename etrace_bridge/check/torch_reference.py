@@ -1,4 +1,4 @@
-"""The torch side of a gradient check: the model stepped over the sequence, differentiated by torch."""
+"""The torch side of a gradient check: the model runs over the sequence, and torch differentiates."""
 
 from __future__ import annotations
 
@@ -18,6 +18,9 @@ from etrace_bridge.frontend import map_input, run_torch, to_jax, to_torch
 from etrace_bridge.frontend.reference import TorchRun
 from etrace_bridge.frontend.snapshot import restored
 from etrace_bridge.frontend.state import flatten_state, unflatten_state
+
+TORCH_BPTT = "torch BPTT"
+JAX_GRAD = "jax.grad through time"
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class CheckData:
         return not any(bool(x.any()) for x in jax.tree.leaves(self.xs))
 
     def target(self, step: int) -> Any:
-        """The target of one step."""
+        """Return the target of one step."""
         if self.per_sequence:
             return self.targets
         return map_tensors(
@@ -54,16 +57,16 @@ class CheckData:
 
 @dataclass(frozen=True)
 class Reference:
-    """What torch computed.
+    """What the reference computed.
 
     Attributes:
-        grads: gradient by parameter name; zeros where torch finds no path.
+        grads: gradient by parameter name; zeros where there is no path to the loss.
         outputs: the output of each step, as lists of arrays.
         loss: the loss of the sequence.
         reaches_output: the loss has a derivative by the model's outputs.
         reaches_parameter: some parameter has a path to the loss.
-        hears_input: the outputs differ from those for an input of zeros.
-        seconds: time of forward and backward, the loss aside.
+        responds_to_input: the outputs differ from those for an input of zeros.
+        seconds: time of the forward and backward pass, without the loss.
     """
 
     grads: dict[str, np.ndarray]
@@ -71,12 +74,12 @@ class Reference:
     loss: float
     reaches_output: bool
     reaches_parameter: bool
-    hears_input: bool
+    responds_to_input: bool
     seconds: float
 
 
 def map_tensors(tree: Any, fun: Callable[[torch.Tensor], Any]) -> Any:
-    """Applies a function to every tensor of a tree of tuples, lists and dicts."""
+    """Apply a function to every tensor of a tree of tuples, lists and dicts."""
     if isinstance(tree, torch.Tensor):
         return fun(tree)
     if isinstance(tree, Mapping):
@@ -95,11 +98,11 @@ def torch_reference(
     loss: CheckLoss,
     options: Mapping[str, Any],
 ) -> Reference:
-    """Runs torch BPTT.
+    """Run torch BPTT.
 
     Args:
         model: the torch model, left as it was.
-        names: the parameters to differentiate by.
+        names: the parameters to differentiate with respect to.
         data: the sequence.
         loss: its function is a torch or JAX callable.
         options: arguments of `run_torch`.
@@ -109,9 +112,9 @@ def torch_reference(
     run = _run(model, data, options)
     value, total, read = _losses(run, data, loss)
     begin = time.perf_counter()
-    found = [None] * len(parameters)
+    gradients = [None] * len(parameters)
     if total.requires_grad and parameters:
-        found = torch.autograd.grad(total, parameters, allow_unused=True, retain_graph=True)
+        gradients = torch.autograd.grad(total, parameters, allow_unused=True, retain_graph=True)
     seconds = run.seconds + time.perf_counter() - begin
     tensors = [t for output in read for _, t in flatten_state(output)[0] if t.requires_grad]
     by_output = ()
@@ -124,12 +127,12 @@ def torch_reference(
         name: np.zeros(tuple(p.shape), np.dtype(str(p.dtype).removeprefix("torch.")))
         if g is None
         else g.detach().numpy(force=True)
-        for name, p, g in zip(names, parameters, found, strict=True)
+        for name, p, g in zip(names, parameters, gradients, strict=True)
     }
     outputs = [[t.detach().numpy(force=True) for _, t in flatten_state(o)[0]] for o in run.outputs]
     return Reference(
-        grads, outputs, value, reaches_output, any(g is not None for g in found),
-        _hears_input(model, data, options, outputs), seconds,
+        grads, outputs, value, reaches_output, any(g is not None for g in gradients),
+        _responds_to_input(model, data, options, outputs), seconds,
     )  # fmt: skip
 
 
@@ -141,7 +144,7 @@ def _run(model: nn.Module, data: CheckData, options: Mapping[str, Any]) -> Torch
 def _losses(
     run: TorchRun, data: CheckData, loss: CheckLoss
 ) -> tuple[float, torch.Tensor, list[Any]]:
-    """The loss of the sequence as a number, a tensor with its gradient, and the outputs it read."""
+    """Return the sequence's loss as a number and as a tensor with a gradient, and the outputs read."""
     if len(run.outputs) != len(data.weights):
         raise InputError(
             f"The model made {len(run.outputs)} outputs from {len(data.weights)} steps."
@@ -165,8 +168,9 @@ def _losses(
 
 
 def _of_sequence(run: TorchRun, data: CheckData, loss: CheckLoss) -> Any:
-    """What a loss of a whole sequence reads: what the model returned, or the outputs of all steps
-    in the model's own layout.
+    """Return what a loss of a whole sequence reads.
+
+    That is what the model returned, or the outputs of all steps in the model's own layout.
     """
     if not loss.over_time:
         return run.returned
@@ -183,7 +187,7 @@ def _torch_loss(loss: Callable, output: Any, target: Any) -> tuple[float, torch.
 
 
 def _jax_loss(loss: Callable, output: Any, target: Any) -> tuple[float, torch.Tensor]:
-    """A loss written in JAX: its derivative by the outputs is JAX's, and torch takes it from there."""
+    """Evaluate a loss written in JAX: JAX differentiates it by the outputs, torch does the rest."""
     leaves, skeleton = flatten_state(output)
     tensors = [t for _, t in leaves]
     arrays = [to_jax(t.detach()) for t in tensors]
@@ -203,8 +207,9 @@ def _jax_loss(loss: Callable, output: Any, target: Any) -> tuple[float, torch.Te
 
 
 def _is_torch_loss(loss: Callable, output: Any, target: Any) -> bool:
-    """Whether a loss works on torch tensors; one of torch's own must, so its error is the user's
-    answer.
+    """Return whether a loss works on torch tensors.
+
+    torch's own losses always do: if one of them fails, the user gets its error.
     """
     if isinstance(loss, nn.Module) or (getattr(loss, "__module__", None) or "").startswith("torch"):
         return True
@@ -214,10 +219,10 @@ def _is_torch_loss(loss: Callable, output: Any, target: Any) -> bool:
         return False
 
 
-def _hears_input(
+def _responds_to_input(
     model: nn.Module, data: CheckData, options: Mapping[str, Any], outputs: list[list[np.ndarray]]
 ) -> bool:
-    """Whether the outputs are any different from those for an input of zeros."""
+    """Return whether the outputs differ from those for an input of zeros."""
     if data.is_zero:
         return False
     with torch.no_grad(), restored(model):
