@@ -5,8 +5,8 @@
 
 Two programs for each rule, the online step with its update and the gradients of a sequence in
 chunks, of a small model with a convolution, spiking neurons, an LSTM and a GRU; or, with `--gru`,
-of the GRU of `benchmarks.roofline`. What is printed are the counts of the TPU's own compiler, and
-its estimate of the time. Nothing is run.
+of the GRU of `benchmarks.roofline`. What is printed are the counts of the TPU's own compiler.
+Nothing is run.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Everything(nn.Module):
 
 
 def count(function: Callable, shapes: tuple, donated: int, device: Any) -> list[float]:
-    """FLOPs, bytes moved, bytes of all buffers, estimated seconds, and CPU seconds to compile."""
+    """FLOPs, bytes moved, bytes of all buffers, and CPU seconds to compile."""
     begun = time.process_time()
     place = jax.sharding.SingleDeviceSharding(device)
     call = jax.jit(function, in_shardings=place, out_shardings=place, donate_argnums=donated)
@@ -81,9 +81,7 @@ def count(function: Callable, shapes: tuple, donated: int, device: Any) -> list[
     found, memory = program.cost_analysis(), program.memory_analysis()
     seconds = time.process_time() - begun
     buffers = memory.temp_size_in_bytes + memory.argument_size_in_bytes
-    names = ("flops", "bytes accessed", "optimal_seconds")
-    flops, moved, estimate = (found[name] for name in names)
-    return [flops, moved, buffers, estimate, seconds]
+    return [found["flops"], found["bytes accessed"], buffers, seconds]
 
 
 def main(arguments: list[str]) -> int:
@@ -102,19 +100,16 @@ def main(arguments: list[str]) -> int:
     else:
         compiled = CompiledStep(eb.wrap(Everything()), [np.zeros((2, 9), np.float32)], "tpu")
     print(f"{device.device_kind}\n")
-    print(
-        "| rule | program | MFLOP | MB moved | MB of buffers | estimate, ms | to compile, CPU s |"
-    )
-    print("|---|---|---:|---:|---:|---:|---:|")
+    print("| rule | program | MFLOP | MB moved | MB of buffers | to compile, CPU s |")
+    print("|---|---|---:|---:|---:|---:|")
     for rule in args.rule or rule_names():
         programs = Programs(compiled, make_rule(rule))
         for name, program, donated in (
             ("step", programs.step(), 0),
             (f"{STEPS} steps", programs.gradients(STEPS, CHUNK), 1),
         ):
-            *counts, estimate, seconds = count(*program, donated, device)
-            numbers = [*(n / 1e6 for n in counts), 1e3 * estimate]
-            row = " | ".join(f"{number:.3g}" for number in numbers)
+            *counts, seconds = count(*program, donated, device)
+            row = " | ".join(f"{number / 1e6:,.3g}" for number in counts)
             print(f"| `{rule}` | {name} | {row} | {seconds:.1f} |", flush=True)
     return 0
 
