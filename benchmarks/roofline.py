@@ -94,7 +94,7 @@ def roofline(units: int, inputs: int, batch: int, steps: int) -> None:
         "steps\n"
     )
     print(
-        "| rule | memory, GB | GFLOP a step | GB a step | kernels a step | "
+        "| rule | memory, GB | GFLOP per step | GB per step | kernels per step | "
         f"{' | '.join(f'{name}, s' for name in DEVICES)} |"
     )
     print("|---|" + "---:|" * (4 + len(DEVICES)))
