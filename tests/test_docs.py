@@ -329,3 +329,5 @@ def test_the_gallery_has_every_tutorial_and_example() -> None:
     examples = {f"`examples/{path.name}`" for path in (ROOT / "examples").glob("*.py")}
     assert set(re.findall(r"`examples/\w+\.py`", text)) == examples
     assert set(re.findall(r"\(tutorials/([\w-]+)\.md\)", text)) == {p.stem for p in tutorials()}
+    drawn = re.findall(r"pictures/example-(\w+)\.png\)<br>`examples/(\w+)\.py`", text)
+    assert len(drawn) >= 12 and all(picture == script for picture, script in drawn)
