@@ -134,7 +134,7 @@ def write_page(messages: list[Message]) -> str:
             ]
         for text, error in sorted(rows):
             cells = (cell.replace("|", "\\|") for cell in split(text))
-            lines.append(f"| {' | '.join(cells)} | `{error}` |")
+            lines.append(f"| {' | '.join(cells)} | {error} |")
         lines.append("")
     return "\n".join(lines)
 
