@@ -37,6 +37,7 @@ from etrace_bridge.learning.compiled_step import evaluation_mode
 from etrace_bridge.learning.footprint import compile_gradients
 from etrace_bridge.learning.inputs import read_inputs, sequence_length
 from etrace_bridge.learning.learner import OnlineLearner
+from etrace_bridge.learning.masks import check_mask, split_mask
 from etrace_bridge.learning.results import GradientResult
 from etrace_bridge.learning.sequence_loss import inexact, linear_loss
 from etrace_bridge.learning.weighting import reduction_of
@@ -148,7 +149,8 @@ def check_gradients(
             weights are) runs in its own precision, and a note says so; `report.dtype` is the
             precision that was used.
         reduction: `"mean"` or `"sum"` over the steps' losses.
-        mask: (T,) weights of the steps' losses.
+        mask: (T,) weights of the steps' losses, or (T, B) those of each sequence, (B, T) for a
+            batch-first model; (T,) for a brainstate module.
         tolerance: relative error that counts as equal; by default 1e-9 in float64, 1e-5 in float32.
         allow_zero: names of parameters whose gradient is rightly zero in torch, or that only make
             the initial state and shall stay.
@@ -344,8 +346,10 @@ class _Job:
         by_time = lambda t: t.transpose(0, 1) if net.batch_first and t.dim() > 1 else t
         of_steps = None if self.loss.per_sequence else map_tensors(targets, by_time)
         length = sequence_length([by_time(x) for x in tensors], of_steps, None, net.batch_first)
-        weights = step_weights(self.loss.mask(self.mask, length), self.reduction, length)
-        data = CheckData(inputs, targets, weights, net.batch_first, self.loss.per_sequence)
+        batch = tensors[0].shape[0 if net.batch_first else 1]
+        steps, factors = self.read_mask(net.batch_first, length, batch)
+        weights = step_weights(steps, self.reduction, length)
+        data = CheckData(inputs, targets, weights, net.batch_first, self.loss.per_sequence, factors)
         name = check_dtype(precision)
         allowed = TOLERANCE.get(name, 1e-5) if self.tolerance is None else self.tolerance
         return Check(
@@ -361,6 +365,23 @@ class _Job:
             notes,
         )
 
+    def read_mask(self, batch_first: bool, length: int, batch: int) -> tuple[Any, Any]:
+        """The steps' weights, and factors of the batch elements for a mask of single sequences."""
+        mask = None if self.mask is None else np.asarray(_as_tensor(self.mask, torch.float64))
+        if mask is not None:
+            mask = mask.T if batch_first and mask.ndim == 2 else mask
+            check_mask(mask, length, batch)
+        mask = self.loss.mask(mask, length)
+        return (None, None) if mask is None else split_mask(mask)
+
+    def blank_targets(self) -> Any:
+        """The targets, with zeros where a mask of single sequences leaves them out."""
+        kept = None if self.mask is None else _as_tensor(self.mask, torch.float64) != 0
+        if kept is None or kept.dim() < 2 or self.loss.per_sequence:
+            return self.targets
+        blank = lambda t: t.masked_fill(~kept.reshape(kept.shape + (1,) * (t.dim() - 2)), 0)
+        return map_tensors(_tensors(self.targets), blank)
+
     def with_single_steps(self, reports: list[GradientReport]) -> list[GradientReport]:
         """The reports with what `learner.step` gives, as it would run in training."""
         if self.loss.over_time:  # which single steps cannot have
@@ -371,7 +392,7 @@ class _Job:
             own = lambda t: (
                 t.to(precision) if isinstance(t, torch.Tensor) and t.is_floating_point() else t
             )
-            xs, targets = map_input(own, self.xs), map_tensors(self.targets, own)
+            xs, targets = map_input(own, self.xs), map_tensors(self.blank_targets(), own)
             call = functools.partial(check_steps, per_sequence=self.loss.per_sequence)
             found = [call(net, rule, self.loss.function, xs, targets) for rule in self.rules]
         return [
