@@ -1,7 +1,7 @@
 """What a GPU or TPU could do at best, by counting: FLOPs, bytes and kernels of the online step,
 from its compiled program.
 
-    python benchmarks/roofline.py [--units 1024 --inputs 256 --batch 256 --steps 1000] [--paper]
+    python -m benchmarks.roofline [--units 1024 --inputs 256 --batch 256 --steps 1000] [--paper]
 
 The program is laid out as for a GPU or TPU and compiled here, without being run. `--paper` prints
 memory and communication of a model of many devices, from formulas that are checked against the
@@ -16,18 +16,13 @@ import sys
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
 
 import etrace_bridge as eb
+from benchmarks.programs import Programs
 from etrace_bridge.learning.compiled_step import CompiledStep
-from etrace_bridge.learning.guard import new_alarm
-from etrace_bridge.learning.online_core import OnlineCore
-from etrace_bridge.learning.optimizers import make_updater
-from etrace_bridge.learning.programs import ProgramSpec, make_step
-from etrace_bridge.learning.state import LearnerState
 from etrace_bridge.rules import make_rule
 from etrace_bridge.schedule.chunk_plan import trace_bytes
 
@@ -70,28 +65,11 @@ def compiled_gru(units: int, inputs: int, batch: int, layers: int = 1) -> Compil
     )
 
 
-def count(compiled: CompiledStep, rule_name: str, units: int, batch: int) -> dict[str, float]:
+def count(compiled: CompiledStep, rule_name: str) -> dict[str, float]:
     """FLOPs, bytes and kernels of an online step with its update by SGD."""
-    rule, updater = (
-        make_rule(rule_name),
-        make_updater(optax.sgd(1e-3), None, None, None, 1, None, False),
-    )
-    loss = lambda output, target: jnp.mean((output - target) ** 2)
-    spec = ProgramSpec(OnlineCore(compiled, rule), loss, updater, "mean", True)
-    theta, hidden, other = compiled.read()
-    state = jax.eval_shape(
-        lambda: LearnerState(
-            list(theta), updater.init(compiled.by_weight_name(theta)), list(hidden), list(other), rule.init(compiled.program),
-            jnp.asarray(new_alarm(0, 1 + len(theta) + len(hidden))),
-        )
-    )  # fmt: skip
-    shape = lambda width: jax.ShapeDtypeStruct((batch, width), jnp.float32)
-    inputs = compiled.signature[0][0][1]
-    program = (
-        jax.jit(make_step(spec, True), donate_argnums=0)
-        .lower(state, [shape(inputs)], shape(units))
-        .compile()
-    )
+    programs = Programs(compiled, make_rule(rule_name), optax.sgd(1e-3))
+    step, shapes = programs.step()
+    program = jax.jit(step, donate_argnums=0).lower(*shapes).compile()
     found: Any = program.cost_analysis()
     entry = program.as_text().split("ENTRY", 1)[1]
     kernels = len(
@@ -104,7 +82,7 @@ def count(compiled: CompiledStep, rule_name: str, units: int, batch: int) -> dic
         "flops": found["flops"],
         "bytes": found["bytes accessed"],
         "kernels": kernels,
-        "memory": trace_bytes(state.trace),
+        "memory": trace_bytes(programs.state.trace),
     }
 
 
@@ -116,12 +94,12 @@ def roofline(units: int, inputs: int, batch: int, steps: int) -> None:
         "steps\n"
     )
     print(
-        "| rule | memory, GB | GFLOP a step | GB a step | kernels a step | "
+        "| rule | memory, GB | GFLOP per step | GB per step | kernels per step | "
         f"{' | '.join(f'{name}, s' for name in DEVICES)} |"
     )
     print("|---|" + "---:|" * (4 + len(DEVICES)))
     for rule in RULES:
-        found = count(compiled, rule, units, batch)
+        found = count(compiled, rule)
         bounds = [
             steps * max(found["flops"] / peak, found["bytes"] / bandwidth)
             for peak, bandwidth in DEVICES.values()

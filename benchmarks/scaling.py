@@ -5,7 +5,7 @@
 Work is counted by XLA, not timed: FLOPs of the compiled online step on a device. The efficiency is
 what one device has to do alone over twice what each of two has to do. The start is the first online
 step and the first sequence, in a process that finds its `cache_dir` empty and in one that finds it
-filled.
+filled. The first step of models of 1 to 50 layers is measured in CPU time, less than a minute in all.
 """
 
 from __future__ import annotations
@@ -93,10 +93,13 @@ def print_efficiency() -> None:
 
 def print_layers(counts: list[int]) -> None:
     measure(1)  # imports and first-call costs of JAX itself
-    print(f"{'layers':>6}  {'lines of HLO':>12}  {'per layer':>9}  {'first step, s':>13}")
+    print(
+        f"{'layers':>6}  {'lines of HLO':>12}  {'per layer':>9}  {'CPU time, s':>11}  {'per layer':>9}"
+    )
     for layers in counts:
         lines, seconds = measure(layers)
-        row = f"{layers:>6}  {lines:>12,}  {lines / layers:>9,.0f}  {seconds:>13.1f}"
+        row = f"{layers:>6}  {lines:>12,}  {lines / layers:>9,.0f}  {seconds:>11.1f}"
+        row += f"  {seconds / layers:>9.2f}"
         print(row, flush=True)
 
 

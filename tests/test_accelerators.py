@@ -9,44 +9,21 @@ import brainstate
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-import snntorch
 import torch
 from torch import Tensor, nn
 
 import etrace_bridge as eb
+from benchmarks import tpu
+from benchmarks.programs import Programs
 from etrace_bridge.learning.compiled_step import CompiledStep
-from etrace_bridge.learning.guard import new_alarm
-from etrace_bridge.learning.online_core import OnlineCore
-from etrace_bridge.learning.optimizers import make_updater
-from etrace_bridge.learning.programs import ProgramSpec, make_gradients, make_step
-from etrace_bridge.learning.state import LearnerState
 from etrace_bridge.lowering import CPUTuning, Tuning, compiler_options, tuning_for
-from etrace_bridge.rules import make_rule
-from etrace_bridge.schedule.chunk_plan import divide
+from etrace_bridge.rules import make_rule, rule_names
 
 PLATFORMS = ("cuda", "rocm", "tpu")
-RULES = ("bptt", "d_rtrl", "eprop", "low_rank", "pp_prop", "rflo", "rtrl", "snap1")
 B, I, O, T = 2, 9, 2, 7  # noqa: E741
-SOLVERS = {"cusolver_syevd_ffi", "hipsolver_syevd_ffi", "Eigh"}  # of `low_rank`
-
-
-class Everything(nn.Module):
-    """A convolution, spiking neurons, an LSTM and a GRU: one trace for all of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(1, 2, 3, padding=1)
-        self.lif = snntorch.Leaky(beta=0.8, learn_beta=True, init_hidden=True)
-        self.lstm, self.gru = nn.LSTMCell(18, 3), nn.GRUCell(3, O)
-
-    def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        memory, h = (None, None) if state is None else state
-        spikes = self.lif(self.conv(x.reshape(-1, 1, 3, 3)))
-        memory = self.lstm(spikes.flatten(1), memory)
-        h = self.gru(memory[0], h)
-        return h, (memory, h)
+SOLVERS = {"cusolver_syevd_ffi", "hipsolver_syevd_ffi", "Eigh"}
+EIGENVALUES = ("low_rank", "ok_rtrl")  # rules that ask for them
 
 
 class Mixed(nn.Module):
@@ -74,58 +51,23 @@ class Mixed(nn.Module):
         return self.out(h), (h, c)
 
 
-class Programs:
-    """A learner's programs and the shapes that they take; nothing is run.
-
-    Args:
-        compiled: the compiled model.
-        rule: the learning rule.
-    """
-
-    def __init__(self, compiled: CompiledStep, rule: Any) -> None:
-        updater = make_updater(optax.adam(1e-3), None, None, None, 1, None, False)
-        self.spec = ProgramSpec(OnlineCore(compiled, rule), _squares, updater, "mean", True)
-        theta, hidden, other = compiled.read()
-        dtype = jnp.dtype(compiled.signature[0][1])
-        self.state = jax.eval_shape(
-            lambda: LearnerState(
-                list(theta), updater.init(compiled.by_weight_name(theta)), list(hidden), list(other), rule.init(compiled.program),
-                jnp.asarray(new_alarm(0, 1 + len(theta) + len(hidden))),
-            )
-        )  # fmt: skip
-        shape = lambda *s: jax.ShapeDtypeStruct(s, dtype)
-        self.one, self.many = ([shape(B, I)], shape(B, O)), ([shape(T, B, I)], shape(T, B, O), None)
-
-    def step(self) -> tuple[Any, tuple]:
-        return make_step(self.spec, True), (self.state, *self.one)
-
-    def gradients(self) -> tuple[Any, tuple]:
-        state = self.state
-        carry = (state.hidden, state.other, state.trace)
-        return make_gradients(self.spec, divide(T, 2), True), (state.theta, carry, *self.many)
-
-
-def _squares(output: Any, target: Any) -> Any:
-    return jnp.mean((output - target) ** 2)
-
-
 @pytest.fixture(scope="module")
 def everything() -> CompiledStep:
     with brainstate.environ.context(precision=32):
-        return CompiledStep(eb.wrap(Everything()), [np.zeros((B, I), np.float32)], "gpu")
+        return CompiledStep(eb.wrap(tpu.Everything()), [np.zeros((B, I), np.float32)], "gpu")
 
 
 @pytest.mark.x32
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", rule_names())
 def test_every_program_lowers_for_accelerators(everything: CompiledStep, rule: str) -> None:
     """Step and chunks, for all platforms at once: no float64, callback or barrier in them."""
     assert len(everything.hidden_names) == 4, everything.hidden_names
     programs = Programs(everything, make_rule(rule))
-    for function, shapes in (programs.step(), programs.gradients()):
+    for function, shapes in (programs.step(), programs.gradients(T, 2)):
         text = jax.jit(function).trace(*shapes).lower(lowering_platforms=PLATFORMS).as_text()
         assert "stablehlo.dot_general" in text and "f64" not in text and "barrier" not in text
         called = set(re.findall(r"custom_call @(\w+)", text))
-        assert called == (SOLVERS if rule == "low_rank" else set()), called
+        assert called == (SOLVERS if rule in EIGENVALUES else set()), called
 
 
 def test_tuning_and_options_follow_the_platform() -> None:
@@ -142,7 +84,10 @@ def test_tuning_and_options_follow_the_platform() -> None:
 @pytest.mark.x32
 @pytest.mark.parametrize(
     ("dtypes", "rules"),
-    [((torch.bfloat16, torch.float32), RULES), ((torch.float32, torch.float16), ("rtrl", "rflo"))],
+    [
+        ((torch.bfloat16, torch.float32), rule_names()),
+        ((torch.float32, torch.float16), ("rtrl", "rflo")),
+    ],
     ids=["bfloat16 weights", "float16 state"],
 )
 def test_mixed_precision_keeps_every_dtype(
@@ -158,7 +103,7 @@ def test_mixed_precision_keeps_every_dtype(
         programs = Programs(compiled, make_rule(name))
         function, shapes = programs.step()
         assert _kinds(jax.eval_shape(function, *shapes)[0]) == _kinds(programs.state), name
-        function, shapes = programs.gradients()
+        function, shapes = programs.gradients(T, 2)
         assert _kinds(jax.eval_shape(function, *shapes)[0]) == _kinds(programs.state.theta), name
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from pathlib import Path
 
 import jax
@@ -84,3 +85,10 @@ def test_a_row(mode, rule, credit):
     assert "small" in harness.table([row]) and "small" in harness.page(
         {"rows": [row], "environment": {}}
     )
+
+
+def test_programs_for_a_tpu_need_its_compiler(monkeypatch, capsys):
+    """Without libtpu the command says where it is to be had; with it, every rule compiles."""
+    tpu = importlib.import_module("benchmarks.tpu")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert tpu.main([]) == 1 and "pip install libtpu" in capsys.readouterr().err

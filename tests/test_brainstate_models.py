@@ -182,3 +182,36 @@ def test_sparse_products_are_contacts(library: str) -> None:
     learner = eb.OnlineLearner(Leaky(layers.SparseLinear(matrix)), "d_rtrl", squared, chunk=2)
     assert_grads(learner.gradients(xs, targets).grads, {"layer.weight": wanted})
     assert learner.graph.certificate()["layer", "weight"].exact
+
+
+def test_layers_and_operations_of_braintrace_are_plain_ones() -> None:
+    """All of them in one layer, against `jax.grad`. A low-rank product is two, so its first weight
+    is exact within a chunk only, and the certificate says so.
+    """
+    braintrace = pytest.importorskip("braintrace")
+    nn = braintrace.nn
+
+    class Layers(brainstate.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.signed, self.scaled = nn.SignedWLinear(I, H), nn.ScaledWSLinear(I, H)
+            self.conv, self.grouped = nn.Conv1d((I, 1), 2, 2), nn.GroupedLinear(2, 1, 2)
+            self.lora = nn.LoRA(I, 2, H)
+            self.w = brainstate.ParamState(brainstate.random.randn(I, H))
+            self.gain = brainstate.ParamState(brainstate.random.randn(H))
+
+        def update(self, x):
+            flat = lambda y: y.reshape(x.shape[0], H)
+            parts = [self.signed(x), self.scaled(x), flat(self.conv(x[..., None])), self.lora(x)]
+            parts.append(flat(self.grouped(x[..., None])))
+            product = braintrace.matmul(x, self.w.value)
+            return sum(parts) + product * braintrace.element_wise(self.gain.value)
+
+    brainstate.random.seed(1)
+    net, (xs, targets) = Leaky(Layers()), data(H)
+    wanted = reference(net, xs, targets)
+    learner = eb.OnlineLearner(net, "d_rtrl", squared, chunk=2)
+    found, certificates = learner.gradients(xs, targets).grads, learner.graph.certificate()
+    exact = {".".join(path) for path, c in certificates.items() if c.exact}
+    assert set(wanted) - exact == {"layer.lora.weight"}
+    assert_grads({n: found[n] for n in exact}, {n: wanted[n] for n in exact})

@@ -97,6 +97,38 @@ def test_the_last_step_that_the_mask_leaves() -> None:
     assert_compares(report, wanted)
 
 
+LENGTHS = torch.tensor([7, 5, 3])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_mask_of_single_sequences(reduction: str) -> None:
+    """One mean, or sum, over everything that counts, as torch's own loss over it, whatever stands
+    in the padding; the second rule shows that the mask is not forgotten in its measurements.
+    """
+    (xs, _), model = make_data(), Every()
+    mask = eb.length_mask(LENGTHS, batch_first=True)
+    kept, labels = mask > 0, torch.randint(0, 2, (B, T))
+    labels[~kept] = 9
+    entropy = nn.CrossEntropyLoss(reduction=reduction)
+    wanted = torch_s(model, entropy(model(xs)[kept], labels[kept]))
+    comparison = eb.check_gradients(
+        model, xs, labels, entropy, ["rtrl", "d_rtrl"], 2, mask=mask, reduction=reduction
+    )
+    assert_compares(comparison["rtrl"], wanted)
+    assert comparison["rtrl"].verdict == "exact" and comparison.ok
+
+
+def test_the_last_step_of_each_sequence() -> None:
+    (xs, labels), model = make_data(), Every()
+    mask = eb.length_mask(LENGTHS, batch_first=True)
+    ends = model(xs)[torch.arange(B), LENGTHS - 1]
+    wanted = torch_s(model, F.cross_entropy(ends, labels))
+    report = eb.check_gradients(
+        model, xs, labels, F.cross_entropy, "rtrl", 2, loss_at="last", mask=mask
+    )
+    assert_compares(report, wanted)
+
+
 def test_a_loss_of_all_outputs() -> None:
     (xs, labels), model = make_data(), Every()
     wanted = torch_s(model, count_loss(model(xs), labels))
@@ -129,6 +161,12 @@ def test_targets_without_time_say_what_to_do() -> None:
         ({"loss_at": "end"}, "`loss_at` is 'end'"),
         ({"loss_at": "model"}, "gives an output for every step"),
         ({"loss": None, "seq_loss": count_loss, "mask": torch.ones(T)}, "takes no `mask`"),
+        ({"loss_at": "every", "mask": torch.ones(T, B)}, r"it must be \(7,\) or \(7, 3\)"),
+        (
+            {"loss": lambda o, y: F.mse_loss(o[:, 0], y * 1.0) ** 2, "loss_at": "every"}
+            | {"mask": torch.ones(B, T)},
+            "neither a mean nor a sum",
+        ),
     ],
 )
 def test_losses_that_do_not_fit(options: dict, message: str) -> None:

@@ -13,6 +13,7 @@ import shlex
 import sys
 import textwrap
 import tomllib
+import types
 from pathlib import Path
 
 import numpy as np
@@ -91,7 +92,7 @@ def test_commands_run_as_printed(tmp_path, monkeypatch, capsys) -> None:
             if title == "make_data.py":
                 exec(compile(text, title, "exec", dont_inherit=True), {})
         elif kind == "sh":
-            for line in text.splitlines():
+            for line in text.replace("\\\n", "").splitlines():
                 words = shlex.split(line)
                 assert words[:3] == ["python", "-m", "etrace_bridge"], line
                 assert main(words[3:]) == 0, f"{line}\n{capsys.readouterr().err}"
@@ -155,6 +156,53 @@ def test_shell_lines_of_all_pages_work(tmp_path, monkeypatch, capsys) -> None:
             asked = re.findall(r"\[([\w,]+)\]", line)
             assert set(",".join(asked).split(",")) - {""} <= set(extras), f"{page}: {line}"
     assert {"check", "train"} <= set(ran)
+
+
+@pytest.fixture(scope="module")
+def error_messages():
+    """The hook that lists every error message on a page."""
+    path = ROOT / "docs" / "error_messages.py"
+    return types.SimpleNamespace(**runpy.run_path(str(path)))
+
+
+def test_every_error_message_is_on_its_page(error_messages) -> None:
+    """Also one that is put together from several parts, and none that is only names."""
+    found = error_messages.find_messages()
+    raised = {(m.file, m.error) for m in found}
+    assert len(found) > 400 and {error for _, error in raised} >= error_messages.error_names() - {
+        "BridgeError"
+    }
+    page = error_messages.write_page(found)
+    for text in (
+        "The batch of … cannot be divided over the mesh's … devices.",
+        "There is no device … here; | JAX sees: ….",
+        "and its axes are ….",
+        "and there is no `mesh`.",
+    ):
+        assert text in page, text
+    rows = [line for line in page.splitlines() if line.startswith("| ")]
+    assert len(rows) > 400 and all(len(re.findall(r"(?<!\\)\|", row)) == 4 for row in rows)
+
+
+def test_troubleshooting_quotes_messages_that_exist(error_messages) -> None:
+    texts = [message.text for message in error_messages.find_messages()]
+    text = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    tables = re.findall(r"^\| message \|.*\n\|---.*\n((?:\|.*\n)+)", text, flags=re.M)
+    quoted = [row.split("|")[1].strip() for table in tables for row in table.splitlines()]
+    assert len(quoted) >= 15
+    for quote in quoted:
+        parts = [part.strip() for part in quote.split("…")]
+        assert any(all(part in text for part in parts) for text in texts), quote
+
+
+WIDEST = 121  # columns of code that the site shows without scrolling in a window of 1280 pixels
+
+
+def test_code_fits_the_page() -> None:
+    """Printed output is folded by the site, code is not."""
+    code = [(page, text) for page in DOCS for kind, _, text in blocks(page) if kind != "text"]
+    wide = [(p, line) for p, text in code for line in text.splitlines() if len(line) > WIDEST]
+    assert len(code) > 60 and not wide, wide
 
 
 def link_targets(page: str) -> list[str]:
@@ -281,3 +329,5 @@ def test_the_gallery_has_every_tutorial_and_example() -> None:
     examples = {f"`examples/{path.name}`" for path in (ROOT / "examples").glob("*.py")}
     assert set(re.findall(r"`examples/\w+\.py`", text)) == examples
     assert set(re.findall(r"\(tutorials/([\w-]+)\.md\)", text)) == {p.stem for p in tutorials()}
+    drawn = re.findall(r"pictures/example-(\w+)\.png\)<br>`examples/(\w+)\.py`", text)
+    assert len(drawn) >= 12 and all(picture == script for picture, script in drawn)

@@ -120,6 +120,9 @@ def test_a_click_on_a_parameter_shows_its_way(graph, tmp_path):
 def test_objects_print_as_one_can_read_them(net, graph):
     assert len(repr(graph)) < 300 and "exact" in repr(graph) and "first" not in repr(net)[:20]
     assert repr(net).startswith("BridgedModule(Stack: ") and len(repr(net)) < 200
+    table = net._repr_html_()
+    assert table.count("<td") == 3 * (len(net.parameter_names) + 2) and "states.0" in table
+    assert "&lt;/script&gt;" in table and "</script>" not in table and "(4, 3)" in table
     html = graph._repr_html_()
     assert "lower.rec.weight" in html and "approximate: drops [1]" in html and "<b>" in html
     assert "</script><b>" not in html and "&lt;/script&gt;&lt;b&gt;" in html

@@ -27,6 +27,7 @@ from torch.nn.functional import mse_loss
 import etrace_bridge as eb
 import process_script
 from etrace_bridge.cli import main
+from etrace_bridge.learning import processes
 from etrace_bridge.learning.placement import Placement
 from etrace_bridge.learning.processes import in_cluster
 from learner_models import make_net
@@ -261,6 +262,15 @@ def test_the_usual_mesh_of_one_process() -> None:
         eb.InputError, match="`process` is missing: give `coordinator`, `processes` and `process`"
     ):
         eb.distributed_mesh("host:1", 2)
+
+
+def test_a_lost_process_is_named_as_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(x: np.ndarray) -> None:
+        raise ValueError("UNKNOWN: Gloo AllGather failed: Connection reset by peer\nmore")
+
+    monkeypatch.setattr(processes.multihost_utils, "process_allgather", lost)
+    with pytest.raises(eb.BridgeError, match="Another process has ended .* by peer. Look for"):
+        processes.gather_float64(np.ones(2))
 
 
 def test_what_counts_as_a_cluster() -> None:

@@ -47,7 +47,7 @@ axes.margins(x=0.25, y=0.2)
 axes.grid(alpha=0.3)
 
 # %% [markdown]
-# With a budget, `recommend` names the most faithful rule that fits, without running any of them:
+# With a budget, `recommend` compiles the rules, runs those that fit, and names the most faithful one:
 
 # %%
 found = eb.recommend(Net(), xs[0], "200kB", rules=rules, steps=24)

@@ -31,6 +31,7 @@ from etrace_bridge.check.stepwise import check_steps, training_precision
 from etrace_bridge.check.torch_reference import CheckData, Reference, map_tensors, torch_reference
 from etrace_bridge.frontend import BridgedModule, map_input, to_jax, wrap
 from etrace_bridge.learning.inputs import sequence_length
+from etrace_bridge.learning.masks import check_mask, split_mask
 from etrace_bridge.learning.modes import evaluation_mode
 from etrace_bridge.learning.weighting import reduction_of
 from etrace_bridge.rules import BPTT, Rule
@@ -131,8 +132,10 @@ class TorchCheck:
         by_time = lambda t: t.transpose(0, 1) if net.batch_first and t.dim() > 1 else t
         of_steps = None if self.loss.per_sequence else map_tensors(targets, by_time)
         length = sequence_length([by_time(x) for x in tensors], of_steps, None, net.batch_first)
-        weights = step_weights(self.loss.mask(self.mask, length), self.reduction, length)
-        data = CheckData(inputs, targets, weights, net.batch_first, self.loss.per_sequence)
+        batch = tensors[0].shape[0 if net.batch_first else 1]
+        steps, factors = self._read_mask(net.batch_first, length, batch)
+        weights = step_weights(steps, self.reduction, length)
+        data = CheckData(inputs, targets, weights, net.batch_first, self.loss.per_sequence, factors)
         name = dtype_name(precision)
         tolerance = default_tolerance(name) if self.tolerance is None else self.tolerance
         return CheckSetup(
@@ -149,7 +152,7 @@ class TorchCheck:
             cast = lambda t: (
                 t.to(precision) if isinstance(t, torch.Tensor) and t.is_floating_point() else t
             )
-            xs, targets = map_input(cast, self.xs), map_tensors(self.targets, cast)
+            xs, targets = map_input(cast, self.xs), map_tensors(self._blank_targets(), cast)
             check = functools.partial(check_steps, per_sequence=self.loss.per_sequence)
             checks = [check(net, rule, self.loss.function, xs, targets) for rule in self.rules]
         return [
@@ -160,6 +163,25 @@ class TorchCheck:
             )
             for report, steps in zip(reports, checks, strict=True)
         ]
+
+    def _read_mask(self, batch_first: bool, length: int, batch: int) -> tuple[Any, Any]:
+        """Return the steps' weights, and factors of the batch elements for a mask of single
+        sequences.
+        """
+        mask = None if self.mask is None else np.asarray(as_tensor(self.mask, torch.float64))
+        if mask is not None:
+            mask = mask.T if batch_first and mask.ndim == 2 else mask
+            check_mask(mask, length, batch)
+        mask = self.loss.mask(mask, length)
+        return (None, None) if mask is None else split_mask(mask)
+
+    def _blank_targets(self) -> Any:
+        """Return the targets, with zeros where a mask of single sequences leaves them out."""
+        kept = None if self.mask is None else as_tensor(self.mask, torch.float64) != 0
+        if kept is None or kept.dim() < 2 or self.loss.per_sequence:
+            return self.targets
+        blank = lambda t: t.masked_fill(~kept.reshape(kept.shape + (1,) * (t.dim() - 2)), 0)
+        return map_tensors(_tensors(self.targets), blank)
 
     def _inputs(self, precision: torch.dtype) -> Any:
         """Return the inputs as tensors of one precision."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ class CheckData:
         weights: (T,) factors of the steps' losses.
         batch_first: the second axis is time.
         per_sequence: there is one target for each sequence; targets have no time axis.
+        factors: (T, B) factors of the batch elements within a step, whose mean is one, or zero
+            where a step does not count; None: all count alike.
     """
 
     xs: Any
@@ -40,6 +43,7 @@ class CheckData:
     weights: np.ndarray
     batch_first: bool
     per_sequence: bool = False
+    factors: np.ndarray | None = None
 
     @property
     def is_zero(self) -> bool:
@@ -159,12 +163,40 @@ def _losses(
     for step, (output, weight) in enumerate(zip(read, weights, strict=True)):
         if weight == 0:
             continue
-        number, tensor = (_torch_loss if is_torch else _jax_loss)(
-            function, output, data.target(step)
+        call, target = (
+            functools.partial(_torch_loss if is_torch else _jax_loss, function),
+            data.target(step),
         )
+        if data.factors is None:
+            number, tensor = call(output, target)
+        else:
+            number, tensor = _masked_loss(call, output, target, data.factors[step])
         value += weight * number
         total = total + weight * tensor
     return value, total, read
+
+
+def _masked_loss(
+    call: Callable, output: Any, target: Any, factors: np.ndarray
+) -> tuple[float, torch.Tensor]:
+    """The loss of a step in which batch elements count by their factors: the loss of each alone."""
+    pick = lambda tree, rows: map_tensors(tree, lambda t: t[rows] if t.dim() else t)
+    of_rows = lambda rows: call(pick(output, rows), pick(target, rows))
+    rows = np.flatnonzero(factors).tolist()
+    found = [of_rows([row]) for row in rows]
+    alone = np.array([number for number, _ in found])
+    together, twice = of_rows(rows)[0], of_rows([rows[0]] * 2)[0]
+    same = functools.partial(np.isclose, rtol=1e-4, atol=1e-9)
+    is_mean = same(twice, alone[0])
+    if not same(together, alone.mean() if is_mean else alone.sum()):
+        raise InputError(
+            "The loss is neither a mean nor a sum over the batch, so single sequences cannot be "
+            "left out. Give a loss that is, or a `mask` (T,) for all sequences."
+        )
+    scale = factors[rows] / (len(factors) if is_mean else 1)
+    return float(scale @ alone), sum(
+        f * tensor for f, (_, tensor) in zip(scale, found, strict=True)
+    )
 
 
 def _of_sequence(run: TorchRun, data: CheckData, loss: CheckLoss) -> Any:

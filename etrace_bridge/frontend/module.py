@@ -15,6 +15,7 @@ from torch import nn
 
 from etrace_bridge._errors import BridgeError, InputError, StateError
 from etrace_bridge._jax_compat import is_concrete
+from etrace_bridge._tables import html_table
 from etrace_bridge.frontend import discover, locate, messages
 from etrace_bridge.frontend.attributes import find_left_over
 from etrace_bridge.frontend.borders import held_shape, to_jax, to_real_jax, to_torch
@@ -159,6 +160,22 @@ class BridgedModule(brainstate.nn.Module):
             if leaf.hidden
         )
         return f"BridgedModule({kind}: {trained} trained parameters; states: {', '.join(shapes) or 'none'})"
+
+    def _repr_html_(self) -> str:
+        sizes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
+        rows = [("parameter", name, str(sizes[name])) for name in self.parameter_names]
+        leaves = [] if self._session is None else self._session.plan.leaves
+        rows += [
+            (
+                "state" if leaf.hidden else "carried",
+                to_name(leaf.path),
+                str(tuple(leaf.initial.shape)),
+            )
+            for leaf in leaves
+        ]
+        title = f"BridgedModule of {type(self.model).__name__}"
+        notes = [] if leaves else ["no states yet: `init_state(batch_size=...)` makes them"]
+        return html_table(title, ("kind", "name", "shape"), rows, notes)
 
     # ---- states
 

@@ -10,11 +10,10 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 import torch
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from etrace_bridge._errors import BridgeError, InputError
-from etrace_bridge.learning.processes import gather_float64
+from etrace_bridge.learning.processes import gather, gather_float64
 from etrace_bridge.step.program import StepProgram
 from etrace_bridge.step.units import weight_unit_axes
 
@@ -302,7 +301,7 @@ class Placement:
         code = (
             REFUSED if problem is not None else zlib.crc32(f"{call} {shapes}".encode()) & 0x7FFFFFFF
         )
-        codes = np.asarray(multihost_utils.process_allgather(np.array(code, np.int32))).reshape(-1)
+        codes = gather(np.array(code, np.int32)).reshape(-1)
         if problem is not None:
             raise problem
         if (codes == code).all():
@@ -325,7 +324,7 @@ class Placement:
         """What process 0 says."""
         if not self.spans_processes:
             return value
-        return bool(multihost_utils.broadcast_one_to_all(np.array(value)))
+        return bool(gather(np.array(value))[0])
 
     def mean(self, values: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
         """Means and their weights over all processes, from each process's own."""

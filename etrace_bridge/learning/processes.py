@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from etrace_bridge._errors import InputError
+from etrace_bridge._errors import BridgeError, InputError
 
 # What `python -m etrace_bridge train --processes N` tells the processes that it starts.
 COORDINATOR, COUNT, INDEX = (
@@ -109,7 +109,19 @@ def readable(x: Any, instead: Any) -> Any:
     return x if is_whole else instead
 
 
+def gather(x: np.ndarray) -> np.ndarray:
+    """An array of every process, along a new first axis."""
+    try:
+        return np.asarray(multihost_utils.process_allgather(x))
+    except (ValueError, RuntimeError) as error:  # what JAX raises for a broken connection
+        raise BridgeError(
+            "Another process has ended or cannot be reached, and this one cannot go on without "
+            f"it: {str(error).splitlines()[0]}. Look for an error in the output of the others, "
+            "start all processes again, and load the last checkpoint with `OnlineLearner.load`."
+        ) from error
+
+
 def gather_float64(x: np.ndarray) -> np.ndarray:
     """An array of every process; JAX may be in 32-bit mode, so the bytes travel."""
-    found = multihost_utils.process_allgather(np.frombuffer(x.tobytes(), np.uint8))
-    return np.frombuffer(np.asarray(found).tobytes(), np.float64).reshape(-1, *x.shape)
+    found = gather(np.frombuffer(x.tobytes(), np.uint8))
+    return np.frombuffer(found.tobytes(), np.float64).reshape(-1, *x.shape)
