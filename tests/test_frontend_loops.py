@@ -668,11 +668,37 @@ def test_steps_that_differ_are_refused(kind: type[nn.Module], reason: str) -> No
         eb.wrap(kind().double()).init_state(B)
 
 
+class Shifted(Inline):
+    """Reads the step before too, so that no layer has the size of an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(2 * IN, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        old = torch.zeros_like(x[:, :1])
+        return super().forward(torch.cat([x, torch.cat([old, x[:, :-1]], 1)], -1))
+
+
+def test_a_layout_that_no_layer_tells_is_seen_on_the_first_sequence() -> None:
+    torch.manual_seed(1)
+    model, x = Shifted().double(), torch.randn(B, T, IN, dtype=torch.float64)
+    target = torch.randn(B, T, H, dtype=torch.float64)
+    learner = eb.OnlineLearner(model, rule="rtrl", loss=F.mse_loss, chunk=5)
+    found = learner.gradients(x, target).grads
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    grads = torch.autograd.grad(F.mse_loss(model(x), target), parameters)
+    for name, grad in zip(names, grads, strict=True):
+        assert grad.abs().max() > 1e-6, name
+        np.testing.assert_allclose(found[name], grad, rtol=0, atol=1e-9 * grad.abs().max())
+
+
 def test_a_layout_that_was_assumed_wrong_is_not_trained_on() -> None:
-    learner = eb.OnlineLearner(Tutorial().double(), rule="d_rtrl", loss=F.mse_loss)
+    learner = eb.OnlineLearner(Shifted().double(), rule="d_rtrl", loss=F.mse_loss)
+    assert not learner.runtime.batch_first  # nothing tells yet
     with pytest.raises(eb.InputError, match=r"batch_first=True"):
         learner.gradients(
-            torch.randn(B, T, IN, dtype=torch.float64), torch.randn(B, T, 2, dtype=torch.float64)
+            torch.randn(B, T, IN, dtype=torch.float64), torch.randn(B, T, H, dtype=torch.float64)
         )
 
 

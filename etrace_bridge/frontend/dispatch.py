@@ -213,7 +213,7 @@ def dispatch(func: Callable, args: tuple, kwargs: dict) -> Any:
     ):
         return name == "__ne__"
     if not live and not (rule is not None and rule.name in _RANDOM):
-        return func(*args, **kwargs)
+        return _with_grad_flag(tracer, func, name, args, kwargs)
     if torch.is_autocast_enabled("cpu"):
         raise messages.autocast(tracer.place())
     if name in _GRAD_FLAGS:
@@ -222,7 +222,8 @@ def dispatch(func: Callable, args: tuple, kwargs: dict) -> Any:
         raise messages.needs_value(name, tracer.place())
     if name in _SHAPE_ONLY and not (_any_live(tracer, args[1:]) or _any_live(tracer, kwargs)):
         # a constant: known while tracing, and no state
-        return func(_stand_in(args[0]), *args[1:], **kwargs)
+        args = (_stand_in(args[0]), *args[1:])
+        return _with_grad_flag(tracer, func, name, args, kwargs)
     if name == "__getitem__" and masked.is_mask_of(args[1], args[0]):
         source, mask = tracer.traced(args[0]), args[1]
         return masked.MaskedTensor.select(
@@ -456,6 +457,20 @@ def _write_out(tracer: Tracer, out: Any, result: Any, origin: int) -> Any:
     return type(out)(
         [_write(tracer, target, value, origin) for target, value in zip(out, result, strict=True)]
     )
+
+
+def _with_grad_flag(tracer: Tracer, func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
+    """Let torch compute a constant. One that `forward` itself makes a leaf that requires grad (an
+    initial state, say) is no parameter from outside: it is traced from here on.
+    """
+    if name in ("requires_grad_", "requires_grad.__set__") and not args[0].requires_grad:
+        tracer.promote(args[0])
+        return args[0] if name == "requires_grad_" else None
+    tracer.note_constants(args)
+    result = func(*args, **kwargs)
+    if kwargs.get("requires_grad") is True and isinstance(result, torch.Tensor):
+        tracer.promote(result)
+    return result
 
 
 def _grad_flag(tracer: Tracer, func: Callable, name: str, args: tuple) -> Any:

@@ -93,8 +93,7 @@ class BridgedModule(brainstate.nn.Module):
         """
         if self._session is not None:
             return self._session.plan.layout == "batch_first"
-        self._core.assumed_batch_first = self._core.guess_batch_first()
-        return self._core.assumed_batch_first
+        return self._core.tell_batch_first()
 
     @property
     def reduction(self) -> str | None:
@@ -303,8 +302,7 @@ class BridgedModule(brainstate.nn.Module):
             sequence: The tensors have a time and a batch axis.
         """
         tensors = self.expect(*read_input(self.model.forward, x))
-        is_new = sequence and self._session is None and self._core.step_of_sequences is None
-        if is_new and (len(tensors) > 1 or not self._core.form.is_plain):
+        if sequence and self._session is None and self._core.step_of_sequences is None:
             self._core.learn_sequences(tensors)
         return tensors
 

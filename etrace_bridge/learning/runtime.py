@@ -19,7 +19,7 @@ from etrace_bridge.learning.element_loss import ElementLoss
 from etrace_bridge.learning.filling import Filling, cut_outputs
 from etrace_bridge.learning.host_update import HostUpdate
 from etrace_bridge.learning.in_chunks import ChunkRunner
-from etrace_bridge.learning.inputs import read_mask
+from etrace_bridge.learning.inputs import read_inputs, read_mask
 from etrace_bridge.learning.jitted import JittedPrograms
 from etrace_bridge.learning.losses import LossTable
 from etrace_bridge.learning.online_core import OnlineCore
@@ -139,6 +139,13 @@ class Runtime:
     def batch_first(self) -> bool:
         """Whether sequences come as (batch, time, …)."""
         return self.reader.batch_first
+
+    def is_batch_first(self, inputs: Any) -> bool:
+        """Tell whether sequences come as (batch, time, …), from sequences if nothing else shows
+        it.
+        """
+        read_inputs(self.net, inputs, sequence=True)
+        return self.batch_first
 
     # -- one step ---------------------------------------------------------------------------------
 

@@ -148,7 +148,7 @@ class _Finder:
                 blank: list[Node | None] = [None] * len(leaves)
                 step = LoopStep(
                     split, axes, reductions, traced.skeleton, leaves, blank, False, self.tensor_nodes, self.graph, self.axis,
-                    self.batch, traced.ranges,
+                    self.batch, traced.ranges, traced.starts,
                 )  # fmt: skip
                 yield from self._starts(step)
             if not unknown:

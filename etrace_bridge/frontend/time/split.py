@@ -80,6 +80,7 @@ def split_steps(
         if avoided:
             return None
         raise TooShort
+    _check_detached(demands, step)
     side_by_side = _SideBySide(step, {id(node) for node in cut})
     for column in outputs:
         side_by_side.visit(column)
@@ -123,6 +124,42 @@ def looks_ahead(node: Node, step: int) -> BridgeError:
         "reversed or bidirectional pass, a centred convolution, attention or statistics over the "
         "whole sequence). Use only the past there (a running statistic, a causal convolution), or "
         "train this model offline with torch."
+    )
+
+
+def _check_detached(demands: Sequence[Node], step: int) -> None:
+    """Raise if what goes on to the next step is detached in some late steps and not in others:
+    their values are alike, but their gradients are not.
+    """
+    seen: set[int] = set()
+    stack, last = list(demands), max((node.level for node in demands), default=0)
+    carried: list[Node] = []
+    while stack:
+        node = stack.pop()
+        if id(node) not in seen and node.level >= step - 1:
+            seen.add(id(node))
+            stack.extend(node.operands)
+            carried += [o for o in node.operands if step - 1 <= o.level < node.level]
+    seen.clear()
+    detached: dict[int, list[Node]] = {level: [] for level in range(step - 1, last)}
+    while carried:
+        node = carried.pop()
+        if id(node) not in seen:
+            seen.add(id(node))
+            carried += [o for o in node.operands if o.level == node.level]
+            if node.kind == "stop_gradient":
+                detached[node.level].append(node)
+    if len({len(nodes) for nodes in detached.values()}) > 1:
+        raise unequal_detaching(next(nodes[0] for nodes in detached.values() if nodes))
+
+
+def unequal_detaching(node: Node) -> BridgeError:
+    """The error for a loop that detaches its state now and then."""
+    return NotSupportedError(
+        f"The loop over time detaches values at some steps and not at others{place_of(node)} "
+        "(truncated backpropagation). One step is compiled for all steps, and its gradients would "
+        "not be torch's. Leave it out, since a learner does not store the past, or detach at every "
+        "step."
     )
 
 

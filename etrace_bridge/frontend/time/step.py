@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from torch import nn
 
 from etrace_bridge.frontend.ops.ranges import InputRange
 from etrace_bridge.frontend.plan import StateLeaf, TimeAxis
@@ -34,6 +35,7 @@ class LoopStep:
         input_shapes: Shapes of one step of the inputs, with the time axis.
         batch: Batch size, or None.
         ranges: What the step demands of inputs that it uses as indices.
+        start_attributes: Attributes `(path, module, name)` whose values the sequence starts from.
     """
 
     split: Split
@@ -48,6 +50,7 @@ class LoopStep:
     time_axis: int
     batch: int | None
     ranges: list[InputRange]
+    start_attributes: list[tuple[str, nn.Module, str]]
     start_is_guessed: bool = True
 
     def __call__(
