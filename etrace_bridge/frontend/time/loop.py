@@ -201,7 +201,7 @@ class _Finder:
 
     def _as_read(self, step: LoopStep) -> LoopStep:
         """Let states start as the first step shows them."""
-        leaves, starts, guessed = [], [], False
+        leaves, starts, guessed = [], [], not step.split.first_is_alike
         for leaf, state in zip(step.leaves, step.split.states, strict=True):
             start = state.column[0]
             fits = (

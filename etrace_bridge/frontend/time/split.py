@@ -49,6 +49,7 @@ class Split:
         first_outputs: What the first step gives.
         states: What it carries.
         keys: The random keys that it draws.
+        first_is_alike: The first step does what later ones do, save for where the states start.
     """
 
     step: int
@@ -56,6 +57,7 @@ class Split:
     first_outputs: list[Node | None]
     states: list[State]
     keys: list[Node]
+    first_is_alike: bool
 
 
 def split_steps(
@@ -92,6 +94,7 @@ def split_steps(
         [column[0] for column in outputs],
         list(side_by_side.states.values()),
         list(side_by_side.keys.values()),
+        side_by_side.first_is_alike,
     )
 
 
@@ -182,6 +185,7 @@ class _SideBySide:
         self.keys: dict[int, Node] = {}
         self._seen: dict[tuple, Column] = {}
         self._waiting: list[tuple[int, int]] = []
+        self.first_is_alike = True
 
     def visit(self, column: Column) -> None:
         """Follow a column, and say what it cannot be."""
@@ -213,6 +217,8 @@ class _SideBySide:
                 for node in later:
                     if not base.like(node):
                         raise unequal_steps(base, node)
+                first = column[0]
+                self.first_is_alike &= first is None or base.like(first)
                 early = [
                     node if node is not None and base.like(node) else None
                     for node in column[: self.step - 1]
