@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from etrace_bridge._jax_compat import is_concrete
-from etrace_bridge.frontend import discover, examples, messages
+from etrace_bridge.frontend import discover, examples, layout, messages
 from etrace_bridge.frontend.attributes import tensors_of_a_run
 from etrace_bridge.frontend.borders import to_jax, to_torch
 from etrace_bridge.frontend.inputs import PLAIN, InputForm, missing_keywords
@@ -97,7 +97,7 @@ class Core:
             InputError: Callers were told otherwise before; what they cut then would be wrong.
         """
         if self._guessed_batch_first is None:
-            known = discover.static_batch_first(self.model, self.options.batch_first)
+            known = layout.static_batch_first(self.model, self.options.batch_first)
             self._guessed_batch_first = self._plan_says_batch_first() if known is None else known
         if self.assumed_batch_first not in (None, self._guessed_batch_first):
             raise messages.other_layout(type(self.model).__name__, self._guessed_batch_first)
