@@ -668,11 +668,37 @@ def test_steps_that_differ_are_refused(kind: type[nn.Module], reason: str) -> No
         eb.wrap(kind().double()).init_state(B)
 
 
+class Shifted(Inline):
+    """Reads the step before too, so that no layer has the size of an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = nn.Linear(2 * IN, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        old = torch.zeros_like(x[:, :1])
+        return super().forward(torch.cat([x, torch.cat([old, x[:, :-1]], 1)], -1))
+
+
+def test_a_layout_that_no_layer_tells_is_seen_on_the_first_sequence() -> None:
+    torch.manual_seed(1)
+    model, x = Shifted().double(), torch.randn(B, T, IN, dtype=torch.float64)
+    target = torch.randn(B, T, H, dtype=torch.float64)
+    learner = eb.OnlineLearner(model, rule="rtrl", loss=F.mse_loss, chunk=5)
+    found = learner.gradients(x, target).grads
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    grads = torch.autograd.grad(F.mse_loss(model(x), target), parameters)
+    for name, grad in zip(names, grads, strict=True):
+        assert grad.abs().max() > 1e-6, name
+        np.testing.assert_allclose(found[name], grad, rtol=0, atol=1e-9 * grad.abs().max())
+
+
 def test_a_layout_that_was_assumed_wrong_is_not_trained_on() -> None:
-    learner = eb.OnlineLearner(Tutorial().double(), rule="d_rtrl", loss=F.mse_loss)
+    learner = eb.OnlineLearner(Shifted().double(), rule="d_rtrl", loss=F.mse_loss)
+    assert not learner.runtime.batch_first  # nothing tells yet
     with pytest.raises(eb.InputError, match=r"batch_first=True"):
         learner.gradients(
-            torch.randn(B, T, IN, dtype=torch.float64), torch.randn(B, T, 2, dtype=torch.float64)
+            torch.randn(B, T, IN, dtype=torch.float64), torch.randn(B, T, H, dtype=torch.float64)
         )
 
 
@@ -855,6 +881,55 @@ def test_a_first_step_with_equal_values_and_other_derivatives() -> None:
     for (name, _), grad in zip(model.named_parameters(), expected, strict=True):
         assert grad.abs().max() > 0.1
         torch.testing.assert_close(found[name], grad, rtol=1e-9, atol=1e-12)
+
+
+class SpikesFromAFraction(nn.Module):
+    """Starts from a fraction of a spike, which no membrane potential explains; gives rates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.rec = nn.Linear(IN, H), nn.Linear(H, H, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = spk = torch.full((x.shape[1], H), 0.3, dtype=x.dtype)
+        rates = []
+        for x_t in x:
+            v = 0.9 * (v - spk) + 0.1 * (self.inp(x_t) + self.rec(spk))
+            spk = Spike.apply(v - 1)
+            rates.append(spk)
+        return torch.stack(rates).mean(0)
+
+
+def test_a_start_that_spikes_hide_is_compared_in_the_states() -> None:
+    torch.manual_seed(1)
+    model, x = SpikesFromAFraction().double(), torch.randn(T, B, IN, dtype=torch.float64) * 3
+    net = eb.wrap(model)
+    net.init_state(B)
+    net(x[0])
+    v = 0.1 * (model.inp(x[0]) + model.rec(torch.full((B, H), 0.3, dtype=x.dtype)))
+    found = dict(zip(net.hidden_paths, net.hidden_values(), strict=False))
+    np.testing.assert_allclose(found["v",], v.detach(), rtol=0, atol=1e-12)
+
+
+class Bottleneck(nn.Module):
+    """A running sum from the second step on, of values that are functions of one number each: to
+    carry those of all steps is no state, however few they are.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide = nn.Linear(IN, 1, bias=False), nn.Linear(1, 2 * H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pad(self.wide(self.narrow(x))[:, 1:], (0, 0, 1, 0)).cumsum(1)
+
+
+def test_the_inputs_of_all_steps_but_the_first_are_no_state() -> None:
+    model, x = Bottleneck().double(), torch.randn(B, T, IN, dtype=torch.float64)
+    net = eb.wrap(model)
+    net.init_state(B)
+    found = np.stack([np.asarray(net(x[:, t])) for t in range(T)], 1)
+    np.testing.assert_allclose(found, model(x).detach(), rtol=0, atol=1e-12)
 
 
 def test_a_state_that_forward_itself_resets_does_not_hide_the_loop() -> None:

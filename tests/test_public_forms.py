@@ -566,3 +566,115 @@ def test_a_batch_as_large_as_the_input_is_not_taken_for_it(width: int) -> None:
     model.lin = nn.Linear(width, H)
     report = agrees(model.double(), inputs(width, T, width), (width, T, H))
     assert report["rec.weight"].norm > 1e-3
+
+
+class QuietLayer(nn.Module):
+    """A library's layer whose readout is silent on random inputs, reduced over time."""
+
+    def __init__(self, how: str, threshold: float) -> None:
+        super().__init__()
+        self.rnn, self.how, self.threshold = nn.GRU(IN, H), how, threshold
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.softplus(100 * (self.rnn(x)[0] - self.threshold)) * 0.01
+        y = torch.where(y > 1e-3, y, y - y.detach()) if self.threshold < 1 else torch.relu(y - 1)
+        return getattr(y, self.how)(0)
+
+
+@pytest.mark.parametrize("threshold", [0.99, 2.0])  # with a derivative in silence, and without
+@pytest.mark.parametrize("how", ["sum", "mean"])
+def test_a_silent_sum_over_time_behind_a_layer_is_no_last_step(how: str, threshold: float) -> None:
+    net = eb.wrap(QuietLayer(how, threshold).double())
+    net.init_state(B)
+    assert net.reduction == how
+
+
+class DetachesItsState(nn.Module):
+    """Detaches the state that it gets, so that a long sequence may be trained in parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.GRU(IN, H), nn.Linear(H, 2)
+
+    def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        y, h = self.rnn(x, None if h is None else h.detach())
+        return self.out(y), h
+
+
+def test_a_state_that_forward_detaches_between_sequences_is_not_detached_at_each_step() -> None:
+    report = agrees(DetachesItsState(), inputs(T, B, IN), (T, B, 2))
+    assert report["rnn.weight_hh_l0"].norm > 1e-6
+
+
+class DetachesNowAndThen(nn.Module):
+    """Truncated backpropagation inside `forward`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(IN, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, ys = x.new_zeros(x.shape[1], H), []
+        for t, step in enumerate(x):
+            h = self.cell(step, h.detach() if t % 3 == 0 else h)
+            ys.append(h)
+        return torch.stack(ys)
+
+
+def test_a_loop_that_detaches_its_state_now_and_then_is_refused_with_the_line() -> None:
+    with pytest.raises(eb.NotSupportedError, match=r"detaches values at some steps.*forms\.py:\d+"):
+        eb.wrap(DetachesNowAndThen().double()).init_state(B)
+
+
+STARTS = {
+    "in the call": lambda x: torch.zeros(x.shape[0], H, dtype=x.dtype, requires_grad=True),
+    "afterwards": lambda x: torch.zeros(x.shape[0], H, dtype=x.dtype).requires_grad_(),
+    "like another": lambda x: x.new_zeros(x.shape[0], H, requires_grad=True),
+}
+
+
+class StartsFromALeaf(nn.Module):
+    """A start of zeros that requires grad, as older tutorials write it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.cell, self.how = nn.GRUCell(IN, H), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, ys = STARTS[self.how](x), []
+        for t in range(x.shape[1]):
+            h = self.cell(x[:, t], h)
+            ys.append(h)
+        return torch.stack(ys, 1)
+
+
+@pytest.mark.parametrize("how", list(STARTS))
+def test_a_start_made_in_forward_may_require_grad(how: str) -> None:
+    model, x = StartsFromALeaf(how).double(), inputs(B, T, IN)
+    net = eb.wrap(model)
+    net.init_state(B)
+    found = np.stack([np.asarray(net(x[:, t])) for t in range(T)], 1)
+    np.testing.assert_allclose(found, model(x).detach(), rtol=0, atol=1e-12)
+
+
+class KeepsItsState(DetachesNowAndThen):
+    """Starts where the last sequence ended."""
+
+    h: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.new_zeros(x.shape[1], H) if self.h is None else self.h
+        ys = []
+        for step in x:
+            h = self.cell(step, h)
+            ys.append(h)
+        self.h = h.detach()
+        return torch.stack(ys)
+
+
+def test_a_loop_that_starts_from_what_an_earlier_run_left_warns() -> None:
+    model = KeepsItsState().double()
+    eb.wrap(model).init_state(B)
+    model(inputs(T, B, IN))
+    with pytest.warns(UserWarning, match="an earlier run seems to have left: `h`"):
+        eb.wrap(model).init_state(B)

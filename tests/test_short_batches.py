@@ -237,11 +237,14 @@ def test_what_mixes_the_batch_runs_as_it_is(kind: str) -> None:
 def test_where_a_short_batch_is_expected() -> None:
     xs, ys = make_data(batch=12)
     rows = TensorDataset(xs.transpose(0, 1), ys.transpose(0, 1))
-    assert full_batch_size(DataLoader(rows, batch_size=5), True) == 5
+    assert full_batch_size(DataLoader(rows, batch_size=5), lambda xs: True) == 5
     for size, drop in ((4, False), (5, True), (20, False)):
-        assert full_batch_size(DataLoader(rows, batch_size=size, drop_last=drop), True) is None
+        assert (
+            full_batch_size(DataLoader(rows, batch_size=size, drop_last=drop), lambda xs: True)
+            is None
+        )
     data = make_batches()
-    assert full_batch_size(data, False) == FULL
+    assert full_batch_size(data, lambda xs: False) == FULL
     unequal = [
         data[:2],
         data[::-1],
@@ -250,7 +253,7 @@ def test_where_a_short_batch_is_expected() -> None:
         iter(data),
         lambda: data,
     ]
-    assert all(full_batch_size(given, False) is None for given in unequal)
+    assert all(full_batch_size(given, lambda xs: False) is None for given in unequal)
 
 
 def test_the_commands_fill_their_last_batch(

@@ -9,9 +9,10 @@ from etrace_bridge.frontend.borders import (
     to_real_jax,
     to_torch,
 )
+from etrace_bridge.frontend.held import BufferState
 from etrace_bridge.frontend.hooks import apply_parameter_hooks, is_in_backward
 from etrace_bridge.frontend.inputs import InputForm, map_input, read_call
-from etrace_bridge.frontend.module import BridgedModule, BufferState, wrap
+from etrace_bridge.frontend.module import BridgedModule
 from etrace_bridge.frontend.ops import register_op
 from etrace_bridge.frontend.ops.ranges import (
     InputRange,
@@ -25,6 +26,7 @@ from etrace_bridge.frontend.settings import Settings
 from etrace_bridge.frontend.state import Adapter, register_adapter, supported_layers
 from etrace_bridge.frontend.trace import trace_function
 from etrace_bridge.frontend.verify import VerifyReport, verify
+from etrace_bridge.frontend.wrapping import wrap
 
 __all__ = [
     "Adapter",

@@ -226,6 +226,7 @@ def find_left_over(plan: StepPlan) -> dict[str, torch.Tensor]:
     model's `state_dict`, and may hold any start.
     """
     slots = [(slot.path, slot.module, slot.name) for slot in plan.attributes]
+    slots += [] if plan.loop is None else plan.loop.start_attributes
     by_value = [place for place in slots if place[2] not in place[1]._buffers]
     return {
         **{n: t.detach() for n, t in _own_tensors(slots) if t.grad_fn is not None},

@@ -4,6 +4,7 @@ far.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import warnings
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from etrace_bridge._jax_compat import is_concrete
-from etrace_bridge.frontend import discover, examples, messages
+from etrace_bridge.frontend import discover, examples, layout, messages
 from etrace_bridge.frontend.attributes import tensors_of_a_run
 from etrace_bridge.frontend.borders import to_jax, to_torch
 from etrace_bridge.frontend.inputs import PLAIN, InputForm, missing_keywords
@@ -88,27 +89,32 @@ class Core:
             )
             self._guessed_batch_first = None
 
-    def guess_batch_first(self) -> bool:
-        """Tell whether sequences are batch-first before an input is known: by the layers, else by a
-        guessed input.
+    def tell_batch_first(self) -> bool:
+        """Tell whether sequences are batch-first before an input is known: by the layers, else by
+        sequences that were read, else by a guessed input.
+
+        Raises:
+            InputError: Callers were told otherwise before; what they cut then would be wrong.
         """
         if self._guessed_batch_first is None:
-            known = discover.static_batch_first(self.model, self.options.batch_first)
+            known = layout.static_batch_first(self.model, self.options.batch_first)
             self._guessed_batch_first = self._plan_says_batch_first() if known is None else known
+        if self.assumed_batch_first not in (None, self._guessed_batch_first):
+            raise messages.other_layout(type(self.model).__name__, self._guessed_batch_first)
+        self.assumed_batch_first = self._guessed_batch_first
         return self._guessed_batch_first
 
     def _plan_says_batch_first(self) -> bool:
-        inputs, _ = self.inputs_for(2)
-        if self.step_of_sequences is not None:
-            inputs = self.step_of_sequences
-        if inputs is None:
-            return False
-        try:
-            with warnings.catch_warnings():  # of a model that is given something else
+        for inputs in (self.step_of_sequences, self.inputs_for(2)[0]):
+            if inputs is None:
+                continue
+            with (
+                warnings.catch_warnings(),  # of a model that is given something else
+                contextlib.suppress(Exception),  # a wrong guess; the first input will tell
+            ):
                 warnings.simplefilter("ignore")
                 return self.find_plan(inputs, 2).layout == "batch_first"
-        except Exception:  # the guess may be wrong; the first input will tell
-            return False
+        return False
 
     def check_layout(self, plan: StepPlan) -> None:
         """Raise if a sequence was cut into steps before its layout was known, and along the wrong

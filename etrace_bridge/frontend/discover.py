@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,95 +15,30 @@ from torch import nn
 
 from etrace_bridge._errors import BridgeError, InputError, NotSupportedError, StateError
 from etrace_bridge.frontend import examples, messages
+from etrace_bridge.frontend.argument_slots import find_argument_slots
 from etrace_bridge.frontend.attributes import find_attribute_slots
-from etrace_bridge.frontend.calls import (
-    LOCK,
-    DefinedMemory,
-    as_written,
-    intercepted_calls,
-    plain_call,
-)
-from etrace_bridge.frontend.examples import (
-    random_like,
-    scaled,
-    share_changed,
-    with_sample_changed,
+from etrace_bridge.frontend.calls import LOCK, DefinedMemory, as_written
+from etrace_bridge.frontend.chaining import (
+    check_batch,
+    check_chaining,
+    keeps_samples_apart,
+    reads_state,
 )
 from etrace_bridge.frontend.inputs import PLAIN, InputForm
+from etrace_bridge.frontend.layout import find_layout, find_time_axes, repeat_in_time
 from etrace_bridge.frontend.names import NamedTensor
-from etrace_bridge.frontend.plan import (
-    ArgumentSlot,
-    StateLeaf,
-    StepPlan,
-    TimeAxis,
-    add_time_axis,
-    native_call,
-    time_axis_of,
-)
-from etrace_bridge.frontend.root import find_root_adapter, same_tensors
+from etrace_bridge.frontend.plan import StepPlan, add_time_axis, native_call, time_axis_of
+from etrace_bridge.frontend.recorder import Recorder, call_root, call_without_state
+from etrace_bridge.frontend.root import find_root_adapter
 from etrace_bridge.frontend.snapshot import restored
-from etrace_bridge.frontend.state import (
-    Adapter,
-    bind_state_arguments,
-    call_with_state,
-    fill_missing,
-    find_adapter,
-    flatten_state,
-    state_names,
-    unflatten_state,
-)
+from etrace_bridge.frontend.state import find_adapter
 
-_LENGTHS = (3, 5, 7, 11, 13)
 _MAY_BE_A_LOOP = (
     messages.BatchInOrder,
     messages.NotChained,
     messages.MissingArgument,
     messages.UnclearState,
 )
-
-
-@dataclass
-class Call:
-    """One recorded call of a module that has an adapter."""
-
-    module: nn.Module
-    adapter: Adapter
-    index: int
-    inputs: tuple
-    keywords: dict
-    given: tuple
-    returned: Any
-
-
-class Recorder:
-    """Handles module calls on plain tensors: notes the calls of modules with an adapter."""
-
-    def __init__(self, root: nn.Module | None = None, root_adapter: Adapter | None = None) -> None:
-        self.calls: list[Call] = []
-        self.total = 0
-        self._root, self._root_adapter = root, root_adapter
-        self._counts: dict[int, int] = {}
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        self.total += 1
-        adapter = self._root_adapter if module is self._root else find_adapter(module)
-        if adapter is None:
-            return plain_call(module, *args, **kwargs)
-        rest, kept, given = bind_state_arguments(
-            module.forward, adapter.arguments(module), args, kwargs
-        )
-        index = self._counts.get(id(module), 0)
-        self._counts[id(module)] = index + 1
-        # the call may write to its arguments
-        call = Call(module, adapter, index, _copied(rest), _copied(kept), _copied(given), None)
-        self.calls.append(call)
-        call.returned = plain_call(module, *args, **kwargs)
-        return call.returned
-
-
-def _copied(values: Any) -> Any:
-    leaves, skeleton = flatten_state(values)
-    return unflatten_state(skeleton, [tensor.detach().clone() for _, tensor in leaves])
 
 
 def find_plan(
@@ -174,7 +108,7 @@ def find_plan(
                 layout is not None
                 or sequence is False
                 or not _may_take_sequences(model, None)
-                or _reads_state(model, inputs, plan)
+                or reads_state(model, inputs, plan)
             ):
                 return plan
             failure = None
@@ -201,35 +135,10 @@ def _runs_alone(model: nn.Module, inputs: tuple, form: InputForm) -> bool:
     """Whether torch runs a single step of a model from its initial state."""
     try:
         with restored(model, values=False), torch.no_grad():
-            _call_without_state(model, inputs, form)
+            call_without_state(model, inputs, form)
     except Exception:  # it takes no single steps, or needs a state
         return False
     return True
-
-
-def _reads_state(model: nn.Module, inputs: tuple, plan: StepPlan) -> bool:
-    """Whether a step depends on any of its states: `forward` may set them anew in every call."""
-    start = [leaf.initial for leaf in plan.leaves]
-    moved = [(t == 0) if t.dtype == torch.bool else t + torch.ones_like(t) for t in start]
-    return bool(start) and any(
-        _tells_apart(model, given, plan, start, moved)
-        for given in (inputs, tuple(random_like(x, 0) for x in inputs))  # zeros may close a gate
-    )
-
-
-def _tells_apart(
-    model: nn.Module, inputs: tuple, plan: StepPlan, *states: list[torch.Tensor]
-) -> bool:
-    """Whether a step gives other results from other states."""
-    runs = []
-    for some in states:
-        try:
-            with restored(model, values=False), torch.no_grad():
-                given = [state.clone() for state in some]
-                runs.append(plan.run(model, inputs, given, native_call(model)))
-        except Exception:  # the model checks its states
-            return True
-    return not same_tensors(*runs)
 
 
 def _may_take_sequences(model: nn.Module, error: Exception | None) -> bool:
@@ -259,13 +168,13 @@ def _plan_in_layout(
             model, add_time_axis(inputs, layout), state, batch_axis, time_axis_of(layout), form
         )
     if plan.layout is None and batched:
-        _check_batch(model, inputs, plan, given)
+        check_batch(model, inputs, plan, given)
     plan.output_time_axes = find_time_axes(model, inputs, plan, given)
-    _find_argument_slots(model, inputs, plan, paths, given)
+    find_argument_slots(model, inputs, plan, paths, given)
     plan.attributes, plan.python = _find_attribute_slots(model, inputs, plan, paths)
     if plan.layout is not None:
         training = [(module, module.training) for module in model.modules()]
-        _check_chaining(model, inputs, plan, given)
+        check_chaining(model, inputs, plan, given)
         for module, mode in training:
             module.training = mode
     return plan
@@ -310,11 +219,11 @@ def _plan_loop(
                     form,
                 )
             # torch must take this layout
-            _call_root(model, plan, given, repeat_in_time(inputs, layout, 5), Recorder())
+            call_root(model, plan, given, repeat_in_time(inputs, layout, 5), Recorder())
             plan.loop = find_loop(model, tensors, inputs, plan, given, batch)
         except Exception as error:  # the model does not take this layout, or looks ahead in it
             reasons.append(error)
-            if batched and _keeps_samples_apart(model, inputs, plan, given):
+            if batched and keeps_samples_apart(model, inputs, plan, given):
                 likely.append(error)
             continue
         plan.output_time_axes = plan.loop.axes
@@ -331,7 +240,7 @@ def _plan_loop(
             error for error in known if isinstance(error, (NotSupportedError, StateError))
         ]
         if about_time:
-            if likely and not _keeps_samples_apart(model, inputs, StepPlan(form=form), None):
+            if likely and not keeps_samples_apart(model, inputs, StepPlan(form=form), None):
                 raise about_time[0]
             warnings.warn(
                 messages.stateless_step(type(model).__name__, about_time[0]), stacklevel=2
@@ -344,41 +253,6 @@ def _plan_loop(
     ):
         raise failure
     raise (known[0] if known else failure)
-
-
-def _keeps_samples_apart(
-    model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple | None
-) -> bool:
-    """Tell whether a change of one sample changes no other sample's output, in a plan's layout."""
-    axis = int(plan.layout == "time_major")
-    whole = inputs if plan.layout is None else repeat_in_time(inputs, plan.layout, 5)
-    size = next(x.shape[axis] for x in whole if isinstance(x, torch.Tensor) and x.dim() > axis)
-    base = tuple(random_like(x, 0) for x in whole)
-    changed = tuple(with_sample_changed(x, axis, size) for x in base)
-    if size < 2:
-        return False
-    try:
-        runs = [_call_root(model, plan, given, x, Recorder()) for x in (base, changed)]
-    except Exception:  # the model does not take this layout
-        return False
-    tensors = [[t for _, t in flatten_state(plan.output_of(model, r))[0]] for r in runs]
-    return share_changed(*tensors) <= 1 / size + 1e-9
-
-
-def _call_root(
-    model: nn.Module, plan: StepPlan, given: tuple | None, args: tuple, recorder: Recorder
-) -> Any:
-    """Call the model on plain tensors with its initial state, if it takes one and the state is
-    known.
-    """
-    root = plan.root
-    names = () if root is None else root.arguments(model)
-    states = given
-    if root is not None and names and given is None:
-        with restored(model, values=False):
-            states = root.initial(model, plan.form.fill(args)[0])
-    with restored(model, values=False), intercepted_calls(recorder):
-        return plan.call_from(model, args, None if states is None else _copied(states))
 
 
 def _find_attribute_slots(
@@ -398,81 +272,6 @@ def _find_attribute_slots(
         )
 
 
-def _check_chaining(model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple | None) -> None:
-    """Run a random sequence at once and step by step: a state that the bridge does not carry, or a
-    look ahead, would show.
-    """
-    # Dropout differs from run to run; batch statistics are part of what the model computes
-    for module in model.modules():
-        if not isinstance(module, nn.modules.batchnorm._NormBase):
-            module.training = False
-    for scale in (1.0, 5.0, 30.0):  # a spiking model that is silent agrees with everything
-        if not _check_sequence(model, inputs, plan, given, scale):
-            return
-
-
-def _check_sequence(
-    model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple | None, scale: float
-) -> bool:
-    """Compare one sequence with its steps; give whether an output was all zeros."""
-    length, axis = _unused_length(inputs), 1 if plan.layout == "batch_first" else 0
-    steps = [scaled(tuple(random_like(x, step) for x in inputs), scale) for step in range(length)]
-    whole = [
-        torch.stack(x, min(axis, x[0].dim())) if isinstance(x[0], torch.Tensor) else x[0]
-        for x in zip(*steps, strict=True)
-    ]
-    returned = _call_root(model, plan, given, tuple(whole), Recorder())
-    expected = flatten_state(plan.output_of(model, returned))[0]
-    with restored(model, values=False):
-        states = [leaf.initial.clone() for leaf in plan.leaves]
-        for step, x in enumerate(steps):
-            output, states = plan.run(model, x, states, native_call(model))
-            for (_, found), (_, wanted), axis in zip(
-                flatten_state(output)[0], expected, plan.output_time_axes, strict=True
-            ):
-                if axis is None and step < length - 1:
-                    continue
-                wanted = wanted if axis is None else axis.select(wanted, step)
-                if not torch.allclose(found, wanted, rtol=1e-3, atol=1e-5, equal_nan=True):
-                    raise messages.not_chained(
-                        type(model).__name__, [".".join(leaf.path) for leaf in plan.leaves]
-                    )
-    return any(not bool(tensor.any()) for _, tensor in expected)
-
-
-def _check_batch(model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple | None) -> None:
-    """Raise if a step reads the samples of a batch one after the other: then the first axis is
-    time.
-    """
-    size = next((x.shape[0] for x in inputs if isinstance(x, torch.Tensor) and x.dim()), 1)
-    if size < 3:  # with two samples, "reads the first one" and "in order" look the same
-        return
-    base = tuple(random_like(x, 0) for x in inputs)
-    runs = []
-    for sample in (None, 0, 1, size - 1):
-        changed = tuple(with_sample_changed(x, 0, size, sample) for x in base)
-        try:
-            runs.append(
-                [
-                    t
-                    for _, t in flatten_state(_call_root(model, plan, given, changed, Recorder()))[
-                        0
-                    ]
-                ]
-            )
-        except Exception:  # the call itself will be judged where the states are looked for
-            return
-    for plain, *others in zip(*runs, strict=False):
-        if (
-            plain.dim()
-            and plain.shape[0] == size
-            and all(plain.shape == other.shape for other in others)
-        ):
-            rows = [(plain != other).reshape(size, -1).any(1).tolist() for other in others]
-            if rows == [[row >= sample for row in range(size)] for sample in (0, 1, size - 1)]:
-                raise messages.reads_batch_in_order(type(model).__name__)
-
-
 def check_modules(model: nn.Module) -> None:
     """Let adapters refuse modules that cannot run one step at a time."""
     for path, module in model.named_modules():
@@ -483,255 +282,3 @@ def check_modules(model: nn.Module) -> None:
             adapter.check(module, path)
         if module._backward_hooks or module._backward_pre_hooks:
             raise messages.backward_hook(type(module).__name__, path)
-
-
-# ---- what `forward` consumes
-
-
-def find_layout(
-    model: nn.Module,
-    inputs: tuple,
-    sequence: bool | None,
-    batch_first: bool | None,
-    form: InputForm = PLAIN,
-) -> str | None:
-    """Tell whether a model consumes sequences, and in which layout, by giving it one and watching
-    its recurrent layers.
-    """
-    adapter = find_adapter(model)
-    own = adapter.sequence(model) if adapter is not None else None
-    inner = [
-        found
-        for m in model.modules()
-        if (a := find_adapter(m)) is not None and (found := a.sequence(m)) is not None
-    ]
-    if sequence is False:
-        return None
-    if own is not None:
-        return own
-    chosen = None if batch_first is None else "batch_first" if batch_first else "time_major"
-    if sequence:
-        return chosen or (inner[0] if inner else "time_major")
-    if adapter is not None and adapter.arguments(model):
-        return None
-    candidates = [chosen] if chosen else list(dict.fromkeys([*inner, "time_major", "batch_first"]))
-    if inner:
-        return next(
-            (layout for layout in candidates if _layers_see_time(model, inputs, layout, form)), None
-        )
-    return "time_major" if _loops_over_first_axis(model, inputs, form) else None
-
-
-def _call_without_state(model: nn.Module, inputs: tuple, form: InputForm) -> Any:
-    args, kwargs = fill_missing(model.forward, *form.fill(inputs))
-    return model(*args, **kwargs)
-
-
-def _layers_see_time(model: nn.Module, inputs: tuple, layout: str, form: InputForm) -> bool:
-    """Tell whether a sequence in this layout reaches a recurrent layer as one of the same length."""
-    length = _unused_length(inputs)
-    recorder = Recorder()
-    try:
-        with restored(model, values=False), intercepted_calls(recorder):
-            _call_without_state(model, repeat_in_time(inputs, layout, length), form)
-    except BridgeError:
-        raise
-    except Exception:  # the model does not take this layout; what it raises is its own affair
-        return False
-    for call in recorder.calls:
-        own = call.adapter.sequence(call.module)
-        if own is not None and call.inputs and isinstance(call.inputs[0], torch.Tensor):
-            x = call.inputs[0]
-            if x.shape[1 if own == "batch_first" and x.dim() == 3 else 0] == length:
-                return True
-    return False
-
-
-def _loops_over_first_axis(model: nn.Module, inputs: tuple, form: InputForm) -> bool:
-    """Tell whether `forward` calls its cells once for each entry of the first axis: then that axis
-    is time.
-    """
-    if not any((a := find_adapter(m)) is not None and a.arguments(m) for m in model.modules()):
-        return False
-    counts = []
-    for size in (2, 3):
-        recorder = Recorder()
-        try:
-            with restored(model, values=False), intercepted_calls(recorder):
-                first = [
-                    x[:1].expand(size, *x.shape[1:]).contiguous()
-                    if isinstance(x, torch.Tensor) and x.dim()
-                    else x
-                    for x in inputs
-                ]
-                _call_without_state(model, tuple(first), form)
-        except Exception:  # another call convention; the step itself will tell
-            return False
-        counts.append(recorder.total)
-    return counts[0] != counts[1]
-
-
-def repeat_in_time(inputs: tuple, layout: str | None, length: int) -> tuple:
-    """Make sequences that repeat one time step."""
-    axis = 1 if layout == "batch_first" else 0
-    return tuple(
-        torch.stack([x] * length, min(axis, x.dim())) if isinstance(x, torch.Tensor) else x
-        for x in inputs
-    )
-
-
-def _unused_length(inputs: tuple, skip: int = 0) -> int:
-    sizes = {size for x in inputs if isinstance(x, torch.Tensor) for size in x.shape}
-    return [length for length in _LENGTHS if length not in sizes][skip]
-
-
-def find_time_axes(
-    model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple | None
-) -> tuple[TimeAxis | None, ...]:
-    """Find the time axis of each output tensor: the axis whose size follows the length of the
-    sequence.
-
-    An axis of several times that size has time and batch in it, in the order of the layout.
-    """
-    if plan.layout is None:
-        return ()
-    shapes = []
-    for skip in (0, 1):
-        length = _unused_length(inputs, skip)
-        args = repeat_in_time(inputs, plan.layout, length)
-        returned = _call_root(model, plan, given, args, Recorder())
-        shapes.append(
-            [tuple(t.shape) for _, t in flatten_state(plan.output_of(model, returned))[0]]
-        )
-    axes: list[TimeAxis | None] = []
-    for short, long in zip(*shapes, strict=True):
-        changed = [i for i, (a, b) in enumerate(zip(short, long, strict=True)) if a != b]
-        if not changed:
-            axes.append(None)
-            continue
-        together = max(1, long[changed[0]] // length)
-        axes.append(
-            TimeAxis(changed[0], together, 1)
-            if plan.layout == "batch_first"
-            else TimeAxis(changed[0], 1, together)
-        )
-    return tuple(axes)
-
-
-# ---- state in arguments
-
-
-def _find_argument_slots(
-    model: nn.Module, inputs: tuple, plan: StepPlan, paths: dict[int, str], given: tuple | None
-) -> None:
-    """Make a slot for every call whose state the bridge has to carry: the root's, and those inside
-    a sequence model.
-    """
-    recorder = Recorder(model, plan.root)
-    _call_root(model, plan, given, add_time_axis(inputs, plan.layout), recorder)
-    for call in recorder.calls:
-        carried = call.module is model or plan.layout is not None
-        if carried and call.adapter.arguments(call.module):
-            with restored(model, values=False):
-                plan.arguments.append(
-                    _argument_slot(
-                        call, paths[id(call.module)], _inner_starts(recorder.calls, call)
-                    )
-                )
-    plan.arguments.sort(key=lambda slot: slot.module is not model)
-
-
-def _inner_starts(calls: Sequence[Call], outer: Call) -> dict[int, torch.Tensor]:
-    """Give the initial values of states that inner layers made for themselves, by `id` of the new
-    states that came out.
-    """
-    found = {}
-    for call in calls:
-        if (
-            call is outer
-            or not call.adapter.arguments(call.module)
-            or any(value is not None for value in call.given)
-        ):
-            continue
-        values = call.adapter.initial(call.module, call.inputs)
-        new = flatten_state(call.adapter.split(call.module, call.returned)[1])[0]
-        old = [] if values is None else flatten_state(values)[0]
-        if [t.shape for _, t in new] == [t.shape for _, t in old]:
-            found.update({id(a): b for (_, a), (_, b) in zip(new, old, strict=True)})
-    return found
-
-
-def _argument_slot(call: Call, path: str, inner: dict[int, torch.Tensor]) -> ArgumentSlot:
-    adapter = call.adapter
-    names = adapter.arguments(call.module)
-    values = (
-        None
-        if all(value is None for value in call.given)
-        else adapter.adopt(call.module, call.given)
-    )
-    if values is None or not _keeps_shape(values, adapter.split(call.module, call.returned)[1]):
-        # no state was passed, or a placeholder that the module itself replaces in its first step
-        values = adapter.initial(call.module, call.inputs)
-        if values is None:
-            values = zero_state(call, path, inner)
-    prefix = (
-        *(path.split(".") if path else ()),
-        *((f"call{call.index + 1}",) if call.index else ()),
-    )
-    skeletons, leaves = [], []
-    for name, value in zip(names, values, strict=True):
-        found, skeleton = flatten_state(value)
-        skeletons.append(skeleton)
-        for local, (_, tensor) in zip(state_names(name, [p for p, _ in found]), found, strict=True):
-            local = adapter.state_path(call.module, local)
-            leaves.append(
-                StateLeaf(
-                    (*prefix, *local),
-                    tensor.detach().clone(),
-                    adapter.is_hidden(call.module, local),
-                )
-            )
-    return ArgumentSlot(call.module, call.index, adapter, tuple(skeletons), leaves)
-
-
-def _keeps_shape(before: tuple, after: tuple) -> bool:
-    return [t.shape for _, t in flatten_state(before)[0]] == [
-        t.shape for _, t in flatten_state(after)[0]
-    ]
-
-
-def zero_state(call: Call, path: str, known: dict[int, torch.Tensor]) -> tuple:
-    """Make a state of zeros like the one a module returned, and check that the module starts from
-    it: output and new state agree.
-
-    `known` has the initial values that are known, by `id` of the new states.
-    """
-    module, returned = call.module, call.returned
-    names = call.adapter.arguments(module)
-    leaves, skeleton = flatten_state(call.adapter.split(module, returned)[1])
-    starts = [known.get(id(t)) for _, t in leaves]
-    zeros = unflatten_state(
-        skeleton,
-        [
-            torch.zeros_like(t) if s is None else s.clone()
-            for (_, t), s in zip(leaves, starts, strict=True)
-        ],
-    )
-    if not same_tensors(
-        returned,
-        call_with_state(module, names, call.inputs, call.keywords, zeros, module.forward),
-    ):
-        raise StateError(
-            f"Module `{path or '(root)'}` ({type(module).__name__}) starts from a state that is "
-            f"not zero when `{names[0]}` is None, and the bridge cannot see which. Pass "
-            "`wrap(model, state=lambda batch_size: ...)`, or register an adapter with `initial`."
-        )
-    return zeros
-
-
-def static_batch_first(model: nn.Module, batch_first: bool | None) -> bool | None:
-    """Tell from the layers alone whether sequences are batch-first; None if no layer tells."""
-    if batch_first is not None:
-        return batch_first
-    found = [a.sequence(m) for m in model.modules() if (a := find_adapter(m)) is not None]
-    return next((layout == "batch_first" for layout in found if layout is not None), None)

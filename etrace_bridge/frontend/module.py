@@ -1,11 +1,10 @@
-"""`wrap`: a torch model as a brainstate module."""
+"""A torch model as a brainstate module that runs one time step per call."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import brainstate
@@ -16,29 +15,23 @@ from torch import nn
 from etrace_bridge._errors import BridgeError, InputError, StateError
 from etrace_bridge._jax_compat import is_concrete
 from etrace_bridge._tables import html_table
-from etrace_bridge.frontend import discover, locate, messages
+from etrace_bridge.frontend import locate, messages
 from etrace_bridge.frontend.attributes import find_left_over
-from etrace_bridge.frontend.borders import held_shape, to_jax, to_real_jax, to_torch
-from etrace_bridge.frontend.canary import check_hooks
+from etrace_bridge.frontend.borders import to_real_jax, to_torch
 from etrace_bridge.frontend.core import Core, Session, WrapOptions
-from etrace_bridge.frontend.inputs import PLAIN, InputForm, missing_keywords, read_call, read_input
-from etrace_bridge.frontend.names import Path, check_dtypes, to_name, to_path
-from etrace_bridge.frontend.outer import unwrapped
-from etrace_bridge.frontend.plan import StateLeaf
+from etrace_bridge.frontend.held import (
+    KEY_PATH,
+    adopt_plan,
+    insert_tensors,
+    load_torch_state_dict,
+    tensor_values,
+    torch_state_dict,
+)
+from etrace_bridge.frontend.inputs import InputForm, missing_keywords, read_call, read_input
+from etrace_bridge.frontend.names import Path, to_name, to_path
 from etrace_bridge.frontend.steady import SteadyStep
 from etrace_bridge.frontend.step import TracedStep, pack_output
-from etrace_bridge.frontend.tree import copied, insert, lookup, outside_traces, remove
-from etrace_bridge.lowering import announcing
-
-
-class BufferState(brainstate.State):
-    """A tensor that a step reads or carries and that no rule trains: a buffer, a frozen parameter,
-    running statistics.
-    """
-
-
-class KeyState(brainstate.State):
-    """The random key of a bridged module, split at each random op."""
+from etrace_bridge.frontend.tree import copied, lookup
 
 
 class BridgedModule(brainstate.nn.Module):
@@ -62,7 +55,7 @@ class BridgedModule(brainstate.nn.Module):
         self._pending: int | None | _NotInitialised = _NOT_INITIALISED
         self._made: tuple[Path, ...] = ()
         self._tree: dict[str, Any] = {}
-        self._insert_tensors()
+        insert_tensors(self._core, self._tree)
 
     # ---- names
 
@@ -94,8 +87,7 @@ class BridgedModule(brainstate.nn.Module):
         """
         if self._session is not None:
             return self._session.plan.layout == "batch_first"
-        self._core.assumed_batch_first = self._core.guess_batch_first()
-        return self._core.assumed_batch_first
+        return self._core.tell_batch_first()
 
     @property
     def reduction(self) -> str | None:
@@ -261,23 +253,7 @@ class BridgedModule(brainstate.nn.Module):
             if not guessed:
                 core.check_layout(session.plan)
             core.drop_unread_states(session)
-            old = {path: lookup(self._tree, path) for path in self._made}
-            for path, state in old.items():
-                if not (isinstance(state, BufferState) and path in core.tensor_paths):
-                    remove(self._tree, path)
-            self._insert_tensors()
-            for leaf in session.plan.leaves:
-                kind = _state_kind(leaf)
-                state: Any = old.get(leaf.path)
-                if type(state) is not kind or state.value.shape != held_shape(leaf.initial):
-                    state = outside_traces(kind(to_real_jax(leaf.initial)))
-                insert(self._tree, leaf.path, state, replace=BufferState)
-            if session.plan.uses_random and lookup(self._tree, _KEY_PATH) is None:
-                insert(
-                    self._tree,
-                    _KEY_PATH,
-                    outside_traces(KeyState(jax.random.PRNGKey(core.options.seed))),
-                )
+            adopt_plan(core, self._tree, session.plan, self._made)
         if session.plan.start_parameters:
             warnings.warn(messages.start_parameters(session.plan.start_parameters), stacklevel=4)
         if left := find_left_over(session.plan):
@@ -285,15 +261,6 @@ class BridgedModule(brainstate.nn.Module):
         self._session, self._pending = session, _NOT_INITIALISED
         self._made = tuple(leaf.path for leaf in session.plan.leaves)
         return session
-
-    def _insert_tensors(self) -> None:
-        """Give every parameter and buffer that a step can read its state, unless it has one."""
-        for named in self._core.step_tensors:
-            if lookup(self._tree, to_path(named.name)) is None:
-                kind = brainstate.ParamState if named.trained else BufferState
-                insert(
-                    self._tree, to_path(named.name), outside_traces(kind(to_real_jax(named.tensor)))
-                )
 
     def _ready(self) -> Session:
         if self._session is None:
@@ -320,8 +287,7 @@ class BridgedModule(brainstate.nn.Module):
             sequence: The tensors have a time and a batch axis.
         """
         tensors = self.expect(*read_input(self.model.forward, x))
-        is_new = sequence and self._session is None and self._core.step_of_sequences is None
-        if is_new and (len(tensors) > 1 or not self._core.form.is_plain):
+        if sequence and self._session is None and self._core.step_of_sequences is None:
             self._core.learn_sequences(tensors)
         return tensors
 
@@ -363,9 +329,9 @@ class BridgedModule(brainstate.nn.Module):
         session = self._session_for(values)
         step = self._core.traced_step(session, values)
         states = [lookup(self._tree, leaf.path) for leaf in session.plan.leaves]
-        key = lookup(self._tree, _KEY_PATH) if step.uses_key else None
+        key = lookup(self._tree, KEY_PATH) if step.uses_key else None
         outputs, new_states, new_key = step(
-            self._tensor_values(step),
+            tensor_values(self._core, self._tree, step),
             [s.value for s in states],
             None if key is None else key.value,
             values,
@@ -375,18 +341,6 @@ class BridgedModule(brainstate.nn.Module):
         if key is not None:
             key.value = new_key
         return pack_output(step, outputs)
-
-    def _tensor_values(
-        self, step: TracedStep, instead: Mapping[str, Any] = MappingProxyType({})
-    ) -> list[Any]:
-        """Read the parameters and buffers that a step reads, and touch no others."""
-        return [
-            instead[named.name]
-            if named.name in instead
-            else lookup(self._tree, to_path(named.name)).value
-            for named, used in zip(self._core.step_tensors, step.used_tensors, strict=True)
-            if used
-        ]
 
     def traced_step(self, *inputs: Any) -> TracedStep:
         """Give the step as a closed jaxpr for input tensors of this shape, traced at most once per
@@ -411,8 +365,10 @@ class BridgedModule(brainstate.nn.Module):
         def run(
             parameters: Mapping[str, Any], states: Sequence[Any], *xs: Any
         ) -> tuple[list[Any], list[Any]]:
-            key = lookup(self._tree, _KEY_PATH).value if step.uses_key else None
-            return step(self._tensor_values(step, parameters), states, key, xs)[:2]
+            key = lookup(self._tree, KEY_PATH).value if step.uses_key else None
+            return step(tensor_values(self._core, self._tree, step, parameters), states, key, xs)[
+                :2
+            ]
 
         return tuple(".".join(leaf.path) for leaf in session.plan.leaves), run
 
@@ -433,10 +389,12 @@ class BridgedModule(brainstate.nn.Module):
             for leaf, value in zip(session.plan.leaves, states, strict=True):
                 lookup(self._tree, leaf.path).value = value
             if keys:
-                lookup(self._tree, _KEY_PATH).value = keys[0]
+                lookup(self._tree, KEY_PATH).value = keys[0]
 
-        key = lookup(self._tree, _KEY_PATH).value if step.uses_key else None
-        return SteadyStep(step, self._tensor_values(step), self.hidden_values(), key, write)
+        key = lookup(self._tree, KEY_PATH).value if step.uses_key else None
+        return SteadyStep(
+            step, tensor_values(self._core, self._tree, step), self.hidden_values(), key, write
+        )
 
     def parameter_values(self) -> dict[str, jax.Array]:
         """Give the trained parameters by torch name."""
@@ -505,19 +463,7 @@ class BridgedModule(brainstate.nn.Module):
         """Give the current parameters and buffers as copies, under all their torch names, as the
         torch model's `state_dict` does.
         """
-        current: dict[str, torch.Tensor] = {}
-        for named in self._core.tensors:
-            state = lookup(self._tree, to_path(named.name))
-            same = isinstance(state, brainstate.State) and state.value.shape == held_shape(
-                named.tensor
-            )
-            value = (
-                to_torch(state.value, named.tensor).to(named.tensor.dtype)
-                if same
-                else named.tensor.detach().clone()
-            )
-            current.update(dict.fromkeys(named.names, value))
-        return {name: current[name] for name in self.model.state_dict() if name in current}
+        return torch_state_dict(self._core, self._tree)
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
         """Take parameters and buffers from a torch state dict; `model` itself is not changed.
@@ -526,23 +472,7 @@ class BridgedModule(brainstate.nn.Module):
             state_dict: `{torch name: tensor}`.
             strict: Raise if names are missing or unexpected.
         """
-        own = self.state_dict()
-        missing, unexpected = sorted(set(own) - set(state_dict)), sorted(set(state_dict) - set(own))
-        if strict and (missing or unexpected):
-            raise messages.wrong_names(missing, unexpected)
-        for named in self._core.tensors:
-            given = [state_dict[name] for name in named.names if name in state_dict]
-            state = lookup(self._tree, to_path(named.name))
-            if not given or not isinstance(state, brainstate.State):
-                continue
-            if tuple(given[0].shape) != tuple(named.tensor.shape):
-                raise messages.wrong_shape(
-                    named.name, tuple(given[0].shape), tuple(named.tensor.shape)
-                )
-            if given[0].is_complex() != named.tensor.is_complex():
-                raise messages.wrong_kind(named.name, given[0].dtype, named.tensor.dtype)
-            if state.value.shape == held_shape(named.tensor):
-                state.value = to_real_jax(given[0]).astype(state.value.dtype)
+        load_torch_state_dict(self._core, self._tree, state_dict, strict)
 
 
 class _NotInitialised:
@@ -550,71 +480,9 @@ class _NotInitialised:
 
 
 _NOT_INITIALISED = _NotInitialised()
-_KEY_PATH: Path = ("rng_key",)
 
 
-@announcing()
-def wrap(
-    module: nn.Module,
-    state: Any = None,
-    *,
-    example_input: Any = None,
-    sequence: bool | None = None,
-    batch_first: bool | None = None,
-    seed: int = 0,
-) -> BridgedModule:
-    """Turn a torch module, as it is, into a brainstate module that runs one time step per call.
-
-    The module's own `forward` code is traced, so what runs is what the user wrote; the module
-    itself is never changed.
-
-    Args:
-        module: Any `torch.nn.Module`: recurrent layers, cells, spiking layers, or a model that
-            contains them.
-        state: The initial state, only for a module `forward(x, state)` that does not accept `None`
-            as state: a callable `batch_size -> state` in torch tensors, or an example of a state.
-        example_input: One time step of input `(batch, ...)`, a tuple for several inputs, or a dict
-            (by argument names, or as the only argument). Needed only if states must exist before
-            the first call and their shape depends on the input (convolutions, spiking layers
-            without sizes).
-        sequence: Whether `forward` consumes sequences; found out if None.
-        batch_first: Where the batch axis of such sequences is; found out if None.
-        seed: Seed of the random key for dropout and other random layers.
-
-    Returns:
-        The bridged module. Call `init_state(batch_size)` before the first step.
-    """
-    if not isinstance(module, nn.Module):
-        raise InputError(
-            f"`wrap` takes a `torch.nn.Module`, not `{type(module).__name__}`. For a stateless "
-            "torch function use `eb.trace_function`."
-        )
-    module = unwrapped(module)
-    check_hooks()
-    discover.check_modules(module)
-    check_dtypes(module)
-    examples, form = None, PLAIN
-    if example_input is not None:
-        items, form = read_input(module.forward, example_input)
-        examples = tuple(
-            x.detach().clone() if isinstance(x, torch.Tensor) else to_torch(to_jax(x))
-            for x in items
-        )
-        for name in missing_keywords(module.forward, form):
-            raise messages.needs_keyword(type(module).__name__, name)
-    return BridgedModule(module, WrapOptions(state, examples, form, sequence, batch_first, seed))
-
-
-# ---- the tree of states
-
-
-def _state_kind(leaf: StateLeaf) -> type[brainstate.State]:
-    """Choose the kind of a state; a complex one is a group of two hidden states, its real and its
-    imaginary part.
-    """
-    if not leaf.hidden:
-        return BufferState
-    return brainstate.HiddenGroupState if leaf.initial.is_complex() else brainstate.HiddenState
+# ---- brainstate's graph
 
 
 def _same_shapes(a: tuple, b: tuple) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from etrace_bridge._errors import InputError
-from etrace_bridge.frontend import discover, examples
+from etrace_bridge.frontend import discover, examples, layout
 from etrace_bridge.frontend.calls import LOCK
 from etrace_bridge.frontend.inputs import InputForm, read_input
 from etrace_bridge.frontend.names import step_tensors
@@ -99,7 +99,7 @@ def run_torch(
         return plan, by_time
 
     with LOCK, restored(model):
-        known = discover.static_batch_first(model, batch_first)
+        known = layout.static_batch_first(model, batch_first)
         plan, by_time = find(bool(known))
         if known is None and plan.layout == "batch_first":
             plan, by_time = find(True)

@@ -77,6 +77,7 @@ class Tracer:
         self._tracked: dict[int, tuple[torch.Tensor, TracedTensor]] = {}
         self._storages: dict[int, tuple[torch.Tensor, TracedTensor]] = {}
         self._read_only: dict[int, str] = {}
+        self._used_constants: set[int] = set()  # storages of plain tensors that were read
 
     def track(
         self, tensor: torch.Tensor, traced: TracedTensor, *, read_only: str | None = None
@@ -177,7 +178,18 @@ class Tracer:
             requires_grad = tensor.requires_grad
         if requires_grad:
             raise messages.captured_tensor(tensor, self.place())
+        self.note_constants(tensor)
         return constant(tensor)
+
+    def note_constants(self, value: Any) -> None:
+        """Note that torch computes with plain tensors."""
+        self._used_constants.update(
+            storage for t in tensors_in(value) if (storage := _storage(t)) is not None
+        )
+
+    def used_constant(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a plain tensor was read as a constant."""
+        return _storage(tensor) in self._used_constants
 
     def refuse_parameter_write(self, target: TracedTensor) -> None:
         """Raise if an in-place write would change a parameter."""

@@ -14,11 +14,12 @@ from torch import nn
 from etrace_bridge.frontend.borders import to_jax, to_torch
 from etrace_bridge.frontend.hooks import apply_parameter_hooks
 from etrace_bridge.frontend.inputs import map_input, read_input
-from etrace_bridge.frontend.module import BridgedModule, wrap
+from etrace_bridge.frontend.module import BridgedModule
 from etrace_bridge.frontend.outer import unwrapped
 from etrace_bridge.frontend.reference import TorchRun, run_torch
 from etrace_bridge.frontend.snapshot import restored
 from etrace_bridge.frontend.state import flatten_state
+from etrace_bridge.frontend.wrapping import wrap
 from etrace_bridge.lowering import jit
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 1e-2}

@@ -7,7 +7,7 @@ the loss is a mean or a sum over the batch. Where it is not certain, the batch s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -23,13 +23,13 @@ from etrace_bridge.learning.reader import SequenceData
 from etrace_bridge.rules import Rule
 
 
-def full_batch_size(batches: Any, batch_first: bool) -> int | None:
+def full_batch_size(batches: Any, is_batch_first: Callable[[Any], bool]) -> int | None:
     """The size of all batches but the last, if that is known to be shorter.
 
     Args:
         batches: as for `fit`; known are a DataLoader, a list or tuple, and what has a
             `full_batch_size` of its own.
-        batch_first: whether sequences are (batch, time, …).
+        is_batch_first: tells whether sequences such as these are (batch, time, …).
     """
     own = getattr(batches, "full_batch_size", None)
     if own is not None:
@@ -38,7 +38,7 @@ def full_batch_size(batches: Any, batch_first: bool) -> int | None:
         return _of_loader(batches)
     if not isinstance(batches, (list, tuple)) or len(batches) < 2:
         return None
-    axis = 0 if batch_first else 1
+    axis = 0 if is_batch_first(split_batch(batches[0])[0]) else 1
     shapes = [_first_shape(split_batch(item)[0])[axis : axis + 1] for item in batches]
     if not all(shapes) or len(set(shapes[:-1])) != 1:
         return None

@@ -209,7 +209,7 @@ class _Run:
         self.early = _Early(self.options, self.place)
         self.shapes: set[tuple] = set()
         self.stream = iter(self.batches) if isinstance(self.batches, Iterator) else None
-        self.full = full_batch_size(self.batches, self.learner.runtime.batch_first)
+        self.full = full_batch_size(self.batches, self.learner.runtime.is_batch_first)
 
     def all_epochs(self) -> None:
         """What is left of an interrupted epoch, then the others."""

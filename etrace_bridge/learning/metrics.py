@@ -144,7 +144,7 @@ def evaluate_with(
 ) -> dict[str, float]:
     """The mean loss over batches, and the metrics, in evaluation mode."""
     losses, sums, weights, runtime = [], dict.fromkeys(metrics, 0.0), 0, learner.runtime
-    with runtime.filling.up_to(full_batch_size(batches, runtime.batch_first)):
+    with runtime.filling.up_to(full_batch_size(batches, runtime.is_batch_first)):
         for batch in batches:
             xs, targets, mask = learner._unpacked(*split_batch(batch))
             found = runtime.evaluate(xs, targets, mask)

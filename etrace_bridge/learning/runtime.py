@@ -14,7 +14,7 @@ from etrace_bridge.frontend import BridgedModule
 from etrace_bridge.learning.filling import Filling, cut_outputs
 from etrace_bridge.learning.host_update import HostUpdate
 from etrace_bridge.learning.in_chunks import ChunkRunner
-from etrace_bridge.learning.inputs import read_mask
+from etrace_bridge.learning.inputs import read_inputs, read_mask
 from etrace_bridge.learning.jitted import JittedPrograms
 from etrace_bridge.learning.losses import LossTable
 from etrace_bridge.learning.optimizers import Updater, make_updater
@@ -141,6 +141,13 @@ class Runtime:
     def batch_first(self) -> bool:
         """Whether sequences come as (batch, time, …)."""
         return self.reader.batch_first
+
+    def is_batch_first(self, inputs: Any) -> bool:
+        """Tell whether sequences come as (batch, time, …), from sequences if nothing else shows
+        it.
+        """
+        read_inputs(self.net, inputs, sequence=True)
+        return self.batch_first
 
     def metered_step(
         self, args: tuple, target: Any, mask: Any, window: MeterWindow

@@ -30,10 +30,10 @@ class StreamLearner:
 
     def predict_one(self, x: Any) -> Any:
         """The output for the next example, in evaluation mode, without the batch axis."""
-        axis = 1 if self.learner.runtime.batch_first else 0
         outputs = self.learner.predict(
             map_input(lambda a: _as_tensor(a)[None, None], x), carry=True
         )
+        axis = 1 if self.learner.runtime.batch_first else 0
         return jax.tree.map(lambda y: y.select(axis, 0)[0], outputs)
 
     def learn_one(self, x: Any, y: Any) -> StreamLearner:

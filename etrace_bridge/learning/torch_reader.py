@@ -53,9 +53,7 @@ class TensorReader:
             origin = tensor.data_ptr(), tensor.dtype, tensor.shape
             if self._origins[n] != origin or not tensor.is_contiguous():
                 self._origins[n] = origin if is_plain(tensor) else None
-                self._views[n] = (
-                    to_real_jax(tensor) if tensor.is_complex() else view_tensor(tensor)
-                )
+                self._views[n] = to_real_jax(tensor) if tensor.is_complex() else view_tensor(tensor)
         return list(self._views)
 
     def copies(self) -> list[Array]:

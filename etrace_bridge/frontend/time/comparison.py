@@ -22,6 +22,7 @@ from etrace_bridge.frontend.plan import StepPlan
 from etrace_bridge.frontend.snapshot import restored
 from etrace_bridge.frontend.state import flatten_state
 from etrace_bridge.frontend.time.draws import same_draws
+from etrace_bridge.frontend.time.graph import evaluate, keys_of
 from etrace_bridge.frontend.time.step import LoopStep
 from etrace_bridge.lowering import jit
 
@@ -48,13 +49,16 @@ def find_difference(
     at minus a bias starts at zero while the bias is zero, and its gradient is wrong. Where the
     values explode on such numbers, so that rounding errors do too, smaller inputs decide.
 
-    Where a start is guessed, derivatives are compared as well: a running maximum of spikes, say,
-    has the same values from zeros as from its first spikes, but not the same derivatives.
+    Where a start is guessed, the states after the first step are compared as well, since spikes may
+    hide a difference between membrane potentials; and derivatives: a running maximum of spikes,
+    say, has the same values from zeros as from its first spikes, but not the same derivatives.
     """
     steps = [tuple(random_like(x, 100 + t) for x in inputs) for t in range(_CHECKED)]
     pair = _Pair(model, tensors, plan, given, step)
     with _moved_weights(tensors):
         problem, scale = _difference_of_values(pair, steps)
+        if problem is None and step.start_is_guessed:
+            problem = pair.difference_of_states(scaled(steps[0], scale))
         if problem is None and step.start_is_guessed:
             problem = pair.difference_of_derivatives([scaled(x, scale) for x in steps])
         return problem
@@ -148,6 +152,22 @@ class _Pair:
                         ), False
                 silent |= length == _CHECKED and not np.any(expected)
         return None, silent
+
+    def difference_of_states(self, x: tuple) -> StateError | None:
+        """Compare the states after the first step with those of the whole sequence."""
+        step, make_key = self.step, lambda: jnp.zeros(2, jnp.uint32)
+        values, rows = [to_jax(named.tensor) for named in self.tensors], [to_jax(v) for v in x]
+        _, found = step(values, [to_jax(leaf.initial) for leaf in step.leaves], make_key, rows)
+        after = [state.column[1] for state in step.split.states]
+        seen = [i for i, node in enumerate(after) if node is not None and node.level <= 1]
+        nodes = [node for i in seen if (node := after[i]) is not None]
+        known = step.values_at(1, values, rows)
+        known.update({id(key): make_key() for key in keys_of(nodes)})
+        for i, value in zip(seen, evaluate(nodes, known), strict=True):
+            if not _agree(np.asarray(found[i]), np.asarray(value)):
+                names = [".".join(leaf.path) for leaf in step.leaves]
+                return not_started_alike(type(self.model).__name__, names[i], names)
+        return None
 
     def run_whole(self, whole: tuple, with_grad: bool = False) -> list[torch.Tensor]:
         """Run torch on a whole sequence from the initial state; give the output tensors."""
@@ -253,6 +273,16 @@ def not_differentiated_alike(model: str, states: list[str]) -> StateError:
         "outputs as a whole sequence, but other gradients: the first step is unlike the others. "
         f"States: {', '.join(f'`{s}`' for s in states) or 'none'}. Start them from tensors that "
         "are made before the loop."
+    )
+
+
+def not_started_alike(model: str, state: str, states: list[str]) -> StateError:
+    """A step with the right outputs and another state after the first step."""
+    return messages.NotChained(
+        f"`{model}.forward` takes sequences, and the step that was found in it gives another "
+        f"`{state}` after the first step than the whole sequence: the first step is unlike the "
+        f"others. States: {', '.join(f'`{s}`' for s in states)}. Start them from tensors that are "
+        "made before the loop."
     )
 
 

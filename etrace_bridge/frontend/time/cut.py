@@ -43,8 +43,8 @@ def find_cut(
         # zeros before an embedding, say.
         unit = _UNIT if jnp.issubdtype(node.dtype, jnp.inexact) else 1000 * _UNIT
         # The first step stands for an endless past: to carry all inputs along instead of a state is
-        # no way out.
-        fixed = node.level == 1 or id(node) in avoided
+        # no way out. So does the second one where code leaves the first out (`x[1:]`, padded).
+        fixed = node.level <= 2 or id(node) in avoided
         room = _INFINITE if fixed else max(1, node.size) * unit + preference
         network.edge((id(node), 0), (id(node), 1), room)
         if node.kind == "input":

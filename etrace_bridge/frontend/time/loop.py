@@ -148,7 +148,7 @@ class _Finder:
                 blank: list[Node | None] = [None] * len(leaves)
                 step = LoopStep(
                     split, axes, reductions, traced.skeleton, leaves, blank, False, self.tensor_nodes, self.graph, self.axis,
-                    self.batch, traced.ranges,
+                    self.batch, traced.ranges, traced.starts,
                 )  # fmt: skip
                 yield from self._starts(step)
             if not unknown:
@@ -201,7 +201,7 @@ class _Finder:
 
     def _as_read(self, step: LoopStep) -> LoopStep:
         """Let states start as the first step shows them."""
-        leaves, starts, guessed = [], [], False
+        leaves, starts, guessed = [], [], not step.split.first_is_alike
         for leaf, state in zip(step.leaves, step.split.states, strict=True):
             start = state.column[0]
             fits = (

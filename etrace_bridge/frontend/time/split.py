@@ -49,6 +49,7 @@ class Split:
         first_outputs: What the first step gives.
         states: What it carries.
         keys: The random keys that it draws.
+        first_is_alike: The first step does what later ones do, save for where the states start.
     """
 
     step: int
@@ -56,6 +57,7 @@ class Split:
     first_outputs: list[Node | None]
     states: list[State]
     keys: list[Node]
+    first_is_alike: bool
 
 
 def split_steps(
@@ -80,6 +82,7 @@ def split_steps(
         if avoided:
             return None
         raise TooShort
+    _check_detached(demands, step)
     side_by_side = _SideBySide(step, {id(node) for node in cut})
     for column in outputs:
         side_by_side.visit(column)
@@ -91,6 +94,7 @@ def split_steps(
         [column[0] for column in outputs],
         list(side_by_side.states.values()),
         list(side_by_side.keys.values()),
+        side_by_side.first_is_alike,
     )
 
 
@@ -126,6 +130,42 @@ def looks_ahead(node: Node, step: int) -> BridgeError:
     )
 
 
+def _check_detached(demands: Sequence[Node], step: int) -> None:
+    """Raise if what goes on to the next step is detached in some late steps and not in others:
+    their values are alike, but their gradients are not.
+    """
+    seen: set[int] = set()
+    stack, last = list(demands), max((node.level for node in demands), default=0)
+    carried: list[Node] = []
+    while stack:
+        node = stack.pop()
+        if id(node) not in seen and node.level >= step - 1:
+            seen.add(id(node))
+            stack.extend(node.operands)
+            carried += [o for o in node.operands if step - 1 <= o.level < node.level]
+    seen.clear()
+    detached: dict[int, list[Node]] = {level: [] for level in range(step - 1, last)}
+    while carried:
+        node = carried.pop()
+        if id(node) not in seen:
+            seen.add(id(node))
+            carried += [o for o in node.operands if o.level == node.level]
+            if node.kind == "stop_gradient":
+                detached[node.level].append(node)
+    if len({len(nodes) for nodes in detached.values()}) > 1:
+        raise unequal_detaching(next(nodes[0] for nodes in detached.values() if nodes))
+
+
+def unequal_detaching(node: Node) -> BridgeError:
+    """The error for a loop that detaches its state now and then."""
+    return NotSupportedError(
+        f"The loop over time detaches values at some steps and not at others{place_of(node)} "
+        "(truncated backpropagation). One step is compiled for all steps, and its gradients would "
+        "not be torch's. Leave it out, since a learner does not store the past, or detach at every "
+        "step."
+    )
+
+
 def place_of(node: Node) -> str:
     """Describe where in the user's code a value is computed."""
     return "" if node.eqn is None else _line_of(node.eqn)
@@ -145,6 +185,7 @@ class _SideBySide:
         self.keys: dict[int, Node] = {}
         self._seen: dict[tuple, Column] = {}
         self._waiting: list[tuple[int, int]] = []
+        self.first_is_alike = True
 
     def visit(self, column: Column) -> None:
         """Follow a column, and say what it cannot be."""
@@ -176,6 +217,8 @@ class _SideBySide:
                 for node in later:
                     if not base.like(node):
                         raise unequal_steps(base, node)
+                first = column[0]
+                self.first_is_alike &= first is None or base.like(first)
                 early = [
                     node if node is not None and base.like(node) else None
                     for node in column[: self.step - 1]

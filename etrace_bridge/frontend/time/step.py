@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from torch import nn
 
 from etrace_bridge.frontend.ops.ranges import InputRange
 from etrace_bridge.frontend.plan import StateLeaf, TimeAxis
@@ -34,6 +35,7 @@ class LoopStep:
         input_shapes: Shapes of one step of the inputs, with the time axis.
         batch: Batch size, or None.
         ranges: What the step demands of inputs that it uses as indices.
+        start_attributes: Attributes `(path, module, name)` whose values the sequence starts from.
     """
 
     split: Split
@@ -48,6 +50,7 @@ class LoopStep:
     time_axis: int
     batch: int | None
     ranges: list[InputRange]
+    start_attributes: list[tuple[str, nn.Module, str]]
     start_is_guessed: bool = True
 
     def __call__(
@@ -60,26 +63,20 @@ class LoopStep:
         """Compute outputs and new states."""
         split = self.split
         first, states = (states[-1], states[:-1]) if self.has_first else (None, states)
-        known = {id(node): value for node, value in zip(self.tensor_nodes, tensors, strict=True)}
-        parts = [lax.expand_dims(x, (min(self.time_axis, x.ndim),)) for x in inputs]
-
-        def inputs_at(step: int) -> dict[int, Any]:
-            return {id(self.graph.input(i, step, p.shape, p.dtype)): p for i, p in enumerate(parts)}
-
         chosen = list(states)
         own = (
             [*split.first_outputs, *[state.column[1] for state in split.states]]
             if self.first_differs
             else []
         )
-        at_first = {**known, **inputs_at(1)}
+        at_first = self.values_at(1, tensors, inputs)
         at_first.update(
             {id(key): keys() for key in keys_of([n for n in (*self.starts, *own) if n is not None])}
         )
         for i, (state, start) in enumerate(zip(states, self.starts, strict=True)):
             if start is not None:
                 chosen[i] = self._select(first, evaluate([start], at_first)[0], state)
-        here = {**known, **inputs_at(split.step)}
+        here = self.values_at(split.step, tensors, inputs)
         here.update(
             {id(state.before): value for state, value in zip(split.states, chosen, strict=True)}
         )
@@ -95,6 +92,14 @@ class LoopStep:
             for y, axis in zip(results[:count], self.axes, strict=True)
         ]
         return outputs, [*results[count:], *([jnp.zeros_like(first)] if self.has_first else [])]
+
+    def values_at(self, step: int, tensors: Sequence[Any], inputs: Sequence[Any]) -> dict[int, Any]:
+        """Give the values of parameters, buffers and the inputs of a step, by their nodes' `id`."""
+        known = {id(node): value for node, value in zip(self.tensor_nodes, tensors, strict=True)}
+        for i, x in enumerate(inputs):
+            part = lax.expand_dims(x, (min(self.time_axis, x.ndim),))
+            known[id(self.graph.input(i, step, part.shape, part.dtype))] = part
+        return known
 
     @property
     def has_first(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,13 +38,16 @@ class TracedSequence:
     """`forward` of one whole sequence as a jaxpr, the structure of what it gives, and how many
     random keys it draws.
 
-    `ranges` is what it demands of one step of the inputs that it uses as indices.
+    `ranges` is what it demands of one step of the inputs that it uses as indices. `starts` are the
+    attributes `(path, module, name)` that `forward` reads before it sets them: what is in them is
+    where the sequence starts.
     """
 
     jaxpr: ClosedJaxpr
     skeleton: Any
     num_keys: int
     ranges: list[InputRange]
+    starts: list[tuple[str, nn.Module, str]]
 
 
 def trace_sequence(
@@ -70,6 +73,7 @@ def trace_sequence(
             return lax.index_in_dim(keys, found["keys"] - 1, 0, keepdims=False)
 
         tracer = Tracer({id(m): path for path, m in model.named_modules()}, make_key=make_key)
+        before = {(path, name): value for path, _, name, value in _attributes(model)}
         with restored(model, values=False), tracing(tracer):
             for named, value in zip(tensors, values, strict=True):
                 traced = TracedTensor(value, differentiable=named.trained)
@@ -91,6 +95,13 @@ def trace_sequence(
                 n.name
                 for n, value in zip(tensors, values, strict=True)
                 if tracer.read(n.tensor) is not value
+            ]
+            found["starts"] = [
+                (path, module, name)
+                for path, module, name, value in _attributes(model)
+                if isinstance(value, TracedTensor)
+                and isinstance(old := before.get((path, name)), torch.Tensor)
+                and tracer.used_constant(old)
             ]
             if written:
                 raise buffer_in_loop(type(model).__name__, written)
@@ -114,7 +125,14 @@ def trace_sequence(
         for r in ranges
         if r.position >= first
     ]
-    return TracedSequence(closed, found["skeleton"], found["keys"], of_step)
+    return TracedSequence(closed, found["skeleton"], found["keys"], of_step, found["starts"])
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
+    """Go through the attributes of all modules: path, module, name, value."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            yield path, module, name, value
 
 
 def _range_of_step(

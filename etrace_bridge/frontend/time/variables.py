@@ -27,20 +27,21 @@ def noted_variables(model: nn.Module) -> Iterator[None]:
     """Write the names of local variables into the trace, as `name` equations on the values that
     they hold.
 
-    A name is the module's path and the variable's name, joined by `SEPARATOR`s.
+    A name is the module's path and the variable's name, joined by `SEPARATOR`s. The module is the
+    function's first argument, which is usually called `self`.
     """
     paths = {id(module): path for path, module in model.named_modules()}
     seen: set[tuple[int, str]] = set()
     kept: list[Any] = []  # values stay alive, so that their ids stay theirs
 
     def note(frame: FrameType) -> None:
-        local = frame.f_locals
-        path = paths.get(id(local.get("self")))
+        local, self_name = frame.f_locals, frame.f_code.co_varnames[0]
+        path = paths.get(id(local.get(self_name)))
         if path is None:
             return
         for name, value in list(local.items()):
             if (
-                name == "self"
+                name == self_name
                 or not isinstance(value, (TracedTensor, *_CONTAINERS))
                 and not hasattr(value, "__dataclass_fields__")
             ):
@@ -64,11 +65,7 @@ def noted_variables(model: nn.Module) -> Iterator[None]:
 
     def global_trace(frame: FrameType, event: str, _: Any) -> Any:
         code = frame.f_code
-        return (
-            local_trace
-            if "self" in code.co_varnames and locate.is_user_file(code.co_filename)
-            else None
-        )
+        return local_trace if code.co_argcount and locate.is_user_file(code.co_filename) else None
 
     outer = sys.gettrace()
     sys.settrace(global_trace)

@@ -1,0 +1,235 @@
+"""Whether a step that was found is right: torch's own result for a whole sequence beside that of its
+steps, and samples that must not mix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import nn
+
+from etrace_bridge.frontend import messages
+from etrace_bridge.frontend.examples import (
+    random_like,
+    scaled,
+    share_changed,
+    with_sample_changed,
+)
+from etrace_bridge.frontend.layout import repeat_in_time, unused_length
+from etrace_bridge.frontend.plan import StepPlan, native_call
+from etrace_bridge.frontend.recorder import Recorder, call_root
+from etrace_bridge.frontend.returned import same_tensors
+from etrace_bridge.frontend.snapshot import restored
+from etrace_bridge.frontend.state import flatten_state
+
+
+def check_chaining(model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple | None) -> None:
+    """Run a random sequence at once and step by step: a state that the bridge does not carry, or a
+    look ahead, would show.
+
+    Raises:
+        NotChained: They differ, or nothing tells whether an output of the last step is not a sum or
+            a maximum over time.
+    """
+    # Dropout differs from run to run; batch statistics are part of what the model computes
+    for module in model.modules():
+        if not isinstance(module, nn.modules.batchnorm._NormBase):
+            module.training = False
+    proven = False
+    for scale in (1.0, 5.0, 30.0):  # a spiking model that is silent agrees with everything
+        pair = _WholeAndSteps(model, inputs, plan, given, scale)
+        if not pair.agree():
+            break
+        proven = proven or pair.last_steps_tell
+        if not pair.silent:
+            return
+    else:
+        if proven:
+            return
+    raise messages.not_chained(type(model).__name__, [".".join(leaf.path) for leaf in plan.leaves])
+
+
+class _WholeAndSteps:
+    """What torch gives for a random sequence at once, and for its steps one after the other.
+
+    Attributes:
+        whole: Output tensors of the sequence.
+        last_steps_tell: Each output without a time axis has a value or a derivative that is not
+            zero, so that it could have differed from that of the last step.
+    """
+
+    def __init__(
+        self, model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple | None, scale: float
+    ) -> None:
+        self.model, self.plan = model, plan
+        length, axis = unused_length(inputs), 1 if plan.layout == "batch_first" else 0
+        self.steps = [
+            scaled(tuple(random_like(x, t) for x in inputs), scale) for t in range(length)
+        ]
+        sequence = [
+            torch.stack(x, min(axis, x[0].dim())) if isinstance(x[0], torch.Tensor) else x[0]
+            for x in zip(*self.steps, strict=True)
+        ]
+        returned = call_root(model, plan, given, tuple(sequence), Recorder())
+        self.whole = [tensor for _, tensor in flatten_state(plan.output_of(model, returned))[0]]
+        self._weights = [p for p in model.parameters() if p.requires_grad]
+        self.last_steps_tell = True
+
+    @property
+    def silent(self) -> bool:
+        """Whether an output is all zeros."""
+        return any(not bool(tensor.any()) for tensor in self.whole)
+
+    def agree(self) -> bool:
+        """Tell whether values and derivatives are the same.
+
+        Values alone do not tell a last step from a sum, where the steps before it are silent; nor
+        whether `forward` detaches the state that it gets.
+        """
+        root = [slot for slot in self.plan.arguments if slot.module is self.model]
+        if root and len(root) < len(self.plan.arguments):
+            # What the root passes on counts, not the states of the layers that it calls
+            outputs = self._in_steps(dataclasses.replace(self.plan, arguments=root))
+            if self._same_values(outputs):
+                return self._same_derivatives(outputs)
+        outputs = self._in_steps(self.plan)
+        return self._same_values(outputs) and self._same_derivatives(outputs)
+
+    def _in_steps(self, plan: StepPlan) -> list[list[torch.Tensor]]:
+        """Give the outputs of each step."""
+        outputs = []
+        with restored(self.model, values=False):
+            states = [leaf.initial.clone() for leaf in plan.leaves]
+            for x in self.steps:
+                output, states = plan.run(self.model, x, states, native_call(self.model))
+                outputs.append([tensor for _, tensor in flatten_state(output)[0]])
+        return outputs
+
+    def _pairs(
+        self, outputs: list[list[torch.Tensor]], index: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Give an output at each step beside what it should be; without a time axis, the last."""
+        column, whole = [y[index] for y in outputs], self.whole[index]
+        axis = self.plan.output_time_axes[index]
+        if axis is None:
+            return [(column[-1], whole)]
+        return [(y, axis.select(whole, t)) for t, y in enumerate(column)]
+
+    def _same_values(self, outputs: list[list[torch.Tensor]]) -> bool:
+        return all(
+            torch.allclose(found, wanted, rtol=1e-3, atol=1e-5, equal_nan=True)
+            for index in range(len(self.whole))
+            for found, wanted in self._pairs(outputs, index)
+        )
+
+    def _same_derivatives(self, outputs: list[list[torch.Tensor]]) -> bool:
+        """Compare the gradients of each output by the weights."""
+        for index, (y, axis) in enumerate(zip(self.whole, self.plan.output_time_axes, strict=True)):
+            if y.is_complex() or not self._weights:
+                continue
+            found, wanted = zip(*self._pairs(outputs, index), strict=True)
+            try:
+                gradients = [self._gradients(found), self._gradients(wanted)]
+            except RuntimeError:  # the model writes to what autograd needs
+                continue
+            if not all(_close_gradients(a, b) for a, b in zip(*gradients, strict=True)):
+                return False
+            if axis is None and not y.any() and not any(g.any() for g in gradients[1]):
+                self.last_steps_tell = False
+        return True
+
+    def _gradients(self, values: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+        """Give the gradients of a sum of values with positive factors."""
+        generator = torch.Generator().manual_seed(0)
+        factors = [torch.rand(y.shape, generator=generator).to(y.dtype) + 0.5 for y in values]
+        total = sum((f * y).sum() for f, y in zip(factors, values, strict=True))
+        if not isinstance(total, torch.Tensor) or not total.requires_grad:
+            return [torch.zeros_like(p) for p in self._weights]
+        found = torch.autograd.grad(
+            total, self._weights, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        return list(found)
+
+
+def _close_gradients(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Tell whether two gradients agree; half precision and exploding ones are not judged."""
+    if wanted.dtype not in (torch.float32, torch.float64) or not wanted.isfinite().all():
+        return True
+    scale = max(1e-3, float(wanted.abs().max()))
+    return bool(((found - wanted).abs() <= 1e-2 * scale).all())
+
+
+# ---- states and samples
+
+
+def reads_state(model: nn.Module, inputs: tuple, plan: StepPlan) -> bool:
+    """Whether a step depends on any of its states: `forward` may set them anew in every call."""
+    start = [leaf.initial for leaf in plan.leaves]
+    moved = [(t == 0) if t.dtype == torch.bool else t + torch.ones_like(t) for t in start]
+    return bool(start) and any(
+        _tells_apart(model, given, plan, start, moved)
+        for given in (inputs, tuple(random_like(x, 0) for x in inputs))  # zeros may close a gate
+    )
+
+
+def _tells_apart(
+    model: nn.Module, inputs: tuple, plan: StepPlan, *states: list[torch.Tensor]
+) -> bool:
+    """Whether a step gives other results from other states."""
+    runs = []
+    for some in states:
+        try:
+            with restored(model, values=False), torch.no_grad():
+                given = [state.clone() for state in some]
+                runs.append(plan.run(model, inputs, given, native_call(model)))
+        except Exception:  # the model checks its states
+            return True
+    return not same_tensors(*runs)
+
+
+def check_batch(model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple | None) -> None:
+    """Raise if a step reads the samples of a batch one after the other: then the first axis is
+    time.
+    """
+    size = next((x.shape[0] for x in inputs if isinstance(x, torch.Tensor) and x.dim()), 1)
+    if size < 3:  # with two samples, "reads the first one" and "in order" look the same
+        return
+    base = tuple(random_like(x, 0) for x in inputs)
+    runs = []
+    for sample in (None, 0, 1, size - 1):
+        changed = tuple(with_sample_changed(x, 0, size, sample) for x in base)
+        try:
+            runs.append(
+                [t for _, t in flatten_state(call_root(model, plan, given, changed, Recorder()))[0]]
+            )
+        except Exception:  # the call itself will be judged where the states are looked for
+            return
+    for plain, *others in zip(*runs, strict=False):
+        if (
+            plain.dim()
+            and plain.shape[0] == size
+            and all(plain.shape == other.shape for other in others)
+        ):
+            rows = [(plain != other).reshape(size, -1).any(1).tolist() for other in others]
+            if rows == [[row >= sample for row in range(size)] for sample in (0, 1, size - 1)]:
+                raise messages.reads_batch_in_order(type(model).__name__)
+
+
+def keeps_samples_apart(
+    model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple | None
+) -> bool:
+    """Tell whether a change of one sample changes no other sample's output, in a plan's layout."""
+    axis = int(plan.layout == "time_major")
+    whole = inputs if plan.layout is None else repeat_in_time(inputs, plan.layout, 5)
+    size = next(x.shape[axis] for x in whole if isinstance(x, torch.Tensor) and x.dim() > axis)
+    base = tuple(random_like(x, 0) for x in whole)
+    changed = tuple(with_sample_changed(x, axis, size) for x in base)
+    if size < 2:
+        return False
+    try:
+        runs = [call_root(model, plan, given, x, Recorder()) for x in (base, changed)]
+    except Exception:  # the model does not take this layout
+        return False
+    tensors = [[t for _, t in flatten_state(plan.output_of(model, r))[0]] for r in runs]
+    return share_changed(*tensors) <= 1 / size + 1e-9
