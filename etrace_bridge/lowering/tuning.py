@@ -70,6 +70,10 @@ class Tuning:
         """
         return arrays
 
+    def inner_products(self, x: Any, y: Any, axes: tuple[int, ...]) -> Any:
+        """`x * y`, summed over some axes."""
+        return jnp.sum(x * y, axes)
+
     def any_not_finite(self, arrays: Sequence[Any]) -> Any:
         """Whether any element of any array is NaN or infinite."""
         return jnp.any(jnp.stack([jnp.any(~jnp.isfinite(x)) for x in arrays]))
