@@ -3,13 +3,15 @@
 `table`: cosine and relative error to BPTT by rank, by brute force with an SVD of the dense
 influence, mean over seeds; with `--engine` the engine's own gradients beside it. `zoo`: over the
 zoo of torch modules, rank 0 beside `d_rtrl`, full rank beside torch BPTT, and the mean error by
-rank. `time`: an online step beside that of `d_rtrl` and of `rtrl`, interleaved; on a machine that
-others use, with `--clock cpu`. Nothing is written.
+rank; it keeps what it measured in `low_rank.json` beside this file, and goes on where it stopped.
+`time`: an online step beside that of `d_rtrl` and of `rtrl`, interleaved; on a machine that others
+use, with `--clock cpu`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import warnings
 from pathlib import Path
@@ -21,6 +23,11 @@ import numpy as np
 from benchmarks.loop_cost import CLOCKS
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+RESULTS = Path(__file__).with_suffix(".json")
+CHUNK = 4
+RANKS = (0, 1, 2, 4)
+RANK_0, FULL_RANK = 1e-10, 1e-9  # how far from `d_rtrl` and from BPTT
 
 RULES = {
     "d_rtrl": (0, None),
@@ -67,41 +74,59 @@ def _cosine(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def zoo(options: argparse.Namespace) -> None:
-    """Print, for each module, how far rank 0 is from `d_rtrl` and full rank from BPTT, and the
-    error by rank.
+    """Measure the modules that `low_rank.json` does not have, and print what all of them say."""
+    from torch_zoo import CASES
+
+    cases = [c for c in CASES if c.available and not c.float32_only]
+    cases = [c for c in cases if any(p.requires_grad for p in c.build().parameters())]
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() and not options.fresh else {}
+    results = {c.name: known[c.name] for c in cases if c.name in known}
+    for case in [c for c in cases[options.start :: options.every] if c.name not in results]:
+        results[case.name] = _measure(case)
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        print(f"{len(results)} of {len(cases)}  {_line(case.name, results[case.name])}", flush=True)
+    bad = [name for name, found in results.items() if not _holds(found)]
+    print(
+        f"{len(results)} of {len(cases)} modules; not within {RANK_0:g}, {FULL_RANK:g}: {len(bad)}"
+    )
+    for name in bad:
+        print(_line(name, results[name]))
+    by_rank = np.array([found["by rank"] for found in results.values()])
+    for rank, mean in zip(RANKS, by_rank.mean(0), strict=True):
+        print(f"mean relative error at rank {rank}: {mean:.5f}")
+
+
+def _measure(case: Any) -> dict[str, Any]:
+    """How far rank 0 is from `d_rtrl` and full rank from BPTT, relative to the largest value of
+    each parameter's gradient; and the relative error of the whole gradient by rank.
     """
     from etrace_bridge.rules import DRTRL, LowRankRTRL
-    from torch_zoo import CASES
     from zoo.online import OnlineCase
 
-    errors: dict[int, list[float]] = {r: [] for r in options.ranks}
-    for case in CASES[options.start :: options.every]:
-        if (
-            case.float32_only
-            or not case.available
-            or not any(p.requires_grad for p in case.build().parameters())
-        ):
-            continue
-        online = OnlineCase(case)
-        diagonal, rank0 = online.gradients(DRTRL("chunk"), 4), online.gradients(LowRankRTRL(0), 4)
-        scale = max(np.abs(g).max() for g in diagonal.values())
-        first = max(
-            np.abs(rank0[n] - g).max() / max(np.abs(g).max(), 1e-3 * scale)
-            for n, g in diagonal.items()
-        )
-        full = max(online.errors(online.gradients(LowRankRTRL(10**6), 4)).values())
-        for rank, found in errors.items():
-            found.append(
-                _relative(online, rank0 if rank == 0 else online.gradients(LowRankRTRL(rank), 4))
-            )
-        by_rank = "  ".join(f"{found[-1]:.4f}" for found in errors.values())
-        bad = "" if first < 1e-10 and full < 1e-9 else "  <- not within 1e-10, 1e-9"
-        print(
-            f"{case.name:40s} rank 0 {first:.0e}  full rank {full:.0e}  by rank {by_rank}{bad}",
-            flush=True,
-        )
-    means = ", ".join(f"rank {rank}: {np.mean(found):.4f}" for rank, found in errors.items())
-    print(f"mean relative error of {len(errors[options.ranks[0]])} modules: {means}")
+    online = OnlineCase(case)
+    diagonal = online.gradients(DRTRL("chunk"), CHUNK)
+    found = {rank: online.gradients(LowRankRTRL(rank), CHUNK) for rank in (*RANKS, 10**6)}
+    scale = max(np.abs(g).max() for g in diagonal.values())
+    differences = [
+        np.abs(found[0][n] - g).max() / max(np.abs(g).max(), 1e-3 * scale)
+        for n, g in diagonal.items()
+    ]
+    return {
+        "rank 0": float(max(differences)),
+        "full rank": max(online.errors(found[10**6]).values()),
+        "by rank": [_relative(online, found[rank]) for rank in RANKS],
+    }
+
+
+def _holds(found: dict[str, Any]) -> bool:
+    return found["rank 0"] < RANK_0 and found["full rank"] < FULL_RANK
+
+
+def _line(name: str, found: dict[str, Any]) -> str:
+    by_rank = "  ".join(f"{error:.4f}" for error in found["by rank"])
+    bad = "" if _holds(found) else "  <- too far"
+    ends = f"rank 0 {found['rank 0']:.0e}  full rank {found['full rank']:.0e}"
+    return f"{name:40s} {ends}  by rank {by_rank}{bad}"
 
 
 def _relative(online: Any, grads: dict[str, np.ndarray]) -> float:
@@ -172,9 +197,7 @@ def main() -> None:
     parser.add_argument(
         "--start", type=int, default=0, metavar="N", help="zoo: from this module on"
     )
-    parser.add_argument(
-        "--ranks", type=int, nargs="*", default=[0, 1, 2, 4], help="zoo: ranks of the mean error"
-    )
+    parser.add_argument("--fresh", action="store_true", help="zoo: measure every module again")
     parser.add_argument(
         "--repeats", type=int, default=40, help="time: rounds of 10 steps of each rule (default 40)"
     )

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -73,9 +74,22 @@ class CPUTuning(Tuning):
         return elements >= LOOP_ELEMENTS
 
     def computed_once(self, arrays: Any) -> Any:
-        # XLA takes cheap element-wise producers into every kernel that reads them. Where they read
-        # weights by gates and in transposed order, the kernels take several times as long.
-        return lax.optimization_barrier(arrays)
+        # XLA repeats cheap element-wise work in every kernel that reads it, across barriers too,
+        # which are gone by then. A division counts as expensive, so it is not repeated; the barrier
+        # hides that it is one by 1 until kernels are formed.
+        def once(x: Any) -> Any:
+            return x / lax.optimization_barrier(jnp.ones((), x.dtype))
+
+        return lax.optimization_barrier(jax.tree.map(once, arrays))
+
+    def inner_products(self, x: Any, y: Any, axes: tuple[int, ...]) -> Any:
+        # XLA sums squares as it reads them, but writes products of two arrays to memory and adds
+        # them up slowly; a product with a vector of ones is several times faster.
+        if x is y or not axes:
+            return super().inner_products(x, y, axes)
+        products = jnp.moveaxis(x * y, axes, range(-len(axes), 0))
+        products = products.reshape(*products.shape[: -len(axes)], -1)
+        return products @ jnp.ones(products.shape[-1], products.dtype)
 
     def any_not_finite(self, arrays: Sequence[Any]) -> Any:
         """As the base class, in few operations.

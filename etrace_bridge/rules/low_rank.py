@@ -63,7 +63,6 @@ from etrace_bridge.step.steps import Steps, no_loss
 from etrace_bridge.step.time import scan_time
 from etrace_bridge.step.unit_arrays import (
     at_elements,
-    by_row,
     contact_data,
     core_times,
     flat_rows,
@@ -122,8 +121,7 @@ class LowRankRTRL(ReverseRule):
         b = flat_rows(layout, h0)
         found: list[tuple[Block, Any]] = []
         for family, old in zip(layout.families, _widened(memory["families"]), strict=True):
-            low = jnp.einsum("ej,rexj->rex", b, by_row(layout, old["A"]))
-            low = low.reshape(len(old["A"]), family.units)
+            low = [jnp.einsum("ej,eju->eu", b, A).reshape(-1) for A in old["A"]]
             own = [take(b, np.maximum(n, 0), 1).reshape(-1) for n in family.states.T]
             own = [jnp.where(p >= 0, x, 0) for p, x in zip(family.positions.T, own, strict=True)]
             for block, E, eps in zip(family.blocks, old["E"], old["eps"], strict=True):
@@ -173,27 +171,24 @@ class LowRankRTRL(ReverseRule):
     def _factors(
         self, program, layout: Layout, family: Family, core: CoreLinear, across: Crossing, old, data
     ) -> tuple[list[Any], list]:
-        """Columns of `L` (units, n), and `Z`: for each block its columns.
+        """Columns of `L` (rows, n, units per row), and `Z`: for each block its columns.
 
         A column of a block is (number, array), or (a number for each of its pieces, array).
         """
-        A = by_row(layout, old["A"])
-        moved = core_times(program, layout, core, A)
-        if self.hops is None and len(A):
-            moved = moved + jnp.einsum("rexk,ejk->rexj", A, across.X)
-        L = [*moved.reshape(old["A"].shape)]
+        moved = core_times(program, layout, core, old["A"])
+        if self.hops is None and len(moved):
+            moved = moved + jnp.einsum("ejk,reku->reju", across.X, old["A"])
+        L = [*moved]
         for source in family.states.T:  # X e
-            column = jnp.swapaxes(take(across.X, np.maximum(source, 0), 2), 1, 2)
-            if (source < 0).any():
-                column = jnp.where((source >= 0)[:, None], column, 0)
-            L.append(column.reshape(family.units, -1))
+            column = take(across.X, np.maximum(source, 0), 2)
+            L.append(jnp.where(source >= 0, column, 0) if (source < 0).any() else column)
         of_sum = {}
         for (owner, summed), column in zip(crossing_sums(layout), across.of_sum, strict=True):
             if owner is family:
                 of_sum[summed.var] = len(L)
                 L.append(column)
         dtype, Z = old["A"].dtype, []
-        L = program.tuning.computed_once([x.astype(dtype) for x in L])
+        L = [x.astype(dtype) for x in L]
         for block, E, eps in zip(family.blocks, old["E"], old["eps"], strict=True):
             columns: list[tuple[Any, Any]] = list(enumerate([*E, *eps]))
             numbers = [of_sum.get(summed.var) for summed, _ in block.pieces]

@@ -1,7 +1,7 @@
 """The memory of low-rank RTRL: how it begins, how it is cut, and how gradients leave it.
 
-A family of units has `A` (r, units, n); for each of its blocks, `E` (r, …) and D-RTRL's trace `eps`
-(S, …).
+A family of units has `A` (r, rows, n, units per row); for each of its blocks, `E` (r, …) and
+D-RTRL's trace `eps` (S, …).
 """
 
 from __future__ import annotations
@@ -24,13 +24,11 @@ from etrace_bridge.step.unit_arrays import (
     at_positions,
     by_row,
     df_of,
+    inner_products,
     spread_features,
-    sum_features,
     to_view,
 )
 from etrace_bridge.step.units import Block, Family, Layout
-
-_FEW = 8  # up to this many columns, products over them are sums of whole arrays
 
 
 def family_ranks(layout: Layout, rank: int, max_bytes: int) -> list[int]:
@@ -54,7 +52,7 @@ def new_family(layout: Layout, family: Family, r: int) -> dict[str, Any]:
     dtype = family.sums[0].var.aval.dtype
     shapes = [block.form.shape(block.form.trace) for block in family.blocks]
     return {
-        "A": jnp.zeros((r, family.units, layout.size), dtype),
+        "A": jnp.zeros((r, layout.rows, layout.size, family.units // layout.rows), dtype),
         "E": [jnp.zeros((r, *shape), dtype) for shape in shapes],
         "eps": [jnp.zeros((len(family.groups), *shape), dtype) for shape in shapes],
     }
@@ -67,7 +65,7 @@ def reset_family(layout: Layout, family: Family, old: dict[str, Any], keep: Any)
     cleared = {
         name: [x * mask for x, mask in zip(old[name], masks, strict=True)] for name in ("E", "eps")
     }
-    return {"A": old["A"] * units[:, None], **cleared}
+    return {"A": old["A"] * by_row(layout, units)[:, None], **cleared}
 
 
 def advance_eps(
@@ -99,33 +97,25 @@ def cut_to_rank(
 
     The last two are (rows, n), squared norms over all units and weights of a row.
     """
-    n, q, units = layout.size, len(L), family.units
+    n, q = layout.size, len(L)
     dtype = family.sums[0].var.aval.dtype
     nothing = jnp.zeros((layout.rows, n), dtype)
     if q == 0:
-        return jnp.zeros((r, units, n), dtype), new_family(layout, family, r)["E"], nothing, nothing
-    if r == n:
-        A = jnp.broadcast_to(jnp.eye(n, dtype=L[0].dtype)[:, None], (n, units, n))
-        Y, kept, lost = jnp.stack(L).transpose(0, 2, 1), None, nothing
+        empty = new_family(layout, family, r)
+        return empty["A"], empty["E"], nothing, nothing
+    if r == n:  # A is the identity
+        A = jnp.broadcast_to(jnp.eye(n, dtype=dtype)[:, None, :, None], (n, *L[0].shape))
+        Y = [jnp.swapaxes(x, 0, 1).reshape(n, family.units) for x in L]
     else:
-        tuning = program.tuning
-        grams = _gram_left(L), _gram_right(family, Z, q, L[0].dtype)
-        X, Y = tuning.computed_once(singular_columns(*tuning.computed_once(grams)))
-        columns = tuning.computed_once(_mix(L, X))
-        A, kept, lost = (
-            columns[:r],
-            _row_squares(layout, columns[:r]),
-            _row_squares(layout, columns[r:]),
+        A, Y, kept, lost = _best_rank(
+            program, layout, L, _gram_right(program, family, Z, q, dtype), r
         )
-        # what rounding may cut
-        lost = lost + 16 * q * q * jnp.finfo(columns.dtype).eps * (kept + lost)
-        Y = jnp.moveaxis(Y[..., :r], 0, 2)  # (q, r, units)
     E = []
     for block, columns in zip(family.blocks, Z, strict=True):
         terms = [at_elements(block, _pick(Y, number)) * x for number, x in columns]
         E.append(sum(terms).astype(dtype))
-    if kept is None:  # A is the identity
-        kept = sum(jnp.sum(x * x, tuple(range(1, x.ndim))) for x in E) + nothing
+    if r == n:
+        kept, lost = nothing + sum(jnp.sum(x * x, tuple(range(1, x.ndim))) for x in E), nothing
     return A.astype(dtype), E, kept, lost
 
 
@@ -136,36 +126,63 @@ def _pick(Y: Any, number: int | list[int | None]) -> Any:
     return [jnp.zeros_like(Y[0]) if n is None else Y[n] for n in number]
 
 
-def _row_squares(layout: Layout, columns: Any) -> Any:
-    """Columns (k, units, n), squared and summed over columns and units: (rows, n)."""
-    squares = by_row(layout, columns * columns)
-    ones = jnp.ones((squares.shape[0], squares.shape[2]), squares.dtype)
-    return jnp.einsum("ku,keuj->ej", ones, squares)
+def _best_rank(
+    program: StepProgram, layout: Layout, L: list[Any], right: Any, r: int
+) -> tuple[Any, Any, Any, Any]:
+    """`A = L X` and the factors `Y` (q, r, units) of `E = Z Y`, from `Z^T Z`; kept, cut off."""
+    q, tuning = len(L), program.tuning
+    left = Gram(layout, L)
+    X, Y = tuning.computed_once(singular_columns(*tuning.computed_once((left.sums(), right))))
+    kept, lost = left.row_squares(X[..., :r]), left.row_squares(X[..., r:])
+    slack = 16 * q * q * jnp.finfo(kept.dtype).eps  # what rounding may cut
+    return (
+        left.times(X[..., :r]),
+        jnp.moveaxis(Y[..., :r], 0, 2),
+        kept,
+        lost + slack * (kept + lost),
+    )
 
 
-def _gram_left(L: list[Any]) -> Any:
-    """`L^T L` of every unit: (units, q, q)."""
-    if len(L) > _FEW:
-        whole = jnp.stack(L)
-        return jnp.einsum("aun,bun->uab", whole, whole)
-    dots = {(a, b): jnp.sum(x * y, -1) for a, x in enumerate(L) for b, y in enumerate(L[: a + 1])}
-    return _symmetric(dots, len(L), None)
+class Gram:
+    """The columns of `L`, (rows, n, units per row) each, and the products of each two of them.
+
+    All that the cut needs is sums of these products: over n, and over units.
+    """
+
+    def __init__(self, layout: Layout, L: list[Any]) -> None:
+        self.layout, self.L = layout, L
+        self.products = {(a, b): x * y for a, x in enumerate(L) for b, y in enumerate(L[: a + 1])}
+
+    def sums(self) -> Any:
+        """`L^T L` of every unit: (units, q, q)."""
+        ones = jnp.ones(self.L[0].shape[:2], self.L[0].dtype)
+        dots = {
+            ab: jnp.einsum("ej,eju->eu", ones, x).reshape(-1) for ab, x in self.products.items()
+        }
+        return _symmetric(dots, len(self.L), None)
+
+    def times(self, X: Any) -> Any:
+        """`L X` for X (units, q, k): (k, rows, n, units per row)."""
+        by_unit = by_row(self.layout, jnp.moveaxis(X, 0, 2))[:, :, :, None]
+        columns = [sum(x * by_unit[a, k] for a, x in enumerate(self.L)) for k in range(X.shape[2])]
+        return jnp.stack(columns) if columns else jnp.zeros((0, *self.L[0].shape), X.dtype)
+
+    def row_squares(self, X: Any) -> Any:
+        """Squares of `L X`, summed over columns and units: (rows, n)."""
+        weights, total = jnp.einsum("uak,ubk->abu", X, X), jnp.zeros(self.L[0].shape[:2], X.dtype)
+        for (a, b), x in self.products.items():
+            factor = by_row(self.layout, weights[a, b] if a == b else 2 * weights[a, b])
+            total = total + jnp.einsum("eju,eu->ej", x, factor)
+        return jnp.maximum(total, 0)
 
 
-def _mix(L: list[Any], X: Any) -> Any:
-    """`L X` of every unit, as (q, units, n)."""
-    if len(L) > _FEW:
-        return jnp.einsum("aun,uak->kun", jnp.stack(L), X)
-    return jnp.stack([sum(x * X[:, a, k, None] for a, x in enumerate(L)) for k in range(len(L))])
-
-
-def _gram_right(family: Family, Z: list, q: int, dtype: Any) -> Any:
+def _gram_right(program: StepProgram, family: Family, Z: list, q: int, dtype: Any) -> Any:
     """`Z^T Z` of every unit: (units, q, q)."""
     dots: dict[tuple[int, int], Any] = {}
     for block, columns in zip(family.blocks, Z, strict=True):
         for a, (number, x) in enumerate(columns):
             for other, y in columns[: a + 1]:
-                for n, found in enumerate(sum_features(block, x * y)):
+                for n, found in enumerate(inner_products(program, block, x, y)):
                     i, j = (k if isinstance(k, int) else k[n] for k in (number, other))
                     if i is not None and j is not None:
                         dots[i, j] = dots.get((i, j), 0) + found

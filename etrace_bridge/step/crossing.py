@@ -31,7 +31,15 @@ from etrace_bridge.compiler.primitives import is_float, passes_derivative
 from etrace_bridge.step.linearise import CoreLinear
 from etrace_bridge.step.program import StepProgram
 from etrace_bridge.step.taps import SUMS, Tap
-from etrace_bridge.step.unit_arrays import core_times, df_of, flat_rows, join, take, to_units
+from etrace_bridge.step.unit_arrays import (
+    by_row,
+    core_times,
+    df_of,
+    flat_rows,
+    join,
+    take,
+    to_units,
+)
 from etrace_bridge.step.units import Family, Layout, Sum, state_numbers
 
 
@@ -42,7 +50,7 @@ class Crossing:
     Attributes:
         X: `F - D`, (rows, n, n).
         of_sum: `G - e df` of each sum that crosses, at its units, in the order of `crossing_sums`:
-            (units, n).
+            (rows, n, units per row).
     """
 
     X: Any
@@ -99,9 +107,15 @@ def crossing_derivatives(
     dtype = program.leaves[0].invar.aval.dtype
     X = join(by_hidden, jnp.zeros((layout.size, layout.rows, layout.size), dtype), 0)
     of_sum = [
-        join(by_sum[s.var], jnp.zeros((layout.size, f.units), dtype), 0).T for f, s in crossing
+        _rows_first(layout, join(by_sum[s.var], jnp.zeros((layout.size, f.units), dtype), 0))
+        for f, s in crossing
     ]
     return Crossing(jnp.swapaxes(X, 0, 1), of_sum)
+
+
+def _rows_first(layout: Layout, by_unit: Any) -> Any:
+    """(n, units) as (rows, n, units per row)."""
+    return jnp.swapaxes(by_row(layout, by_unit), 0, 1)
 
 
 # -- by routes -------------------------------------------------------------------------------------
@@ -243,19 +257,19 @@ def _by_whole_step(
     h_bar, y_bar = jax.vmap(pull)(seeds)
     F = jnp.moveaxis(flat_rows(layout, h_bar, 1), 0, 1)
     identity = jnp.broadcast_to(basis, (layout.rows, layout.size, layout.size))
-    D = jnp.swapaxes(core_times(program, layout, core, identity), 1, 2)
+    D = core_times(program, layout, core, identity)
     of_sum = []
     for (family, s), bar in zip(crossing, y_bar, strict=True):
-        column = to_units(s, bar.reshape(layout.size, -1)).T
-        of_sum.append(column - _own(program, family, s, core, layout.size))
+        column = to_units(s, bar.reshape(layout.size, -1))
+        own = _own(program, family, s, core, layout.size)
+        of_sum.append(_rows_first(layout, column - own))
     return Crossing(F - D, of_sum)
 
 
 def _own(program: StepProgram, family: Family, summed: Sum, core: CoreLinear, size: int) -> Any:
-    """`e df` of a sum: (units, n)."""
-    total = jnp.zeros((family.units, size), summed.var.aval.dtype)
+    """`e df` of a sum: (n, units)."""
+    total = jnp.zeros((size, family.units), summed.var.aval.dtype)
     for i in range(len(family.groups)):
-        hot = (family.states[:, i][:, None] == np.arange(size)).astype(total.dtype)
-        df = df_of(program, family, summed, core, i)
-        total = total + np.tile(hot, (family.rows, 1)) * df[:, None]
+        hot = (np.arange(size)[:, None] == family.states[:, i]).astype(total.dtype)
+        total = total + np.tile(hot, family.rows) * df_of(program, family, summed, core, i)
     return total

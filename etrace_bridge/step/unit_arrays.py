@@ -19,9 +19,9 @@ def flat_rows(layout: Layout, leaves: Sequence[Any], lead: int = 0) -> Any:
     return jnp.concatenate([x.reshape(*x.shape[:lead], layout.rows, -1) for x in leaves], axis=-1)
 
 
-def by_row(layout: Layout, A: Any) -> Any:
-    """Return (…, units, n) as (…, rows, units per row, n)."""
-    return A.reshape(*A.shape[:-2], layout.rows, A.shape[-2] // layout.rows, A.shape[-1])
+def by_row(layout: Layout, values: Any) -> Any:
+    """Return (…, units) as (…, rows, units per row)."""
+    return values.reshape(*values.shape[:-1], layout.rows, values.shape[-1] // layout.rows)
 
 
 def take(array: Any, index: np.ndarray, axis: int) -> Any:
@@ -63,10 +63,12 @@ def at_elements(block: Block, values: Any) -> Any:
     return whole.reshape(*whole.shape, *(1 for _ in form.contracted))
 
 
-def sum_features(block: Block, array: Any) -> list[Any]:
-    """Return an array of a trace's shape, summed over features, at the units of each piece."""
+def inner_products(program: StepProgram, block: Block, x: Any, y: Any) -> list[Any]:
+    """Multiply two arrays of a trace's shape, sum over features, and return the units of each
+    piece.
+    """
     form = block.form
-    array = jnp.sum(array, axis=tuple(range(len(form.trace_out), array.ndim)))
+    array = program.tuning.inner_products(x, y, tuple(range(len(form.trace_out), x.ndim)))
     array = jnp.transpose(array, [form.trace_out.index(c) for c in form.out])
     parts = [array]
     if block.letter:
@@ -125,16 +127,16 @@ def at_positions(family: Family, s: int, values: Any) -> Any:
 
 
 def core_times(program: StepProgram, layout: Layout, core: CoreLinear, A: Any) -> Any:
-    """Return `D A` for (…, rows, units per row, n)."""
+    """Return `D A` for (…, rows, n, columns)."""
     parts = []
     for g, states in enumerate(state_numbers(program, layout.rows, layout.size)):
         numbers = [state[: len(state) // layout.rows] for state in states]
         for i, target in enumerate(numbers):
             terms = [
-                core.D[g][i][j].reshape(layout.rows, 1, -1) * take(A, source, A.ndim - 1)
+                core.D[g][i][j].reshape(layout.rows, -1, 1) * take(A, source, A.ndim - 2)
                 for j, source in enumerate(numbers)
                 if core.D[g][i][j] is not None
             ]
             if terms:
                 parts.append((target, sum(terms).astype(A.dtype)))
-    return join(parts, jnp.zeros_like(A), A.ndim - 1)
+    return join(parts, jnp.zeros_like(A), A.ndim - 2)
