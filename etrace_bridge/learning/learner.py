@@ -355,7 +355,7 @@ class OnlineLearner:
     def fill_grad(self, result: GradientResult | Mapping[str, torch.Tensor]) -> None:
         """Puts gradients into `.grad` of the torch model's parameters, for a torch optimizer.
 
-        Parameters that the step does not use keep their `.grad`, as after torch's `backward`.
+        Parameters that no gradient can reach keep their `.grad`, as after torch's `backward`.
         """
         if not isinstance(result, (GradientResult, Mapping)):
             raise InputError(
@@ -364,7 +364,8 @@ class OnlineLearner:
             )
         grads = result
         if isinstance(result, GradientResult):
-            used = set(self.runtime.store.compiled.weight_names)
+            compiled = self.runtime.store.compiled
+            used = set(compiled.weight_names) - compiled.unreached
             grads = {name: grad for name, grad in result.grads.items() if name in used}
         named = dict(self._torch_model().named_parameters(remove_duplicate=False))
         unknown = sorted(str(name) for name in set(grads) - set(named))
@@ -389,6 +390,7 @@ class OnlineLearner:
                 for name, tensor in own:
                     if name in current and tensor.shape == current[name].shape:
                         tensor.copy_(current[name])
+        self.runtime.torch_watch.note()
         if store.started and store.updater is not None and store.updater.translated is not None:
             store.updater.translated.export(store.state.opt)
 
@@ -396,6 +398,7 @@ class OnlineLearner:
         """Takes weights and buffers from the torch model, e.g. after `optimizer.step()` in torch."""
         model = self._torch_model()
         self.net.load_state_dict(model.state_dict())  # pyright: ignore[reportAttributeAccessIssue]
+        self.runtime.torch_watch.note()
 
     # -- checkpoints ------------------------------------------------------------------------------
 

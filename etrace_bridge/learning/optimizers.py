@@ -9,7 +9,7 @@ on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from etrace_bridge._errors import InputError, NotSupportedError
 from etrace_bridge.frontend import to_real_jax, to_torch
@@ -53,18 +54,21 @@ class Translated:
         self.rule = TORCH_RULES[type(optimizer)]
         self.tensors = parameters
         self.group_of = group_places(optimizer, parameters)
+        self._held = optimizer.state
         self._fixed = self._structure()
         self._names = list(self.rule.numbers(optimizer.param_groups[0]))
         self.transform = optax.GradientTransformationExtraArgs(self._init, self._update)
 
     def signature(self) -> tuple:
-        """The values of all options that may change from step to step."""
-        return tuple(
+        """The values of all that may change from step to step."""
+        optimizer = self.optimizer
+        options = (
             float(v) if isinstance(v, torch.Tensor) else v
-            for group in self.optimizer.param_groups
+            for group in optimizer.param_groups
             for key, v in group.items()
             if key != "params"
         )
+        return (id(optimizer.state), has_own_step(optimizer), *options)
 
     def numbers(self) -> np.ndarray:
         """The groups' numbers, (groups, numbers)."""
@@ -73,6 +77,12 @@ class Translated:
                 f"The parameter groups of `{type(self.optimizer).__name__}` changed in more than "
                 "their numbers after the learner was made (a group was added, or a flag such as "
                 "`nesterov` was switched). Make a new learner."
+            )
+        if self.optimizer.state is not self._held or has_own_step(self.optimizer):
+            raise InputError(
+                f"`{type(self.optimizer).__name__}` was given another state (`load_state_dict`), a "
+                "hook or a `step` of its own after the learner had taken it over. Do so before the "
+                "learner's first input, or make a new learner."
             )
         # torch's schedulers warn unless the optimizer says that it has stepped.
         self.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
@@ -92,6 +102,7 @@ class Translated:
         )
 
     def _init(self, theta: Arrays) -> TranslatedState:
+        self._held = self.optimizer.state
         slots: dict[str, Arrays] = {}
         counts = set()
         for name, value in theta.items():
@@ -119,6 +130,7 @@ class Translated:
         params: Arrays | None = None,
         *,
         numbers: Any,
+        unreached: Collection[str] = (),
         **_: Any,
     ):
         if params is None:
@@ -127,8 +139,8 @@ class Translated:
         changes: Arrays = {}
         new: dict[str, Arrays] = {slot: dict(held) for slot, held in state.slots.items()}
         for name, g in grads.items():
-            if name not in self.group_of:
-                # not among the optimizer's parameters: stays as it is
+            if name not in self.group_of or name in unreached:
+                # not among the optimizer's parameters, or without `.grad` in torch: stays as it is
                 changes[name] = jnp.zeros_like(params[name])
                 continue
             place = self.group_of[name]
@@ -171,10 +183,27 @@ def _count_in(held: Mapping) -> int:
     return int(held.get("momentum_buffer") is not None)
 
 
+def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `step` does more than its class says: it has hooks, or another function in its place."""
+    step = vars(optimizer).get("step")
+    # A scheduler replaces `step` by a function that only notes the call.
+    replaced = step is not None and getattr(step, "__wrapped__", None) is not type(optimizer).step
+    hooks = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        _global_optimizer_pre_hooks,
+        _global_optimizer_post_hooks,
+    )
+    return replaced or any(hooks)
+
+
 def group_places(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
 ) -> dict[str, int]:
-    """The parameter group of each named parameter that the optimizer has."""
+    """The parameter group of each named parameter that the optimizer has.
+
+    As in torch, tensors that are not to be trained may be among its own: it skips them.
+    """
     names = {id(p): name for name, p in reversed(parameters.items())}
     places: dict[str, int] = {}
     strangers = []
@@ -182,7 +211,7 @@ def group_places(
         for p in group["params"]:
             if id(p) in names:
                 places[names[id(p)]] = place
-            else:
+            elif p.requires_grad:
                 strangers.append(f"group {place}, shape {tuple(p.shape)}")
     if strangers:
         raise InputError(
@@ -232,11 +261,13 @@ class Updater:
         return UpdateState(self.transform.init(theta), self.numbers(theta), norm)
 
     def update(
-        self, grads: Arrays, state: UpdateState, theta: Arrays
+        self, grads: Arrays, state: UpdateState, theta: Arrays, unreached: Collection[str] = ()
     ) -> tuple[Arrays, UpdateState]:
-        """New weights and state."""
+        """New weights and state; a torch optimizer leaves the parameters in `unreached` alone."""
         changes: Any  # optax says a tree; here it is a dict, as `grads` is
-        changes, inner = self.transform.update(grads, state.inner, theta, numbers=state.numbers)
+        changes, inner = self.transform.update(
+            grads, state.inner, theta, numbers=state.numbers, unreached=unreached
+        )
         new = {name: theta[name] + changes[name].astype(theta[name].dtype) for name in theta}
         return new, UpdateState(
             inner,
@@ -344,7 +375,7 @@ def make_updater(
                 "A torch optimizer needs a torch model; this learner was made from a brainstate "
                 "module. Use optax."
             )
-        if type(optimizer) not in TORCH_RULES:
+        if type(optimizer) not in TORCH_RULES or has_own_step(optimizer):
             return None
         translated = Translated(optimizer, parameters)
         inner = translated.transform

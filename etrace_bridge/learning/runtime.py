@@ -33,6 +33,7 @@ from etrace_bridge.learning.sequence_loss import SequenceLoss
 from etrace_bridge.learning.slopes import MeterState, MeterWindow
 from etrace_bridge.learning.store import Store
 from etrace_bridge.learning.torch_update import TorchUpdate, has_hooks
+from etrace_bridge.learning.torch_watch import TorchWatch
 from etrace_bridge.learning.watch import LOOK_EVERY, Watch
 from etrace_bridge.learning.weighting import Weighting
 from etrace_bridge.rules import Carry, Rule
@@ -71,6 +72,7 @@ class Runtime:
         options: further options.
         parameters: the torch model's trained parameters by name; empty for other models.
         torch_update: the optimizer that runs in torch, if it does.
+        torch_watch: notices changes of the torch model's parameters.
         store: the state and the compiled steps.
         losses: the loss, for each kind of target.
         programs: the jitted programs.
@@ -94,6 +96,7 @@ class Runtime:
         is_torch = isinstance(net, BridgedModule)
         named = net.model.named_parameters() if is_torch else ()
         self.parameters: dict[str, torch.Tensor] = {n: p for n, p in named if p.requires_grad}
+        self.torch_watch = TorchWatch(net.model if is_torch else None)
         clipping = (options.clip_norm, options.clip_value, options.accumulate)
         updater = make_updater(
             optimizer,
@@ -128,7 +131,9 @@ class Runtime:
         self.programs = JittedPrograms(self.store, options)
         self.watch = Watch(self.store, self.programs, self.losses, options.guard)
         self.reader = DataReader(self.store, options.check_inputs)
-        self._host = HostUpdate(self.store, self.programs, self.parameters, self.torch_update)
+        self._host = HostUpdate(
+            self.store, self.programs, self.parameters, self.torch_update, self.torch_watch
+        )
         self._in_chunks = ChunkRunner(self.store, self.programs, options)
         self._quick = QuickSteps(self.store, LOOK_EVERY)
         self._warned = False
@@ -148,7 +153,12 @@ class Runtime:
         """
         with self.store.lock:
             known = self._quick.find(args, target) if mask is None else None
-            if known is not None and not has_hooks(self.parameters.values()):
+            if (
+                known is not None
+                and self.torch_watch.holds()
+                and self.losses.settings_hold
+                and not has_hooks(self.parameters.values())
+            ):
                 return self._run_step(*known)
             with self.store.transaction():
                 return self._checked_step(args, target, mask)
@@ -192,6 +202,7 @@ class Runtime:
         device.
         """
         store, place = self.store, self.store.placement
+        self.torch_watch.check(learns=target is not None)
         data = place.together(
             "step",
             lambda: self.reader.step(args, target),
@@ -300,6 +311,7 @@ class Runtime:
         """
         store = self.store
         place = store.placement
+        self.torch_watch.check(learns=not evaluates)
         read = lambda: self.reader.sequence(xs, targets, mask, self._per_sequence)
         data = place.together("sequence", read, lambda d: [*d.args, *jax.tree.leaves(d.targets)])
         data = self._with_keep(data, data.mask, np.shape(data.args[0])[:2])
