@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import pickle
 
 import pytest
 import torch
@@ -100,6 +101,24 @@ def test_weights_changed_in_torch_are_noticed(learner: eb.OnlineLearner) -> None
     learner.reset()
     taken = learner.step(XS[0], YS[0]).output
     assert torch.allclose(taken, after + 1.0) and before.shape == after.shape
+
+
+def test_a_learner_is_not_copied_by_pickle(learner: eb.OnlineLearner) -> None:
+    for call in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(eb.StateError, match="cannot be copied or pickled"):
+            call(learner)
+
+
+def test_a_reset_takes_a_choice(learner: eb.OnlineLearner) -> None:
+    """Numbers between 0 and 1 would be read as a choice."""
+    learner.reset(torch.tensor([1.0, 0.0, 1.0]))
+    with pytest.raises(eb.InputError, match="of booleans, or of 0 and 1"):
+        learner.reset(torch.tensor([0.5, 0.0, 1.0]))
+
+
+def test_targets_of_another_byte_order(learner: eb.OnlineLearner) -> None:
+    expected = learner.gradients(XS, YS).loss
+    assert learner.gradients(XS.numpy().astype(">f8"), YS.numpy().astype(">f8")).loss == expected
 
 
 # -- what a loss reads ----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import brainstate
 import jax
 import torch
 
-from etrace_bridge._errors import InputError
+from etrace_bridge._errors import InputError, StateError
 from etrace_bridge.compiler.graph import ETraceGraph
 from etrace_bridge.frontend import BridgedModule, wrap
 from etrace_bridge.learning.autosave import Checkpoints
@@ -148,6 +148,12 @@ class OnlineLearner:
         self.place_in_fit: PlaceInFit | None = None
         self.runtime = Runtime(
             net, self.rule, loss, optimizer, options, Placement(device, mesh, partition), seq_loss
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError(
+            "A learner holds compiled programs, so it cannot be copied or pickled. Use `save` and "
+            "`OnlineLearner.load`."
         )
 
     def __repr__(self) -> str:

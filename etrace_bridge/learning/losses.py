@@ -15,7 +15,13 @@ import torch
 
 from etrace_bridge._errors import BridgeError, InputError, StateError
 from etrace_bridge._jax_compat import ClosedJaxpr, depends_on
-from etrace_bridge.frontend import InputRange, to_torch, trace_function, trace_with_ranges
+from etrace_bridge.frontend import (
+    InputRange,
+    to_host,
+    to_torch,
+    trace_function,
+    trace_with_ranges,
+)
 from etrace_bridge.learning.compiled_step import CompiledStep
 from etrace_bridge.learning.element_loss import (
     ElementLoss,
@@ -302,6 +308,8 @@ def jax_dtype(x: Any) -> np.dtype:
     if isinstance(x, torch.Tensor):
         name = str(x.dtype).removeprefix("torch.")
         return jax.dtypes.canonicalize_dtype(jnp.dtype(name))
+    if isinstance(x, np.ndarray):
+        return jax.dtypes.canonicalize_dtype(x.dtype.newbyteorder("="))
     return jax.dtypes.canonicalize_dtype(jnp.result_type(x))
 
 
@@ -312,7 +320,7 @@ def _as_label(x: Any) -> torch.Tensor:
     tensor = (
         x.detach().cpu()
         if isinstance(x, torch.Tensor)
-        else to_torch(x if isinstance(x, jax.Array) else np.asarray(x))
+        else to_torch(x if isinstance(x, jax.Array) else to_host(x))
     )
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         return tensor

@@ -19,7 +19,7 @@ from etrace_bridge.learning.element_loss import ElementLoss
 from etrace_bridge.learning.filling import Filling, cut_outputs
 from etrace_bridge.learning.host_update import HostUpdate
 from etrace_bridge.learning.in_chunks import ChunkRunner
-from etrace_bridge.learning.inputs import read_mask
+from etrace_bridge.learning.inputs import read_choice
 from etrace_bridge.learning.jitted import JittedPrograms
 from etrace_bridge.learning.losses import LossTable
 from etrace_bridge.learning.online_core import OnlineCore
@@ -259,7 +259,7 @@ class Runtime:
             store.reset()
             return
         with store.transaction():
-            gone = place.together("reset", lambda: read_mask(mask), lambda x: [x])
+            gone = place.together("reset", lambda: read_choice(mask), lambda x: [x])
             batch, state = store.compiled.batch, store.state
             gone = place.join(gone, 0)
             if gone.shape == (batch,):
