@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence
 
 import etrace_bridge as eb
+from etrace_bridge.learning.masks import unpack_sequences
 from learner_models import O, assert_same, make_data, make_net
 
 LENGTHS = torch.tensor([6, 2, 4])
@@ -271,6 +272,20 @@ def test_packed_sequences() -> None:
     )
     assert torch.equal(eb.length_mask(LENGTHS), mask.float())
     assert torch.equal(eb.length_mask(LENGTHS, 8, batch_first=True)[:, :6], mask.t().float())
+
+
+def test_weights_of_steps_beside_packed_sequences() -> None:
+    """A mask (T,) weighs steps in both layouts, also where there are as many steps as sequences."""
+    lengths, weights = torch.tensor([2, 3, 1]), torch.tensor([1.0, 2.0, 5.0])
+    for batch_first in (False, True):
+        time = 1 if batch_first else 0
+        packed = pack_padded_sequence(torch.ones(3, 3, 2), lengths, batch_first, False)
+        _, _, mask = unpack_sequences((packed,), None, weights, batch_first)
+        expected = eb.length_mask(lengths, batch_first=batch_first) * weights.unsqueeze(1 - time)
+        assert torch.equal(mask, expected)
+    wrong = pack_padded_sequence(torch.ones(3, 4, 2), torch.tensor([2, 3, 1, 1]), False, False)
+    with pytest.raises(eb.InputError, match=r"`mask` has shape \(4,\)"):
+        unpack_sequences((wrong,), None, torch.ones(4), False)
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -22,13 +22,14 @@ from etrace_bridge.frontend.ops.ranges import (
 )
 from etrace_bridge.frontend.outer import unwrapped
 from etrace_bridge.frontend.reference import TorchRun, run_torch
-from etrace_bridge.frontend.settings import Settings
+from etrace_bridge.frontend.settings import PLAIN, Settings
 from etrace_bridge.frontend.state import Adapter, register_adapter, supported_layers
 from etrace_bridge.frontend.trace import trace_function
 from etrace_bridge.frontend.verify import VerifyReport, verify
 from etrace_bridge.frontend.wrapping import wrap
 
 __all__ = [
+    "PLAIN",
     "Adapter",
     "BridgedModule",
     "BufferState",

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-_PLAIN = (
+# Types of values that can be compared with those of another time.
+PLAIN = (
     bool,
     int,
     float,
@@ -49,7 +50,7 @@ class Settings:
         return {
             name: value
             for name, value in module.__dict__.items()
-            if isinstance(value, _PLAIN) and (id(module), name) not in self._leave_out
+            if isinstance(value, PLAIN) and (id(module), name) not in self._leave_out
         }
 
     def hold(self) -> bool:
@@ -70,7 +71,7 @@ class Settings:
                 # An attribute of the instance may hide one of its class
                 old = plain.get(name, getattr(type(m), name, _ABSENT))
                 new = getattr(m, name, _ABSENT)
-                if isinstance(old, _PLAIN) and isinstance(new, _PLAIN) and old != new:
+                if isinstance(old, PLAIN) and isinstance(new, PLAIN) and old != new:
                     full = f"{path}.{name}" if path else name
                     found.append(f"`{full}` is {_show(new)} and was {_show(old)}")
         hooked = [m for _, m, *_ in self._modules for _ in _HOOKS]

@@ -157,7 +157,15 @@ class CompiledStep:
     @cached_property
     def is_trainable(self) -> bool:
         """Whether a gradient can reach any parameter."""
-        return any(c.kind != "unused" for c in self.program.graph.certificate().values())
+        return len(self.unreached) < len(self.program.graph.certificate())
+
+    @cached_property
+    def unreached(self) -> frozenset[str]:
+        """Names of the parameters that no gradient can reach: torch gives them no `.grad`, and its
+        optimizers leave them alone, weight decay and all.
+        """
+        certificates = self.program.graph.certificate().items()
+        return frozenset(show_path(path) for path, c in certificates if c.kind == "unused")
 
     @cached_property
     def serves_any_batch(self) -> bool:

@@ -15,6 +15,7 @@ from etrace_bridge.learning.jitted import JittedPrograms
 from etrace_bridge.learning.losses import jax_dtype
 from etrace_bridge.learning.store import Store
 from etrace_bridge.learning.torch_update import TorchUpdate, has_hooks, run_hooks
+from etrace_bridge.learning.torch_watch import TorchWatch
 
 
 class HostUpdate:
@@ -25,6 +26,7 @@ class HostUpdate:
         programs: its programs.
         parameters: the torch model's trained parameters by name; empty for other models.
         torch_update: the optimizer that runs in torch, if it does.
+        torch_watch: is told of the weights that the optimizer writes.
     """
 
     def __init__(
@@ -33,13 +35,10 @@ class HostUpdate:
         programs: JittedPrograms,
         parameters: dict[str, torch.Tensor],
         torch_update: TorchUpdate | None,
+        torch_watch: TorchWatch,
     ) -> None:
-        self._store, self._programs, self._parameters, self._torch_update = (
-            store,
-            programs,
-            parameters,
-            torch_update,
-        )
+        self._store, self._programs, self._parameters = store, programs, parameters
+        self._torch_update, self._torch_watch = torch_update, torch_watch
 
     @property
     def is_needed(self) -> bool:
@@ -60,8 +59,10 @@ class HostUpdate:
         state = store.state
         theta = store.compiled.by_weight_name(state.theta)
         finished = run_hooks(grads, self._parameters)
+        unreached = store.compiled.unreached
         if self._torch_update is not None:
-            new, opt = self._torch_update.apply(finished, theta), state.opt
+            new, opt = self._torch_update.apply(finished, theta, unreached), state.opt
+            self._torch_watch.note()
         else:
             wanted = {n: to_real_jax(finished[n]) for n in names}
             new, opt = self._programs.apply(store.updater)(wanted, state.opt, theta)  # pyright: ignore[reportArgumentType] - one of the two is there

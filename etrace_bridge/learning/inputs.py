@@ -68,6 +68,17 @@ def read_mask(mask: Any, float_dtype: Any = None) -> Any:
     return array
 
 
+def read_choice(mask: Any) -> Any:
+    """A mask that picks batch elements, of booleans or of 0 and 1, as an array."""
+    array = read_mask(mask)
+    if not np.isin(np.asarray(array), (0, 1)).all():
+        raise InputError(
+            "`mask` picks batch elements, so it must be of booleans, or of 0 and 1; it has other "
+            "numbers."
+        )
+    return array
+
+
 def as_array(x: Any, float_dtype: Any = None, name: str = "The array") -> Any:
     """A private copy of a torch tensor or NumPy array, in the dtype that JAX will use; JAX arrays
     as they are.

@@ -190,7 +190,8 @@ class JittedPrograms:
 
     def apply(self, updater: Updater) -> Callable:
         """`(gradients, optimizer state, weights) -> (weights, optimizer state)`, by name."""
-        return self._jit("apply", lambda: updater.update)
+        unreached = self._store.compiled.unreached
+        return self._jit("apply", lambda: partial(updater.update, unreached=unreached))
 
     def _settled(self, function: Callable, axis: int) -> Callable:
         """A program whose results lie where the next one, or the user, wants them; the batch is on

@@ -12,7 +12,7 @@ import brainstate
 import jax
 import torch
 
-from etrace_bridge._errors import InputError
+from etrace_bridge._errors import InputError, StateError
 from etrace_bridge.compiler.graph import ETraceGraph
 from etrace_bridge.frontend import BridgedModule, wrap
 from etrace_bridge.learning.autosave import Checkpoints
@@ -148,6 +148,12 @@ class OnlineLearner:
         self.place_in_fit: PlaceInFit | None = None
         self.runtime = Runtime(
             net, self.rule, loss, optimizer, options, Placement(device, mesh, partition), seq_loss
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError(
+            "A learner holds compiled programs, so it cannot be copied or pickled. Use `save` and "
+            "`OnlineLearner.load`."
         )
 
     def __repr__(self) -> str:
@@ -357,7 +363,7 @@ class OnlineLearner:
     def fill_grad(self, result: GradientResult | Mapping[str, torch.Tensor]) -> None:
         """Put gradients into `.grad` of the torch model's parameters, for a torch optimizer.
 
-        Parameters that the step does not use keep their `.grad`, as after torch's `backward`.
+        Parameters that no gradient can reach keep their `.grad`, as after torch's `backward`.
         """
         if not isinstance(result, (GradientResult, Mapping)):
             raise InputError(
@@ -366,7 +372,8 @@ class OnlineLearner:
             )
         grads = result
         if isinstance(result, GradientResult):
-            used = set(self.runtime.store.compiled.weight_names)
+            compiled = self.runtime.store.compiled
+            used = set(compiled.weight_names) - compiled.unreached
             grads = {name: grad for name, grad in result.grads.items() if name in used}
         named = dict(self._torch_model().named_parameters(remove_duplicate=False))
         unknown = sorted(str(name) for name in set(grads) - set(named))
@@ -395,6 +402,7 @@ class OnlineLearner:
                 for name, tensor in own:
                     if name in current and tensor.shape == current[name].shape:
                         tensor.copy_(current[name])
+        self.runtime.torch_watch.note()
         if store.started and store.updater is not None and store.updater.translated is not None:
             store.updater.translated.export(store.state.opt)
 
@@ -402,6 +410,7 @@ class OnlineLearner:
         """Read weights and buffers from the torch model, e.g. after `optimizer.step()` in torch."""
         model = self._torch_model()
         self.net.load_state_dict(model.state_dict())  # pyright: ignore[reportAttributeAccessIssue]
+        self.runtime.torch_watch.note()
 
     # -- checkpoints ------------------------------------------------------------------------------
 

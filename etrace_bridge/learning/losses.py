@@ -13,9 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from etrace_bridge._errors import BridgeError, InputError
-from etrace_bridge._jax_compat import depends_on
-from etrace_bridge.frontend import InputRange, to_torch, trace_function, trace_with_ranges
+from etrace_bridge._errors import BridgeError, InputError, StateError
+from etrace_bridge._jax_compat import ClosedJaxpr, depends_on
+from etrace_bridge.frontend import (
+    InputRange,
+    to_host,
+    to_torch,
+    trace_function,
+    trace_with_ranges,
+)
 from etrace_bridge.learning.compiled_step import CompiledStep
 from etrace_bridge.learning.element_loss import (
     ElementLoss,
@@ -24,6 +30,7 @@ from etrace_bridge.learning.element_loss import (
     without_empty_steps,
 )
 from etrace_bridge.learning.inputs import is_array
+from etrace_bridge.learning.loss_settings import LossSettings
 from etrace_bridge.lowering import announcing
 
 
@@ -36,12 +43,14 @@ class JaxLoss:
         ranges: what it demands of the target's arrays that are indices.
         shapes: output and target of one step, as shapes.
         given: the loss as the user gave it.
+        traced: the program of its derivative, constants and all.
     """
 
     function: Callable[[Any, Any], Any]
     ranges: list[InputRange]
     shapes: tuple[Any, Any]
     given: Callable
+    traced: ClosedJaxpr
 
     @property
     def by_element(self) -> ElementLoss:
@@ -84,6 +93,12 @@ class LossTable:
         self.loss, self._prefer_torch, self._needs_slope = loss, prefer_torch, needs_slope
         self._losses: dict[Any, JaxLoss] = {}
         self._tried: set[Any] = set()
+        self._settings = LossSettings(loss)
+
+    @property
+    def settings_hold(self) -> bool:
+        """Whether everything else that the loss reads is as it was when the loss was traced."""
+        return self._settings.hold()
 
     def find(
         self,
@@ -110,7 +125,8 @@ class LossTable:
         where = (compiled.signature, tree, length)
         given = (where, tuple((tuple(np.shape(t)), str(t.dtype)) for t in leaves))
         key = (where, tuple((tuple(np.shape(t)), str(jax_dtype(t))) for t in leaves))
-        if given not in self._tried:
+        is_new, holds = given not in self._tried, not self._losses or self.settings_hold
+        if is_new or not holds:
             program = compiled.program
             lead = () if length is None else (length,)
             shapes = [
@@ -122,10 +138,24 @@ class LossTable:
                     for s in shapes
                 ]
             output = program.output_tree(shapes)
-            loss = as_jax_loss(self.loss, output, target, self._prefer_torch, self._needs_slope)
-            self._losses.setdefault(key, loss)
+            make = lambda: as_jax_loss(
+                self.loss, output, target, self._prefer_torch, self._needs_slope
+            )
+            self._check_same(self._losses.setdefault(key, make()), make, again=not holds)
             self._tried.add(given)
         return self._losses[key]
+
+    def _check_same(self, known: JaxLoss, make: Callable[[], JaxLoss], again: bool) -> None:
+        """Raises if what the loss reads has changed since it was traced, with another result."""
+        changes = self._settings.differences()
+        if (again or changes) and not _is_same(known, make()):
+            raise StateError(
+                f"The loss `{_name(self.loss)}` is not what it was when the learner compiled it: "
+                f"{'; '.join(changes) or 'what it reads has changed'}. Pass what changes as a part "
+                "of the target, `(target, weight)`, or make a new learner; call "
+                "`learner.sync_to_torch()` before, and the new one goes on with these weights."
+            )
+        self._settings = LossSettings(self.loss)
 
     def last(self, compiled: CompiledStep) -> tuple[Any, JaxLoss] | None:
         """Shapes of the last new kind of target of a step, and the loss for it; None if there was
@@ -253,7 +283,17 @@ def _checked(
         dataclasses.replace(r, position=r.position - first) for r in ranges if r.position >= first
     ]
     return JaxLoss(
-        without_empty_steps(function, ignored_value(ranges)), ranges, (output, target), loss
+        without_empty_steps(function, ignored_value(ranges)), ranges, (output, target), loss, closed
+    )
+
+
+def _is_same(a: JaxLoss, b: JaxLoss) -> bool:
+    """Whether two losses compute the same."""
+    pairs = list(zip(a.traced.consts, b.traced.consts, strict=False))
+    return (
+        str(a.traced.jaxpr) == str(b.traced.jaxpr)
+        and len(a.traced.consts) == len(b.traced.consts)
+        and all(np.array_equal(x, y, equal_nan=True) for x, y in pairs)
     )
 
 
@@ -268,6 +308,8 @@ def jax_dtype(x: Any) -> np.dtype:
     if isinstance(x, torch.Tensor):
         name = str(x.dtype).removeprefix("torch.")
         return jax.dtypes.canonicalize_dtype(jnp.dtype(name))
+    if isinstance(x, np.ndarray):
+        return jax.dtypes.canonicalize_dtype(x.dtype.newbyteorder("="))
     return jax.dtypes.canonicalize_dtype(jnp.result_type(x))
 
 
@@ -278,7 +320,7 @@ def _as_label(x: Any) -> torch.Tensor:
     tensor = (
         x.detach().cpu()
         if isinstance(x, torch.Tensor)
-        else to_torch(x if isinstance(x, jax.Array) else np.asarray(x))
+        else to_torch(x if isinstance(x, jax.Array) else to_host(x))
     )
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         return tensor

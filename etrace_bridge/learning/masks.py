@@ -44,12 +44,12 @@ def unpack_sequences(
     """Inputs, targets and mask with torch's packed sequences padded; their lengths become a mask."""
     if isinstance(targets, PackedSequence):
         targets, lengths = pad_packed_sequence(targets, batch_first)
-        mask = _both(mask, length_mask(lengths, batch_first=batch_first))
+        mask = _both(mask, length_mask(lengths, batch_first=batch_first), batch_first)
     padded = []
     for x in inputs:
         if isinstance(x, PackedSequence):
             x, lengths = pad_packed_sequence(x, batch_first)
-            mask = _both(mask, length_mask(lengths, batch_first=batch_first))
+            mask = _both(mask, length_mask(lengths, batch_first=batch_first), batch_first)
         padded.append(x)
     return tuple(padded), targets, mask
 
@@ -63,8 +63,8 @@ def pack_like(output: Any, inputs: tuple, batch_first: bool) -> Any:
     return pack_padded_sequence(output, lengths, batch_first, enforce_sorted=False)
 
 
-def _both(mask: Any, lengths: torch.Tensor) -> torch.Tensor:
-    """The mask of lengths with the user's own weights."""
+def _both(mask: Any, lengths: torch.Tensor, batch_first: bool) -> torch.Tensor:
+    """The mask of lengths with the user's own weights, (T,) or laid out as the lengths' mask."""
     if mask is None:
         return lengths
     given = (
@@ -72,12 +72,10 @@ def _both(mask: Any, lengths: torch.Tensor) -> torch.Tensor:
         .detach()
         .cpu()
     )
+    steps, batch = lengths.shape[::-1] if batch_first else lengths.shape
+    check_mask(given.t() if batch_first and given.dim() == 2 else given, steps, batch)
     if given.dim() == 1:
-        given = (
-            given[None, :]
-            if given.shape[0] == lengths.shape[1] != lengths.shape[0]
-            else given[:, None]
-        )
+        given = given[None, :] if batch_first else given[:, None]
     return given * lengths
 
 

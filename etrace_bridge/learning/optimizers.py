@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ import torch
 
 from etrace_bridge._errors import InputError
 from etrace_bridge.learning.torch_rules import TORCH_RULES, Arrays
-from etrace_bridge.learning.translated_optimizers import Translated
+from etrace_bridge.learning.translated_optimizers import Translated, has_own_step
 
 # -- translation ----------------------------------------------------------------------------------
 
@@ -55,11 +55,16 @@ class Updater:
         return UpdateState(self.transform.init(theta), self.numbers(theta), norm)
 
     def update(
-        self, grads: Arrays, state: UpdateState, theta: Arrays
+        self, grads: Arrays, state: UpdateState, theta: Arrays, unreached: Collection[str] = ()
     ) -> tuple[Arrays, UpdateState]:
-        """Return new weights and the new state."""
+        """Return new weights and the new state.
+
+        A torch optimizer leaves the parameters in `unreached` alone.
+        """
         changes: Any  # optax says a tree; here it is a dict, as `grads` is
-        changes, inner = self.transform.update(grads, state.inner, theta, numbers=state.numbers)
+        changes, inner = self.transform.update(
+            grads, state.inner, theta, numbers=state.numbers, unreached=unreached
+        )
         new = {name: theta[name] + changes[name].astype(theta[name].dtype) for name in theta}
         return new, UpdateState(
             inner,
@@ -168,7 +173,7 @@ def make_updater(
                 "A torch optimizer needs a torch model; this learner was made from a brainstate "
                 "module. Use optax."
             )
-        if type(optimizer) not in TORCH_RULES:
+        if type(optimizer) not in TORCH_RULES or has_own_step(optimizer):
             return None
         translated = Translated(optimizer, parameters)
         inner = translated.transform

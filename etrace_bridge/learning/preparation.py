@@ -18,6 +18,7 @@ from etrace_bridge.learning.options import Options
 from etrace_bridge.learning.reader import DataReader, SequenceData, StepData
 from etrace_bridge.learning.sequence_loss import SequenceLoss
 from etrace_bridge.learning.store import Store
+from etrace_bridge.learning.torch_watch import TorchWatch
 from etrace_bridge.learning.watch import Watch
 from etrace_bridge.learning.weighting import Weighting
 
@@ -65,6 +66,7 @@ class Preparation:
         weighting: finds the loss.
         filling: fills up short batches.
         watch: reads the guard's alarm.
+        torch_watch: notices changes of the torch model's parameters.
         host: updates that pass through torch, if there are any.
         options: the learner's options.
         per_sequence: targets are one for each sequence, without a time axis.
@@ -77,18 +79,21 @@ class Preparation:
         weighting: Weighting,
         filling: Filling,
         watch: Watch,
+        torch_watch: TorchWatch,
         host: HostUpdate,
         options: Options,
         per_sequence: bool,
     ) -> None:
         self._store, self._reader, self._weighting = store, reader, weighting
         self._filling, self._watch, self._host = filling, watch, host
+        self._torch_watch = torch_watch
         self._options, self._per_sequence = options, per_sequence
         self._staged: StagedSequence | None = None
 
     def step(self, args: tuple, target: Any, mask: Any) -> PreparedStep:
         """Check a step, put it on the device and activate its compiled program."""
         store, place = self._store, self._store.placement
+        self._torch_watch.check(learns=target is not None)
         data = place.together(
             "step",
             lambda: self._reader.step(args, target),
@@ -177,6 +182,7 @@ class Preparation:
         """Do the work of `sequence` without a look at the guard's alarm."""
         store = self._store
         place = store.placement
+        self._torch_watch.check(learns=not evaluates)
         read = lambda: self._reader.sequence(xs, targets, mask, self._per_sequence)
         data = place.together("sequence", read, lambda d: [*d.args, *jax.tree.leaves(d.targets)])
         data = self._with_keep(data, data.mask, np.shape(data.args[0])[:2])

@@ -84,7 +84,7 @@ class ProgramSpec:
             return list(theta), opt
         compiled = self.core.compiled
         named, opt = self.updater.update(
-            compiled.by_weight_name(grads), opt, compiled.by_weight_name(theta)
+            compiled.by_weight_name(grads), opt, compiled.by_weight_name(theta), compiled.unreached
         )
         return [named[name] for name in compiled.weight_names], opt
 

@@ -14,7 +14,7 @@ from etrace_bridge.frontend import BridgedModule
 from etrace_bridge.learning.filling import Filling, cut_outputs
 from etrace_bridge.learning.host_update import HostUpdate
 from etrace_bridge.learning.in_chunks import ChunkRunner
-from etrace_bridge.learning.inputs import read_inputs, read_mask
+from etrace_bridge.learning.inputs import read_choice, read_inputs
 from etrace_bridge.learning.jitted import JittedPrograms
 from etrace_bridge.learning.losses import LossTable
 from etrace_bridge.learning.optimizers import Updater, make_updater
@@ -28,6 +28,7 @@ from etrace_bridge.learning.slopes import MeterState, MeterWindow
 from etrace_bridge.learning.step_runner import StepRunner
 from etrace_bridge.learning.store import Store
 from etrace_bridge.learning.torch_update import TorchUpdate
+from etrace_bridge.learning.torch_watch import TorchWatch
 from etrace_bridge.learning.watch import Watch
 from etrace_bridge.learning.weighting import Weighting
 from etrace_bridge.rules import Carry, Rule
@@ -76,6 +77,7 @@ class Runtime:
         options: the learner's options.
         parameters: the torch model's trained parameters by name; empty for other models.
         torch_update: the optimizer, if it runs in torch.
+        torch_watch: notices changes of the torch model's parameters.
         store: the state and the compiled steps.
         losses: the loss, for each kind of target.
         programs: the jitted programs.
@@ -100,6 +102,7 @@ class Runtime:
         is_torch = isinstance(net, BridgedModule)
         named = net.model.named_parameters() if is_torch else ()
         self.parameters: dict[str, torch.Tensor] = {n: p for n, p in named if p.requires_grad}
+        self.torch_watch = TorchWatch(net.model if is_torch else None)
         updater, self.torch_update = _make_update(
             optimizer, self.parameters, options, is_torch=is_torch
         )
@@ -113,7 +116,9 @@ class Runtime:
         self.programs = JittedPrograms(self.store, options)
         self.watch = Watch(self.store, self.programs, self.losses, options.guard)
         self.reader = DataReader(self.store, options.check_inputs)
-        self._host = HostUpdate(self.store, self.programs, self.parameters, self.torch_update)
+        self._host = HostUpdate(
+            self.store, self.programs, self.parameters, self.torch_update, self.torch_watch
+        )
         self._in_chunks = ChunkRunner(self.store, self.programs, options)
         self._preparation = Preparation(
             self.store,
@@ -121,6 +126,7 @@ class Runtime:
             Weighting(self.losses, over_time, options, rule),
             self.filling,
             self.watch,
+            self.torch_watch,
             self._host,
             options,
             per_sequence,
@@ -129,7 +135,9 @@ class Runtime:
             self.store,
             self.programs,
             self._preparation,
+            self.losses,
             self.watch,
+            self.torch_watch,
             self._host,
             options,
             self.parameters,
@@ -162,7 +170,7 @@ class Runtime:
             store.reset()
             return
         with store.transaction():
-            cleared = place.together("reset", lambda: read_mask(mask), lambda x: [x])
+            cleared = place.together("reset", lambda: read_choice(mask), lambda x: [x])
             batch, state = store.compiled.batch, store.state
             cleared = place.join(cleared, 0)
             if cleared.shape == (batch,):

@@ -12,12 +12,14 @@ import torch
 from etrace_bridge._errors import NotSupportedError
 from etrace_bridge.learning.host_update import HostUpdate
 from etrace_bridge.learning.jitted import JittedPrograms
+from etrace_bridge.learning.losses import LossTable
 from etrace_bridge.learning.options import Options
 from etrace_bridge.learning.preparation import Preparation
 from etrace_bridge.learning.quick_step import QuickSteps
 from etrace_bridge.learning.slopes import MeterState, MeterWindow
 from etrace_bridge.learning.store import Store
 from etrace_bridge.learning.torch_update import has_hooks
+from etrace_bridge.learning.torch_watch import TorchWatch
 from etrace_bridge.learning.watch import LOOK_EVERY, Watch
 
 
@@ -28,7 +30,9 @@ class StepRunner:
         store: the learner's store.
         programs: its programs.
         preparation: prepares the step's data.
+        losses: the learner's loss, for each kind of target.
         watch: reads the guard's alarm.
+        torch_watch: notices changes of the torch model's parameters.
         host: updates that pass through torch, if there are any.
         options: the learner's options.
         parameters: the torch model's trained parameters by name; empty for other models.
@@ -40,15 +44,17 @@ class StepRunner:
         store: Store,
         programs: JittedPrograms,
         preparation: Preparation,
+        losses: LossTable,
         watch: Watch,
+        torch_watch: TorchWatch,
         host: HostUpdate,
         options: Options,
         parameters: Mapping[str, torch.Tensor],
         has_optimizer: bool,
     ) -> None:
         self._store, self._programs, self._preparation = store, programs, preparation
-        self._watch, self._host, self._options = watch, host, options
-        self._parameters = parameters
+        self._losses, self._watch, self._torch_watch = losses, watch, torch_watch
+        self._host, self._options, self._parameters = host, options, parameters
         self._quick = QuickSteps(store, LOOK_EVERY)
         self._warns = not has_optimizer
 
@@ -60,10 +66,18 @@ class StepRunner:
         """
         with self._store.lock:
             known = self._quick.find(args, target) if mask is None else None
-            if known is not None and not has_hooks(self._parameters.values()):
+            if known is not None and self._is_unchanged():
                 return self._advance(*known)
             with self._store.transaction():
                 return self._run_checked(args, target, mask)
+
+    def _is_unchanged(self) -> bool:
+        """Return whether all that a compiled step depends on is as it was."""
+        return (
+            self._torch_watch.holds()
+            and self._losses.settings_hold
+            and not has_hooks(self._parameters.values())
+        )
 
     def run_metered(
         self, args: tuple, target: Any, mask: Any, window: MeterWindow

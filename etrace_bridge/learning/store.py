@@ -216,8 +216,9 @@ class Store:
                 raise InputError(
                     "The states are those of inputs "
                     f"{show_signature(self.stream.compiled.signature)}; this input is "
-                    f"{show_signature(key)}. A stream cannot continue with another batch. Call "
-                    "`reset()` first to start with new states, or use the same batch size."
+                    f"{show_signature(key)}. A stream cannot continue with another batch "
+                    "size or dtype. Call `reset()` first to start with new states, or pass inputs "
+                    "like those."
                 )
             if key not in self._cores:
                 self._write_start()

@@ -5,7 +5,7 @@ translation.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -73,16 +73,25 @@ class TorchUpdate:
                 f"`{type(optimizer).__name__}.step` evaluates the loss itself, through a closure. "
                 "Online learning gives one gradient a step. Use another optimizer."
             )
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            raise NotSupportedError(
+                "`SparseAdam` takes sparse gradients only, and a learner's are dense. Use `Adam`."
+            )
         self.optimizer, self.parameters = optimizer, parameters
         self.names = list(group_indices(optimizer, parameters))
         self.clip_norm, self.clip_value, self.accumulate = clip_norm, clip_value, accumulate
         self.waiting = 0
         self.track_norm, self.norm = track_norm, None
 
-    def apply(self, grads: Mapping[str, torch.Tensor], theta: Mapping[str, Any]) -> dict[str, Any]:
+    def apply(
+        self,
+        grads: Mapping[str, torch.Tensor],
+        theta: Mapping[str, Any],
+        unreached: Collection[str] = (),
+    ) -> dict[str, Any]:
         """New weights; the model's parameters hold them too."""
-        # torch too leaves alone what the step does not use
-        mine = [name for name in self.names if name in theta]
+        # torch too leaves alone what the step does not use, or no gradient can reach
+        mine = [name for name in self.names if name in theta and name not in unreached]
         with torch.no_grad():
             for name in mine:
                 self.parameters[name].copy_(to_torch(theta[name], self.parameters[name]))

@@ -8,7 +8,7 @@ schedulers work on it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from etrace_bridge._errors import InputError, NotSupportedError
 from etrace_bridge.frontend import to_real_jax, to_torch
@@ -49,18 +50,21 @@ class Translated:
         self.rule = TORCH_RULES[type(optimizer)]
         self.tensors = parameters
         self.group_of = group_indices(optimizer, parameters)
+        self._held = optimizer.state
         self._fixed = self._structure()
         self._names = list(self.rule.numbers(optimizer.param_groups[0]))
         self.transform = optax.GradientTransformationExtraArgs(self._init, self._update)
 
     def signature(self) -> tuple:
-        """Return the values of all options that may change from step to step."""
-        return tuple(
+        """Return the values of all that may change from step to step."""
+        optimizer = self.optimizer
+        options = (
             float(v) if isinstance(v, torch.Tensor) else v
-            for group in self.optimizer.param_groups
+            for group in optimizer.param_groups
             for key, v in group.items()
             if key != "params"
         )
+        return (id(optimizer.state), has_own_step(optimizer), *options)
 
     def numbers(self) -> np.ndarray:
         """Return the groups' numbers, (groups, numbers)."""
@@ -69,6 +73,12 @@ class Translated:
                 f"The parameter groups of `{type(self.optimizer).__name__}` changed after the "
                 "learner was made, and not only in their numbers (a group was added, or a flag such as "
                 "`nesterov` was switched). Make a new learner."
+            )
+        if self.optimizer.state is not self._held or has_own_step(self.optimizer):
+            raise InputError(
+                f"`{type(self.optimizer).__name__}` was given another state (`load_state_dict`), a "
+                "hook or a `step` of its own after the learner had taken it over. Do so before the "
+                "learner's first input, or make a new learner."
             )
         # torch's schedulers warn unless the optimizer says that it has stepped.
         self.optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
@@ -88,6 +98,7 @@ class Translated:
         )
 
     def _init(self, theta: Arrays) -> TranslatedState:
+        self._held = self.optimizer.state
         slots: dict[str, Arrays] = {}
         counts = set()
         for name, value in theta.items():
@@ -115,6 +126,7 @@ class Translated:
         params: Arrays | None = None,
         *,
         numbers: Any,
+        unreached: Collection[str] = (),
         **_: Any,
     ):
         if params is None:
@@ -123,8 +135,8 @@ class Translated:
         changes: Arrays = {}
         new: dict[str, Arrays] = {slot: dict(held) for slot, held in state.slots.items()}
         for name, g in grads.items():
-            if name not in self.group_of:
-                # the optimizer does not have this parameter, so it does not change
+            if name not in self.group_of or name in unreached:
+                # the optimizer does not have this parameter, or torch would give it no `.grad`
                 changes[name] = jnp.zeros_like(params[name])
                 continue
             index = self.group_of[name]
@@ -167,10 +179,27 @@ def _count_in(held: Mapping) -> int:
     return int(held.get("momentum_buffer") is not None)
 
 
+def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether `step` does more than its class says: it has hooks or was replaced."""
+    step = vars(optimizer).get("step")
+    # A scheduler replaces `step` by a function that only notes the call.
+    replaced = step is not None and getattr(step, "__wrapped__", None) is not type(optimizer).step
+    hooks = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        _global_optimizer_pre_hooks,
+        _global_optimizer_post_hooks,
+    )
+    return replaced or any(hooks)
+
+
 def group_indices(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
 ) -> dict[str, int]:
-    """Return the index of the parameter group of each named parameter that the optimizer has."""
+    """Return the index of the parameter group of each named parameter that the optimizer has.
+
+    As in torch, the optimizer may hold tensors that are not to be trained: it skips them.
+    """
     names = {id(p): name for name, p in reversed(parameters.items())}
     indices: dict[str, int] = {}
     unknown = []
@@ -178,7 +207,7 @@ def group_indices(
         for p in group["params"]:
             if id(p) in names:
                 indices[names[id(p)]] = index
-            else:
+            elif p.requires_grad:
                 unknown.append(f"group {index}, shape {tuple(p.shape)}")
     if unknown:
         raise InputError(

@@ -161,6 +161,34 @@ def multi_margin_loss(
     )
 
 
+@implements("F.multilabel_margin_loss")
+def multilabel_margin_loss(
+    input: Any, target: Any, size_average: Any = None, reduce: Any = None, reduction: Any = "mean"
+) -> Any:
+    """How far the other classes come within a margin of 1 of each of the labels, which stand before
+    the first -1 of a row.
+
+    torch's own decomposition counts the places after the -1 as labels of class 0.
+    """
+    classes = np.shape(input)[-1] if np.ndim(input) else 1
+    x, t = (lax.reshape(a, (np.size(a) // classes, classes)) for a in (input, target))
+    require_range(target, "multilabel_margin_loss", -1, classes)
+    is_label = lax.cummin(lax.convert_element_type(lax.ge(t, scalar(0, t)), np.int32), 1)
+    index = lax.broadcasted_iota(t.dtype, (len(x), classes, classes), 2)
+    wide = lambda a, axis: expand_to(lax.expand_dims(a, (axis,)), index.shape)
+    hot = lax.bitwise_and(lax.eq(wide(t, 2), index), lax.gt(wide(is_label, 2), np.int32(0)))
+    one_hot = lax.convert_element_type(hot, x.dtype)
+    own = lax.reduce_sum(lax.mul(one_hot, wide(x, 1)), (2,))
+    gap = shifted(lax.sub(wide(x, 1), wide(own, 2)), 1)
+    is_other = lax.bitwise_not(lax.reduce_or(hot, (1,)))
+    counts = lax.bitwise_and(wide(is_other, 1), lax.gt(wide(is_label, 2), np.int32(0)))
+    counts = lax.bitwise_and(counts, lax.gt(gap, scalar(0, gap)))
+    loss = lax.reduce_sum(select(counts, gap, zeros_like(gap)), (1, 2))
+    loss = lax.div(loss, scalar(classes, loss))
+    loss = loss if np.ndim(input) == 2 else lax.squeeze(loss, (0,))
+    return reduced(loss, reduction, size_average, reduce)
+
+
 @implements("F.multilabel_soft_margin_loss")
 def multilabel_soft_margin_loss(
     input: Any,

@@ -1,0 +1,242 @@
+"""What changes around a learner: the torch model's weights and `requires_grad`, what its loss reads,
+its optimizer's hooks, state and frozen parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import etrace_bridge as eb
+from etrace_bridge.learning.losses import LossTable
+from etrace_bridge.learning.optimizers import make_updater
+from learner_models import I, O, assert_same, make_data
+
+XS, YS = make_data()
+
+
+class Partly(nn.Module):
+    """A frozen layer, and a parameter that acts but never gets a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.RNN(I, 3), nn.Linear(3, O)
+        self.fixed = nn.Linear(3, O, bias=False).requires_grad_(False)
+        self.held = nn.Parameter(torch.randn(3, O))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.rnn(x)[0]
+        return self.out(h) + self.fixed(h) + h @ self.held.detach()
+
+
+def make_partly() -> Partly:
+    torch.manual_seed(5)
+    return Partly().double()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam])
+def test_weight_decay_leaves_alone_what_gets_no_gradient(kind) -> None:
+    """Parameters without `.grad` in torch do not decay; frozen ones may be among the optimizer's."""
+    model = make_partly()
+    reference = copy.deepcopy(model)
+    options = {"lr": 0.02, "weight_decay": 0.5}
+    learner = eb.OnlineLearner(
+        model, "rtrl", F.mse_loss, kind(model.parameters(), **options), chunk=6
+    )
+    optimizer = kind(reference.parameters(), **options)
+    for _ in range(2):
+        learner.update(XS, YS)
+        optimizer.zero_grad()
+        F.mse_loss(reference(XS), YS).backward()
+        optimizer.step()
+    learner.sync_to_torch()
+    assert_same(dict(model.named_parameters()), dict(reference.named_parameters()))
+    assert torch.equal(model.held, make_partly().held)
+    assert not torch.equal(model.out.weight, make_partly().out.weight)
+    if kind is torch.optim.AdamW:
+        model.held.grad = None
+        learner.fill_grad(learner.gradients(XS, YS))
+        assert model.held.grad is None and model.out.weight.grad is not None
+
+
+@pytest.fixture(scope="module")
+def learner() -> eb.OnlineLearner:
+    model = make_partly()
+    made = eb.OnlineLearner(model, "d_rtrl", F.mse_loss, torch.optim.SGD(model.parameters(), lr=0))
+    made.step(XS[0], YS[0])
+    made.step(XS[1], YS[1])
+    return made
+
+
+@pytest.mark.parametrize("name", ["out", "fixed"])
+def test_switching_requires_grad_is_refused(learner: eb.OnlineLearner, name: str) -> None:
+    weight = learner.runtime.net.model.get_submodule(name).weight
+    weight.requires_grad_(not weight.requires_grad)
+    try:
+        for call in (lambda: learner.step(XS[0], YS[0]), lambda: learner.gradients(XS[:1], YS[:1])):
+            with pytest.raises(eb.StateError, match=f"`requires_grad` of `{name}.weight`"):
+                call()
+    finally:
+        weight.requires_grad_(not weight.requires_grad)
+    learner.step(XS[0], YS[0])
+
+
+def test_weights_changed_in_torch_are_noticed(learner: eb.OnlineLearner) -> None:
+    model = learner.runtime.net.model
+    before = learner.step(XS[0], YS[0]).output
+    with torch.no_grad():
+        model.out.bias.add_(1.0)
+    with pytest.warns(UserWarning, match=r"`out.bias` of the torch model changed") as caught:
+        learner.reset()
+        after = learner.step(XS[0], YS[0]).output
+    assert caught[0].filename == __file__
+    learner.step(XS[0], YS[0])  # once is enough
+    learner.sync_from_torch()
+    learner.reset()
+    taken = learner.step(XS[0], YS[0]).output
+    assert torch.allclose(taken, after + 1.0) and before.shape == after.shape
+
+
+def test_a_learner_is_not_copied_by_pickle(learner: eb.OnlineLearner) -> None:
+    for call in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(eb.StateError, match="cannot be copied or pickled"):
+            call(learner)
+
+
+def test_a_reset_takes_a_choice(learner: eb.OnlineLearner) -> None:
+    """Numbers between 0 and 1 would be read as a choice."""
+    learner.reset(torch.tensor([1.0, 0.0, 1.0]))
+    with pytest.raises(eb.InputError, match="of booleans, or of 0 and 1"):
+        learner.reset(torch.tensor([0.5, 0.0, 1.0]))
+
+
+def test_targets_of_another_byte_order(learner: eb.OnlineLearner) -> None:
+    expected = learner.gradients(XS, YS).loss
+    assert learner.gradients(XS.numpy().astype(">f8"), YS.numpy().astype(">f8")).loss == expected
+
+
+# -- what a loss reads ----------------------------------------------------------------------------
+
+WEIGHT = 1.0
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.calls = 1.0, 0
+        self.register_buffer("weight", torch.ones(O, dtype=torch.float64))
+
+    def forward(self, y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += 1  # harmless: the result is the same
+        return self.factor * (self.weight * (y - target) ** 2).mean()
+
+
+def of_global(y, target):
+    return WEIGHT * F.mse_loss(y, target)
+
+
+def readings() -> dict:
+    """Losses, and what changes them."""
+    module, buffered, around = Weighted(), Weighted(), 1.0
+    weights = torch.ones(O, dtype=torch.float64)
+
+    def of_cell(y, target):
+        return around * F.mse_loss(y, target)
+
+    def set_cell():
+        nonlocal around
+        around = 2.0
+
+    class Callable:
+        def __init__(self) -> None:
+            self.scale = 1.0
+
+        def __call__(self, y, target):
+            return self.scale * F.mse_loss(y, target)
+
+    called = Callable()
+    inner = functools.partial(F.binary_cross_entropy_with_logits, pos_weight=weights)
+    return {
+        "attribute": (module, lambda: setattr(module, "factor", 2.0)),
+        "buffer": (buffered, lambda: buffered.weight.mul_(2.0)),
+        "cell": (of_cell, set_cell),
+        "global": (of_global, lambda: globals().update(WEIGHT=2.0)),
+        "partial": (inner, lambda: weights.mul_(2.0)),
+        "object": (called, lambda: setattr(called, "scale", 2.0)),
+    }
+
+
+@pytest.mark.parametrize("kind", readings())
+def test_a_loss_that_reads_something_else_now_is_refused(
+    learner: eb.OnlineLearner, kind: str
+) -> None:
+    loss, change = readings()[kind]
+    table, compiled, target = LossTable(loss, True), learner.runtime.store.compiled, YS[0]
+    known = table.find(compiled, target)
+    assert table.settings_hold and table.find(compiled, target) is known
+    change()
+    try:
+        assert not table.settings_hold
+        with pytest.raises(eb.StateError, match="is not what it was when the learner compiled it"):
+            table.find(compiled, target)
+    finally:
+        globals().update(WEIGHT=1.0)
+
+
+def test_a_loss_that_is_another_at_every_call_is_refused(learner: eb.OnlineLearner) -> None:
+    module = Weighted()
+    module.forward = lambda y, target: growing(module, y, target)
+
+    def growing(module, y, target):
+        module.factor += 1.0
+        return module.factor * F.mse_loss(y, target)
+
+    with pytest.raises(eb.StateError, match=r"`factor` is .* and was 1.0"):
+        LossTable(module, True).find(learner.runtime.store.compiled, YS[0])
+
+
+# -- optimizers -----------------------------------------------------------------------------------
+
+
+def clamp(optimizer, args, kwargs) -> None:
+    for p in optimizer.param_groups[0]["params"]:
+        p.data.clamp_(-0.1, 0.1)
+
+
+def test_an_optimizer_with_hooks_runs_in_torch() -> None:
+    """Its own `step` counts too; a scheduler's does not."""
+    parameters = {"w": nn.Parameter(torch.ones(2, dtype=torch.float64))}
+    make = lambda: torch.optim.SGD(parameters.values(), lr=0.1)
+    hooked, replaced, scheduled = make(), make(), make()
+    hooked.register_step_post_hook(clamp)
+    replaced.step = lambda closure=None: None
+    torch.optim.lr_scheduler.StepLR(scheduled, 2)
+    assert make_updater(hooked, parameters) is None
+    assert make_updater(replaced, parameters) is None
+    updater = make_updater(scheduled, parameters)
+    assert updater is not None and updater.translated is not None
+    updater.numbers({"w": torch.ones(2).numpy()})
+    scheduled.load_state_dict(scheduled.state_dict())
+    assert updater.translated.signature() != updater.seen
+    with pytest.raises(eb.InputError, match=r"another state \(`load_state_dict`\), a hook"):
+        updater.translated.numbers()
+    hooked = make()
+    updater = make_updater(hooked, parameters)
+    assert updater is not None and updater.translated is not None
+    hooked.register_step_pre_hook(clamp)
+    with pytest.raises(eb.InputError, match="a hook or a `step` of its own"):
+        updater.translated.numbers()
+
+
+def test_sparse_adam_is_refused() -> None:
+    model = make_partly()
+    with pytest.raises(eb.NotSupportedError, match="sparse gradients only"):
+        eb.OnlineLearner(
+            model, "d_rtrl", F.mse_loss, torch.optim.SparseAdam([model.out.weight], lr=0.1)
+        )
