@@ -39,11 +39,15 @@ class Call:
         program = self.compiled.run(kind, self.plan)
         return program(self.weights, self.carry, self.args, *cotangents)
 
-    def advance(self, device: torch.device) -> tuple[tuple[torch.Tensor, ...], OnlineCarry]:
-        """Outputs, and the states after them. The program has ended when this returns, so torch may
-        change memory that it has read.
+    def advance(
+        self, device: torch.device, copies: bool
+    ) -> tuple[tuple[torch.Tensor, ...], OnlineCarry]:
+        """Outputs, and the states after them; goes on with copies of the weights if it should.
+
+        The program has ended when this returns, so torch may change memory that it has read.
         """
-        outputs, carry = self._run("infer")
+        outputs, carry, weights = self._run("copy" if copies else "infer")
+        self.weights = weights if copies else self.weights
         return tuple(to_tensor(y, device) for y in outputs), carry
 
     def trace_after(self) -> Any:

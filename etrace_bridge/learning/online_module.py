@@ -18,7 +18,7 @@ from etrace_bridge.learning.module_tensors import ModuleTensors
 from etrace_bridge.learning.online_call import Call, attach
 from etrace_bridge.learning.online_core import OnlineCarry
 from etrace_bridge.learning.online_stream import Stream
-from etrace_bridge.learning.torch_reader import copy_arrays, view_tensor
+from etrace_bridge.learning.torch_reader import view_tensor
 from etrace_bridge.learning.torch_step import TorchStep, find_step
 from etrace_bridge.rules import Rule, make_rule
 
@@ -121,23 +121,27 @@ class OnlineModule(nn.Module):
         A call that may get a loss keeps copies of weights and inputs; weights that torch has not
         changed since the last call share one copy. Any other call reads torch's memory.
         """
-        weights = self._tensors.reader(compiled.weight_names)
+        reader = self._tensors.reader(compiled.weight_names)
         args = [view_tensor(x) for x in inputs]
+        plan = compiled.plan(len(inputs[0]), self._chunk) if is_sequence else None
         learns = torch.is_grad_enabled() and any(
-            t.requires_grad for t in (*inputs, *weights.tensors)
+            t.requires_grad for t in (*inputs, *reader.tensors)
         )
+        kept = reader.kept() if learns else None
         call = Call(
             compiled,
-            weights.copies() if learns else weights.views(),
+            reader.views() if kept is None else kept,
             self._carry_before(compiled, learns),
-            copy_arrays(args) if learns else args,
-            compiled.plan(len(inputs[0]), self._chunk) if is_sequence else None,
+            [a.copy() if isinstance(a, np.ndarray) else a for a in args] if learns else args,
+            plan,
         )
-        outputs, carry = call.advance(weights.tensors[0].device)
+        outputs, carry = call.advance(reader.tensors[0].device, learns and kept is None)
+        if learns and kept is None:
+            reader.keep(call.weights)
         for name in compiled.written_buffers:
             self._tensors.write(name, carry.other[name])
         self._stream = Stream(compiled.text, compiled.inputs, carry, call if learns else None)
-        return attach(call, outputs, inputs, weights.tensors) if learns else outputs
+        return attach(call, outputs, inputs, reader.tensors) if learns else outputs
 
     def _compiled_for(
         self, inputs: Sequence[torch.Tensor], form: InputForm, sequence: bool | None

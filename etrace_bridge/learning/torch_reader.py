@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import jax
 import numpy as np
@@ -14,7 +14,6 @@ from etrace_bridge.frontend import to_jax, to_real_jax
 
 Array = np.ndarray | jax.Array
 
-_ALIGNMENT = 64  # bytes; JAX's programs take an array that begins there as it is
 _PLAIN = {
     torch.bool,
     torch.uint8,
@@ -42,41 +41,71 @@ class TensorReader:
         count = len(self.tensors)
         self._views: list[Array] = [np.empty(0)] * count
         self._origins: list[tuple | None] = [None] * count
-        self._copies: list[Array] = []
-        self._versions: list[int] | None = None
+        self._kept: list[Array] = []
+        self._states: list[tuple] | None = None
 
     def views(self) -> list[Array]:
-        """The tensors' own memory as far as NumPy can show it: for programs that have ended before
-        torch goes on.
+        """Arrays that show what the tensors' memory holds at any time, copies where that cannot be:
+        for programs that have ended before torch goes on.
         """
         for n, tensor in enumerate(self.tensors):
             origin = tensor.data_ptr(), tensor.dtype, tensor.shape
             if self._origins[n] != origin or not tensor.is_contiguous():
                 self._origins[n] = origin if is_plain(tensor) else None
-                self._views[n] = to_real_jax(tensor) if tensor.is_complex() else view_tensor(tensor)
+                self._views[n] = (
+                    to_real_jax(tensor) if tensor.is_complex() else _share(view_tensor(tensor))
+                )
         return list(self._views)
 
     def copies(self) -> list[Array]:
         """The tensors' values of now, in memory that nothing writes to; the same arrays as long as
         torch changes none of the tensors.
+        """
+        return self.kept() or self.keep([np.array(view) for view in self.views()])
+
+    def keep(self, copies: list[Array]) -> list[Array]:
+        """Remembers copies of the tensors' values of now, and gives them back."""
+        self._kept, self._states = copies, list(map(_state, self.tensors))
+        return copies
+
+    def kept(self) -> list[Array] | None:
+        """The copies that `keep` got, if torch has changed none of the tensors since.
 
         Version counters alone do not tell: torch's fused optimizers and writes through `.data`
         leave them as they are. So tensors whose counters have not moved are compared with their
-        copies. Tensors that are not plain are copied every time.
+        copies. Only plain tensors and copies in the host's memory are compared; others count as
+        changed.
         """
-        versions = [tensor._version for tensor in self.tensors]
-        views = self.views()
-        if versions != self._versions or not self._are_current(views):
-            self._versions, self._copies = versions, copy_arrays(views)
-        return self._copies
+        if self._states != list(map(_state, self.tensors)):
+            return None
+        for tensor, copy in zip(self.tensors, self._kept, strict=True):
+            memory = _host_memory_of(copy) if is_plain(tensor) else None
+            if memory is None or _compare(tensor.data_ptr(), *memory):
+                return None
+        return self._kept
 
-    def _are_current(self, views: Sequence[Array]) -> bool:
-        return None not in self._origins and all(
-            view.shape == copy.shape
-            and view.dtype == copy.dtype
-            and not _compare(tensor.data_ptr(), copy.ctypes.data, copy.nbytes)
-            for tensor, view, copy in zip(self.tensors, views, self._copies, strict=True)
-        )
+
+def _state(tensor: torch.Tensor) -> tuple:
+    return tensor._version, tensor.dtype, tensor.shape
+
+
+def _share(view: Array) -> Array:
+    """A NumPy array as a JAX array with the same memory, which programs take faster; unchanged
+    where JAX would copy it.
+    """
+    if not isinstance(view, np.ndarray):
+        return view
+    shared = jax.device_put(view, may_alias=True)
+    return shared if _host_memory_of(shared) == _host_memory_of(view) else view
+
+
+def _host_memory_of(array: Array) -> tuple[int, int] | None:
+    """Address and number of bytes; None for an array in another device's memory."""
+    if isinstance(array, np.ndarray):
+        return array.ctypes.data, array.nbytes
+    if any(device.platform != "cpu" for device in array.devices()):
+        return None
+    return array.unsafe_buffer_pointer(), array.nbytes
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -98,24 +127,3 @@ def _has_plain_dtype(dtype: torch.dtype, x64: bool) -> bool:
 def view_tensor(tensor: torch.Tensor) -> Array:
     """A tensor's memory for JAX, where it is plain; a copy elsewhere."""
     return tensor.detach().numpy() if is_plain(tensor) else to_jax(tensor)
-
-
-def copy_arrays(arrays: Sequence[Array]) -> list[Array]:
-    """Copies of NumPy arrays in one block of memory, aligned so that a jitted function takes them
-    as they are. JAX arrays do not change and are given back.
-    """
-    starts, end = [], 0
-    for array in arrays:
-        starts.append(end)
-        if isinstance(array, np.ndarray):
-            end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-    block = np.empty(end + _ALIGNMENT, np.uint8)
-    first = -block.ctypes.data % _ALIGNMENT
-    copies = []
-    for array, start in zip(arrays, starts, strict=True):
-        if isinstance(array, np.ndarray):
-            copy = np.ndarray(array.shape, array.dtype, block, first + start)
-            copy[...] = array
-            array = copy
-        copies.append(array)
-    return copies

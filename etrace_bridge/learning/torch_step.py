@@ -83,9 +83,9 @@ class TorchStep:
         inputs and, for gradients, the outputs' cotangents.
 
         Args:
-            kind: `"infer"`: outputs and the carry after them. `"trace"`: the trace after the steps.
-                `"learn"`: gradients and that trace. `"gradients"`: gradients. `"inputs"`: the
-                inputs' gradients.
+            kind: `"infer"`: outputs and the carry after them. `"copy"`: the same, and copies of the
+                weights. `"trace"`: the trace after the steps. `"learn"`: gradients and that trace.
+                `"gradients"`: gradients. `"inputs"`: the inputs' gradients.
             plan: how the sequence is divided.
         """
         key = kind, plan
@@ -108,9 +108,10 @@ class TorchStep:
             params = dict(zip(self.weight_names, weights, strict=True))
             # torch's gradient by a complex value is the conjugate of JAX's.
             args, y_bar = lift(args), [jnp.conj(c) for c in lift(cotangents)]
-            if kind == "infer":
+            if kind in ("infer", "copy"):
                 outputs, new = core.infer(params, carry, args)
-                return lower(jax.tree.leaves(outputs)), new
+                copies = [jnp.copy(w) for w in weights] if kind == "copy" else None
+                return lower(jax.tree.leaves(outputs)), new, copies
             if kind == "trace":
                 return core.advance(params, carry, args, plan)[1].trace
             if kind == "learn":
