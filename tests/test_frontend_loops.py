@@ -369,6 +369,17 @@ class SinceSpike(nn.Module):
         return torch.stack(out)
 
 
+class Grows(Inline):
+    """Collects its outputs by `torch.cat`, and counts in tensors."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, out = torch.zeros(x.shape[0], H, dtype=x.dtype), torch.empty(x.shape[0], 0, H)
+        for t in torch.arange(x.shape[1]):
+            h = torch.tanh(self.inp(x[:, t]) + self.rec(h))
+            out = torch.cat([out.to(x), h.unsqueeze(1)], 1)
+        return out
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], bool, set[str]]] = {
     "inline": (Inline, True, {"h"}),
     "none first": (NoneFirst, False, {"h"}),
@@ -389,6 +400,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool, set[str]]] = {
     "layer starts from input": (LayerStartsFromInput, False, set()),
     "running": (Running, True, set()),
     "since spike": (SinceSpike, False, set()),
+    "grows": (Grows, True, {"h"}),
 }
 
 

@@ -32,6 +32,8 @@ from etrace_bridge.frontend.ops import registry
 from etrace_bridge.frontend.tensor import TracedTensor
 from etrace_bridge.frontend.tracer import Tracer, current, map_tensors, tensors_in
 
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
 
 class BridgeMode(torch2jax.TorchishMode):
     """Sees every torch call while tracing, also those on parameters and those that make new
@@ -80,6 +82,8 @@ def dispatch(func: Callable, args: tuple, kwargs: dict) -> Any:
         return masked.MaskedTensor.select(
             source.value, mask.value, tracer.place(), source.origin | mask.origin
         )
+    if name in ("__getitem__", "__setitem__"):
+        args = (args[0], _known_index(tracer, args[1]), *args[2:])
     special = _SPECIAL.get(func)
     if special is not None:
         return special(tracer, *args, **kwargs)
@@ -152,6 +156,18 @@ def _apply_masked(tracer: Tracer, func: Callable, name: str, args: tuple, kwargs
         first.full = result
         return first
     return masked.MaskedTensor.select(result, first.mask, first.place, origin)
+
+
+def _known_index(tracer: Tracer, index: Any) -> Any:
+    """Replace constant tensors of one integer in an index by the integer, which torch reads them
+    as: `for t in torch.arange(T): x[:, t]`.
+    """
+    if isinstance(index, tuple):
+        return tuple(_known_index(tracer, item) for item in index)
+    is_plain = isinstance(index, torch.Tensor) and tracer.find(index) is None
+    if is_plain and index.dim() == 0 and index.dtype in _INTEGERS:
+        return int(index)
+    return index
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from the parts of its operands, or None if the equation has to read all steps at
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import cast
 
 from jax import lax
@@ -70,6 +71,7 @@ def _concatenate(rows: Rows, eqn: JaxprEqn, operands: list[Value]) -> list[Value
         return rows.each(eqn, columns, row.axis, row.outer, row.parts[0].shape[row.axis])  # type: ignore[arg-type]
     if any(o.outer != 1 for o in along):
         return None
+    operands = _grown(operands, axis)
     unit = min(
         [o.parts[0].shape[axis] for o in along]
         + [o.shape[axis] for o in operands if isinstance(o, Node) and o.shape[axis]]
@@ -94,6 +96,20 @@ def _concatenate(rows: Rows, eqn: JaxprEqn, operands: list[Value]) -> list[Value
     if not along and len(parts) < rows.length - 1:
         return None
     return [Row(axis, 1, tuple(parts))]
+
+
+def _grown(operands: Sequence[Value], axis: int) -> list[Value]:
+    """Replace values that were joined along an axis by what they were joined from: outputs may be
+    collected by `torch.cat([outputs, y])`.
+    """
+    found: list[Value] = []
+    for operand in operands:
+        is_joined = isinstance(operand, Node) and operand.kind == "concatenate"
+        if is_joined and operand.params["dimension"] == axis:
+            found += _grown(operand.operands, axis)
+        else:
+            found.append(operand)
+    return found
 
 
 def _reshape(rows: Rows, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | None:
