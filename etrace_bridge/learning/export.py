@@ -20,6 +20,7 @@ Reading it takes JAX and NumPy alone: docs/howto/device.md has the reader in 30 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -37,6 +38,7 @@ import numpy as np
 import safetensors.numpy
 
 from etrace_bridge._errors import InputError, NotSupportedError, StateError
+from etrace_bridge.frontend import InputRange
 from etrace_bridge.learning.export_batch import map_step
 from etrace_bridge.learning.guard import FIRST, new_alarm
 from etrace_bridge.learning.losses import JaxLoss
@@ -125,8 +127,13 @@ def export_learner(
         "batch": batch,
         "weights": list(store.compiled.weight_names),
         "state": [_row(n, s) for n, s in zip(names, state, strict=True)],
-        "inputs": [_row(n, s) for n, s in zip(_input_names(store), inputs, strict=True)],
-        "targets": [_row(f"target {n}", s) for n, s in enumerate(targets)],
+        "inputs": [
+            _row(name, s) | _indices(store.compiled.ranges, n, batch)
+            for n, (name, s) in enumerate(zip(_input_names(store), inputs, strict=True))
+        ],
+        "targets": [
+            _row(f"target {n}", s) | _indices(loss.ranges, n, batch) for n, s in enumerate(targets)
+        ],
         "programs": {name: [_facts(name, e) for e in some] for name, some in programs.items()},
         "compiler_options": {"cpu": compiler_options(one_step=True)},
         "x64": bool(jax.config.jax_enable_x64),
@@ -309,6 +316,25 @@ def _row(name: str, shape: Any) -> dict[str, Any]:
         "shape": [d if isinstance(d, int) else str(d) for d in shape.shape],
         "dtype": str(shape.dtype),
     }
+
+
+def _indices(ranges: Sequence[InputRange], position: int, batch: str) -> dict[str, Any]:
+    """What a program demands of an input that is used as indices: XLA clamps what is out of range.
+
+    Demands on some elements only are left out where the batch size is open.
+    """
+    mine = [r for r in ranges if r.position == position]
+    facts = [
+        {
+            **{key: v if isinstance(v, str) or v is None else int(v) for key, v in fields},
+            "elements": None if r.elements is None else [int(n) for n in r.elements],
+            "size": int(r.size),
+        }
+        for r in mine
+        if r.elements is None or batch == "fixed"
+        for fields in [dataclasses.asdict(r.range).items()]
+    ]
+    return {"indices": facts} if facts else {}
 
 
 def _file_name(name: str, exported: jax.export.Exported) -> str:
