@@ -96,7 +96,7 @@ class Runtime:
         is_torch = isinstance(net, BridgedModule)
         named = net.model.named_parameters() if is_torch else ()
         self.parameters: dict[str, torch.Tensor] = {n: p for n, p in named if p.requires_grad}
-        self.torch_watch = TorchWatch(net.model if is_torch else None)
+        self.torch_watch = TorchWatch(net)
         clipping = (options.clip_norm, options.clip_value, options.accumulate)
         updater = make_updater(
             optimizer,
