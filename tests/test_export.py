@@ -177,6 +177,9 @@ def test_class_labels_a_torch_optimizer_and_writing_twice(tmp_path):
         np.testing.assert_allclose(
             value, cross_entropy(torch.tensor(np.asarray(output)), y), rtol=1e-5
         )
+    for wrong in (2, -1):
+        with pytest.raises(eb.InputError, match=rf"`target 0` has the value {wrong}, .* 0 to 1"):
+            found.step(xs[0], torch.tensor([0, wrong, 1]))
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 

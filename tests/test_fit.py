@@ -513,3 +513,17 @@ def test_memory_is_that_of_the_process():
     assert describe({"loss": 0.5, "steps_per_second": 1234.5, "accuracy": 0.75}).startswith(
         "loss 0.5  accuracy 0.75  1,234 steps/s"
     )
+
+
+@pytest.mark.parametrize("name", ["epochs", "max_batches", "early_stopping"])
+@pytest.mark.parametrize("value", [0, 1.5])
+def test_numbers_of_epochs_and_batches_are_whole(name: str, value: float) -> None:
+    model = make_net()
+    learner = eb.OnlineLearner(
+        model, "d_rtrl", mse_loss, torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    options = {name: eb.EarlyStopping(patience=1) if name == "early_stopping" else value}
+    with pytest.raises(eb.InputError, match=f"is {value}; it must be a whole number, 1 or more"):
+        if name == "early_stopping":
+            eb.EarlyStopping(patience=value)
+        learner.fit([make_data()], **options)

@@ -87,6 +87,15 @@ def test_switching_requires_grad_is_refused(learner: eb.OnlineLearner, name: str
     learner.step(XS[0], YS[0])
 
 
+def test_requires_grad_counts_as_it_was_when_the_model_was_wrapped() -> None:
+    model = make_partly()
+    net = eb.wrap(model)
+    model.fixed.weight.requires_grad_(True)
+    made = eb.OnlineLearner(net, "d_rtrl", F.mse_loss)
+    with pytest.raises(eb.StateError, match="`fixed.weight` was switched"):
+        made.gradients(XS, YS)
+
+
 def test_weights_changed_in_torch_are_noticed(learner: eb.OnlineLearner) -> None:
     model = learner.runtime.net.model
     before = learner.step(XS[0], YS[0]).output
@@ -127,6 +136,8 @@ WEIGHT = 1.0
 
 
 class Weighted(nn.Module):
+    weight: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.factor, self.calls = 1.0, 0

@@ -15,6 +15,7 @@ from etrace_bridge.frontend.inputs import InputForm, map_input, read_call
 from etrace_bridge.frontend.module import BridgedModule
 from etrace_bridge.frontend.ops import register_op
 from etrace_bridge.frontend.ops.ranges import (
+    IndexRange,
     InputRange,
     check_ranges,
     input_name,
@@ -33,6 +34,7 @@ __all__ = [
     "Adapter",
     "BridgedModule",
     "BufferState",
+    "IndexRange",
     "InputForm",
     "InputRange",
     "Settings",

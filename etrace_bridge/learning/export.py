@@ -37,6 +37,7 @@ from etrace_bridge.learning.export_batch import map_step
 from etrace_bridge.learning.export_files import (
     FORMAT,
     array_row,
+    index_facts,
     program_facts,
     program_file,
     write_folder,
@@ -119,8 +120,14 @@ def export_learner(
         "batch": batch,
         "weights": list(store.compiled.weight_names),
         "state": [array_row(n, s) for n, s in zip(names, state, strict=True)],
-        "inputs": [array_row(n, s) for n, s in zip(_input_names(store), inputs, strict=True)],
-        "targets": [array_row(f"target {n}", s) for n, s in enumerate(targets)],
+        "inputs": [
+            array_row(name, s) | index_facts(store.compiled.ranges, n, batch)
+            for n, (name, s) in enumerate(zip(_input_names(store), inputs, strict=True))
+        ],
+        "targets": [
+            array_row(f"target {n}", s) | index_facts(loss.ranges, n, batch)
+            for n, s in enumerate(targets)
+        ],
         "programs": {
             name: [program_facts(name, e) for e in some] for name, some in programs.items()
         },

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
 import secrets
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.export
 
 from etrace_bridge._errors import InputError
-
-if TYPE_CHECKING:
-    pass
-
+from etrace_bridge.frontend import InputRange
 
 FORMAT = 2
 
@@ -28,6 +27,27 @@ def array_row(name: str, shape: Any) -> dict[str, Any]:
         "shape": [d if isinstance(d, int) else str(d) for d in shape.shape],
         "dtype": str(shape.dtype),
     }
+
+
+def index_facts(ranges: Sequence[InputRange], position: int, batch: str) -> dict[str, Any]:
+    """Return what a program demands of an input that it uses as indices.
+
+    XLA clamps indices that are out of range. Demands on some elements only are left out where the
+    batch size is open.
+    """
+    facts = [
+        {
+            **{
+                key: value if isinstance(value, str) or value is None else int(value)
+                for key, value in dataclasses.asdict(r.range).items()
+            },
+            "elements": None if r.elements is None else [int(n) for n in r.elements],
+            "size": int(r.size),
+        }
+        for r in ranges
+        if r.position == position and (r.elements is None or batch == "fixed")
+    ]
+    return {"indices": facts} if facts else {}
 
 
 def program_file(name: str, exported: jax.export.Exported) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 import safetensors.numpy
 
 from etrace_bridge._errors import InputError, NotSupportedError
+from etrace_bridge.frontend import IndexRange, InputRange
 from etrace_bridge.learning.export_files import FORMAT, checksum, manifest_bytes
 from etrace_bridge.learning.guard import STOPPED
 from etrace_bridge.learning.inputs import as_array, as_inputs
@@ -81,6 +82,9 @@ class ExportedLearner:
         expected = [(_sizes(row, self._batch), row["dtype"]) for row in rows]
         if found != expected:
             raise InputError(f"The arguments are {found}; this file was exported for {expected}.")
+        for row, array in zip(rows, arrays, strict=True):
+            for facts in row.get("indices", ()):
+                _check_indices(array, facts, row["name"])
         results = self._calls[name](*self.state.values(), *arrays)
         count = len(self.state)
         self.state = dict(zip(self.state, results[:count], strict=True))
@@ -192,6 +196,12 @@ def rebuild(
         }
     fields = [field.name for field in dataclasses.fields(jax.export.Exported)]
     return jax.export.Exported(**{field: known.get(field, ()) for field in fields})
+
+
+def _check_indices(array: Any, facts: Mapping[str, Any], name: str) -> None:
+    demand = IndexRange(*(facts[key] for key in ("op", "low", "high", "ignore")))
+    elements = None if facts["elements"] is None else np.array(facts["elements"])
+    InputRange(0, elements, facts["size"], demand).check(array, f"`{name}`")
 
 
 def _sizes(row: Mapping[str, Any], batch: int | None) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
@@ -116,6 +117,7 @@ class EarlyStopping:
     def __post_init__(self) -> None:
         if self.mode not in ("min", "max"):
             raise InputError(f"`mode` is {self.mode!r}; it must be 'min' or 'max'.")
+        _require_count("patience", self.patience)
 
 
 # Called with the learner and the epoch's record after every epoch; `True` ends the training. A
@@ -141,12 +143,18 @@ class FitOptions:
     progress: bool | None = None
 
 
+def _require_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise InputError(f"`{name}` is {value!r}; it must be a whole number, 1 or more.")
+
+
 def run_fit(learner: OnlineLearner, batches: Any, epochs: int, options: FitOptions) -> History:
     """Trains; the learner's `history` is filled as it goes, so it survives whatever ends the
     training.
     """
-    if epochs < 1:
-        raise InputError(f"`epochs` is {epochs}; there must be one at least.")
+    _require_count("epochs", epochs)
+    if options.max_batches is not None:
+        _require_count("max_batches", options.max_batches)
     if epochs > 1 and options.max_batches is None and isinstance(batches, Iterator):
         raise InputError(
             f"`batches` is a {type(batches).__name__}, which can be read only once, but there are "

@@ -102,7 +102,7 @@ class Runtime:
         is_torch = isinstance(net, BridgedModule)
         named = net.model.named_parameters() if is_torch else ()
         self.parameters: dict[str, torch.Tensor] = {n: p for n, p in named if p.requires_grad}
-        self.torch_watch = TorchWatch(net.model if is_torch else None)
+        self.torch_watch = TorchWatch(net)
         updater, self.torch_update = _make_update(
             optimizer, self.parameters, options, is_torch=is_torch
         )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import warnings
 
-import torch
+import brainstate
 
 from etrace_bridge._errors import StateError
+from etrace_bridge.frontend import BridgedModule
 
 
 class TorchWatch:
@@ -16,13 +17,15 @@ class TorchWatch:
     A learner has copies of the weights, so a change in torch does not reach it.
 
     Args:
-        model: the torch model; None for learners of other modules.
+        net: the learner's module.
     """
 
-    def __init__(self, model: torch.nn.Module | None) -> None:
-        named = () if model is None else model.named_parameters()
+    def __init__(self, net: brainstate.nn.Module) -> None:
+        is_torch = isinstance(net, BridgedModule)
+        named = net.model.named_parameters() if is_torch else ()
+        trained = set(net.parameter_names) if is_torch else set()
         # Tensors made in inference mode have no version.
-        self._parameters = [(n, p, p.requires_grad) for n, p in named if not p.is_inference()]
+        self._parameters = [(n, p, n in trained) for n, p in named if not p.is_inference()]
         self.note()
 
     def note(self) -> None:
@@ -43,9 +46,10 @@ class TorchWatch:
         switched = [n for n, p, trained in self._parameters if p.requires_grad is not trained]
         if learns and switched:
             raise StateError(
-                f"`requires_grad` of {_list(switched)} was switched after the learner was made, "
-                "which has decided what it trains. Switch it back, or make a new learner; call "
-                "`learner.sync_to_torch()` before, and the new one goes on with these weights."
+                f"`requires_grad` of {_list(switched)} was switched after the model was wrapped, "
+                "which decides what is trained. Switch it back, or wrap the model again and make a "
+                "new learner; call `learner.sync_to_torch()` before, and the new one goes on with "
+                "these weights."
             )
         pairs = zip(self._parameters, self._versions, strict=True)
         changed = [n for (n, p, _), version in pairs if p._version != version]
