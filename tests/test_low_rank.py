@@ -101,10 +101,8 @@ def test_the_best_rank_is_that_of_the_svd(q):
     L, Z = rng.standard_normal((5, 9, q)), rng.standard_normal((5, 7, q))
     L[0], Z[1, :, 0], Z[2] = 0, 0, 0  # nothing yet, a column without weights, no weights
     Z[3, :, -1] = Z[3, :, 0]
-    X, Y = (
-        np.asarray(a)
-        for a in jax.jit(singular_columns)(L.transpose(0, 2, 1) @ L, Z.transpose(0, 2, 1) @ Z)
-    )
+    grams = (np.moveaxis(a.transpose(0, 2, 1) @ a, 0, 2) for a in (L, Z))
+    X, Y = (np.moveaxis(np.asarray(a), 2, 0) for a in jax.jit(singular_columns)(*grams))
     for unit in range(5):
         U, sigma, V = np.linalg.svd(L[unit] @ Z[unit].T)
         for r in range(q + 1):

@@ -380,7 +380,8 @@ class Runtime:
         store.steps += data.length
         named = self._host.all_gradients(found.grads)
         store.return_to_stream()
-        discarded, outputs = discarded_share(found.discarded, found.grads), found.outputs
+        tuning, outputs = store.compiled.program.tuning, found.outputs
+        discarded = discarded_share(tuning, found.discarded, found.grads)
         return named, found.losses, cut_outputs(outputs, data), found.weights, discarded
 
     def update(self, xs: tuple, targets: Any, mask: Any, carry: bool, every: str):
