@@ -248,12 +248,17 @@ class Reference:
         return {n: g.reshape(p.shape) for (n, p), g in zip(self.named.items(), split, strict=True)}
 
     def bptt(self) -> dict[str, np.ndarray]:
-        state, total = None, 0.0
-        for x, target in zip(self.xs, self.targets, strict=True):
-            output, state = self.model(x, state)
-            total = total + self.loss(output, target)
-        grads = torch.autograd.grad(total, list(self.named.values()))
-        return {n: g.numpy() for n, g in zip(self.named, grads, strict=True)}
+        return bptt(self.model, self.xs, self.targets)
+
+
+def bptt(model: nn.Module, xs: torch.Tensor, targets: torch.Tensor) -> dict[str, np.ndarray]:
+    """torch's gradients of the summed squared error of a sequence."""
+    state, total, named = None, 0.0, dict(model.named_parameters())
+    for x, target in zip(xs, targets, strict=True):
+        output, state = model(x, state)
+        total = total + ((output - target) ** 2).sum()
+    grads = torch.autograd.grad(total, list(named.values()))
+    return {n: g.numpy() for n, g in zip(named, grads, strict=True)}
 
 
 def joined(grads: dict[str, np.ndarray], readout: bool = False) -> np.ndarray:
@@ -274,32 +279,50 @@ def squared_error(output: Any, target: Any) -> Any:
     return ((jax.tree.leaves(output)[0] - target) ** 2).sum()
 
 
+class Engine:
+    """The engine's gradients under a rule, compiled once for a model and a shape of input.
+
+    Args:
+        model: the torch module.
+        x: one step's input.
+        rule: the rule.
+    """
+
+    def __init__(self, model: nn.Module, x: torch.Tensor, rule: Rule) -> None:
+        net = eb.wrap(model, example_input=x)
+        net.init_state(batch_size=len(x))
+        self.session, self.rule = CompiledStep(net, [x.numpy()]), rule
+        self.call = quick_jit(self._run)
+
+    def _run(self, theta, hidden, other, trace, xs, targets):
+        data = Chunk([xs], targets, jnp.ones(xs.shape[0]), squared_error)
+        before = Carry(hidden, other, trace)
+        done = run_strictly(self.rule, self.session.program, theta, before, data, False, False)
+        return done.grads, (done.carry.hidden, done.carry.other, done.carry.trace), done.discarded
+
+    def gradients(
+        self, named: dict[str, nn.Parameter], xs: torch.Tensor, targets: torch.Tensor, chunk: int
+    ) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
+        """Gradients of a sequence with these weights, and what the rule says to have discarded:
+        squared estimate and bound.
+        """
+        names = self.session.weight_names
+        theta = [jnp.asarray(named[name].detach().numpy()) for name in names]
+        _, hidden, other = self.session.read()
+        carry, total, lost = (hidden, other, self.rule.init(self.session.program)), None, []
+        for t in range(0, len(xs), chunk):
+            some = slice(t, t + chunk)
+            grads, carry, discarded = self.call(
+                theta, *carry, xs[some].numpy(), targets[some].numpy()
+            )
+            total = grads if total is None else [a + b for a, b in zip(total, grads, strict=True)]
+            lost.append(discarded)
+        found = {n: np.asarray(g) for n, g in zip(names, total or [], strict=True)}
+        return found, None if lost[0] is None else np.sum(lost, 0)
+
+
 def engine(
     ref: Reference, rule: Rule, chunk: int = 1
 ) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
-    """The engine's gradients of the reference's sequence, and what it says to have discarded:
-    squared estimate and bound.
-    """
-    net = eb.wrap(ref.model, example_input=ref.xs[0])
-    net.init_state(batch_size=ref.xs.shape[1])
-    session = CompiledStep(net, [ref.xs[0].numpy()])
-    theta, hidden, other = session.read()
-
-    def run(theta, hidden, other, trace, xs, targets):
-        data = Chunk([xs], targets, jnp.ones(xs.shape[0]), squared_error)
-        done = run_strictly(
-            rule, session.program, theta, Carry(hidden, other, trace), data, False, False
-        )
-        return done.grads, (done.carry.hidden, done.carry.other, done.carry.trace), done.discarded
-
-    call = quick_jit(run)
-    carry, total, lost = (hidden, other, rule.init(session.program)), None, []
-    for t in range(0, len(ref.xs), chunk):
-        some = slice(t, t + chunk)
-        grads, carry, discarded = call(
-            theta, *carry, ref.xs[some].numpy(), ref.targets[some].numpy()
-        )
-        total = grads if total is None else [a + b for a, b in zip(total, grads, strict=True)]
-        lost.append(discarded)
-    named = {n: np.asarray(g) for n, g in zip(session.weight_names, total or [], strict=True)}
-    return named, None if lost[0] is None else np.sum(lost, 0)
+    """The engine's gradients of the reference's sequence, and what it says to have discarded."""
+    return Engine(ref.model, ref.xs[0], rule).gradients(ref.named, ref.xs, ref.targets, chunk)

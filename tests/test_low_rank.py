@@ -13,6 +13,8 @@ import numpy as np
 import optax
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import etrace_bridge as eb
@@ -20,7 +22,17 @@ from etrace_bridge.learning.compiled_step import CompiledStep
 from etrace_bridge.learning.footprint import rule_bytes
 from etrace_bridge.rules import DRTRL, LowRankRTRL, make_rule, rule_text
 from etrace_bridge.rules.best_rank import singular_columns
-from low_rank_oracle import GRU, LIF, Encoded, Reference, engine, relative
+from low_rank_oracle import (
+    GRU,
+    INPUTS,
+    LIF,
+    Encoded,
+    Engine,
+    Reference,
+    bptt,
+    engine,
+    relative,
+)
 from share import in_turn
 from torch_zoo import find
 from zoo.online import OnlineCase
@@ -88,6 +100,39 @@ def test_equals_the_definition_and_its_error_is_bounded(name, rank, hops):
         assert bound < 80 * error
 
 
+@cache
+def compiled(name: str, rule: LowRankRTRL) -> tuple[nn.Module, Engine]:
+    model = MODELS[name]().double()
+    return model, Engine(model, torch.zeros(2, INPUTS, dtype=torch.float64), rule)
+
+
+@pytest.mark.fuzz
+@pytest.mark.parametrize(
+    ("name", "rule"), [("gru stack", LowRankRTRL(1)), ("lif stack", LowRankRTRL(1, hops=1))]
+)
+@given(
+    seed=st.integers(0, 10**6),
+    steps=st.integers(2, 12),
+    weights=st.floats(0.1, 3.0),
+    inputs=st.floats(0.1, 3.0),
+)
+def test_the_error_is_never_above_the_bound(name, rule, seed, steps, weights, inputs):
+    model, online = compiled(name, rule)
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(weights * torch.randn_like(p) / p.shape[-1] ** 0.5)
+    xs = inputs * torch.randn(steps, 2, INPUTS, dtype=torch.float64)
+    targets = torch.randn(steps, 2, 2, dtype=torch.float64)
+    exact = bptt(model, xs, targets)
+    found, lost = online.gradients(dict(model.named_parameters()), xs, targets, 1)
+    assert lost is not None
+    error = math.sqrt(sum(((found[n] - g) ** 2).sum() for n, g in exact.items()))
+    scale = math.sqrt(sum((g**2).sum() for g in exact.values()))
+    assert scale > 0 and error <= lost[1] + 1e-11 * scale
+    assert steps < 4 or lost[1] > 0
+
+
 @pytest.mark.parametrize("name", ["encoder"])
 def test_rank_0_is_d_rtrl_also_in_chunks(name):
     ref = reference(name)
@@ -101,10 +146,8 @@ def test_the_best_rank_is_that_of_the_svd(q):
     L, Z = rng.standard_normal((5, 9, q)), rng.standard_normal((5, 7, q))
     L[0], Z[1, :, 0], Z[2] = 0, 0, 0  # nothing yet, a column without weights, no weights
     Z[3, :, -1] = Z[3, :, 0]
-    X, Y = (
-        np.asarray(a)
-        for a in jax.jit(singular_columns)(L.transpose(0, 2, 1) @ L, Z.transpose(0, 2, 1) @ Z)
-    )
+    grams = (np.moveaxis(a.transpose(0, 2, 1) @ a, 0, 2) for a in (L, Z))
+    X, Y = (np.moveaxis(np.asarray(a), 2, 0) for a in jax.jit(singular_columns)(*grams))
     for unit in range(5):
         U, sigma, V = np.linalg.svd(L[unit] @ Z[unit].T)
         for r in range(q + 1):

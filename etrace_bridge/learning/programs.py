@@ -26,6 +26,7 @@ from etrace_bridge.learning.online_core import OnlineCore
 from etrace_bridge.learning.optimizers import Updater
 from etrace_bridge.learning.sequence_loss import SequenceLoss
 from etrace_bridge.learning.state import LearnerState
+from etrace_bridge.lowering import Tuning
 from etrace_bridge.rules import Carry, Chunk
 from etrace_bridge.schedule.chunk_plan import ChunkPlan
 from etrace_bridge.schedule.sequence import add_trees, run_sequence, step_weights
@@ -130,7 +131,7 @@ def make_step(spec: ProgramSpec, own_update: bool, observe: Callable | None = No
         result = spec.core.chunk(theta, before, data, False, False)
         grads, after = result.grads, result.carry
         seen = (
-            discarded_share(result.discarded, grads)
+            discarded_share(tuning, result.discarded, grads)
             if observe is None
             else observe(theta, before, data, grads, *more)
         )
@@ -163,13 +164,14 @@ def make_step(spec: ProgramSpec, own_update: bool, observe: Callable | None = No
     return step
 
 
-def discarded_share(discarded: Any, grads: Sequence[Any] | None) -> Any:
+def discarded_share(tuning: Tuning, discarded: Any, grads: Sequence[Any] | None) -> Any:
     """What a rule left out of gradients: the squared estimate, the bound, and the gradients'
     squared norm; None if it does not know.
     """
     if discarded is None or grads is None:
         return None
-    return jnp.append(discarded, sum(jnp.sum(g * g) for g in grads).astype(discarded.dtype))
+    square = sum(jnp.sum(tuning.inner_products(g, g, min(g.ndim, 1))) for g in grads)
+    return jnp.append(discarded, square.astype(discarded.dtype))
 
 
 def make_gradients(spec: ProgramSpec, plan: ChunkPlan, carry: bool) -> Callable:
@@ -190,7 +192,7 @@ def make_gradients(spec: ProgramSpec, plan: ChunkPlan, carry: bool) -> Callable:
         grads, losses, outputs, new, lost = spec.core.sequence_with_discarded(
             theta, before, data, plan, not carry, not carry
         )
-        discarded = discarded_share(lost, grads)
+        discarded = discarded_share(spec.core.program.tuning, lost, grads)
         losses = losses if whole is None else whole
         trace, bad = new.trace if carry else None, None
         if spec.guard:

@@ -225,7 +225,8 @@ class Runtime:
         store.steps += data.length
         named = self._host.all_gradients(result.grads)
         store.return_to_stream()
-        discarded, outputs = discarded_share(result.discarded, result.grads), result.outputs
+        tuning, outputs = store.compiled.program.tuning, result.outputs
+        discarded = discarded_share(tuning, result.discarded, result.grads)
         return named, result.losses, cut_outputs(outputs, data), result.weights, discarded
 
     def update(self, xs: tuple, targets: Any, mask: Any, carry: bool, every: str):

@@ -29,6 +29,7 @@ from etrace_bridge.lowering.products import multiply_in_loop, transposed_weights
 from etrace_bridge.lowering.tuning import Bind, Tuning
 
 LOOP_ELEMENTS = 2**18  # of all traces, from which they are read one batch element after the other
+PARTS = 4  # of products to be added up, at most
 VECTOR = 2048  # elements of an array that is added up as it is
 
 
@@ -78,18 +79,20 @@ class CPUTuning(Tuning):
         # which are gone by then. A division counts as expensive, so it is not repeated; the barrier
         # hides that it is one by 1 until kernels are formed.
         def once(x: Any) -> Any:
-            return x / lax.optimization_barrier(jnp.ones((), x.dtype))
+            return x / lax.optimization_barrier(jnp.ones(x.shape, x.dtype))
 
         return lax.optimization_barrier(jax.tree.map(once, arrays))
 
-    def inner_products(self, x: Any, y: Any, axes: tuple[int, ...]) -> Any:
-        # XLA sums squares as it reads them, but writes products of two arrays to memory and adds
-        # them up slowly; a product with a vector of ones is several times faster.
-        if x is y or not axes:
-            return super().inner_products(x, y, axes)
-        products = jnp.moveaxis(x * y, axes, range(-len(axes), 0))
-        products = products.reshape(*products.shape[: -len(axes)], -1)
-        return products @ jnp.ones(products.shape[-1], products.dtype)
+    def inner_products(self, x: Any, y: Any, lead: int) -> Any:
+        # XLA writes the products to memory and adds them up slowly. A few parts of them are added
+        # as they are made; a product with a vector of ones adds up what is left.
+        if x.ndim == lead:
+            return x * y
+        x, y = (a.reshape(*a.shape[:lead], -1) for a in (x, y))
+        count = max(k for k in range(1, PARTS + 1) if x.shape[-1] % k == 0)
+        parts = zip(jnp.split(x, count, -1), jnp.split(y, count, -1), strict=True)
+        summed = sum(a * b for a, b in parts)
+        return summed @ jnp.ones(summed.shape[-1], summed.dtype)
 
     def any_not_finite(self, arrays: Sequence[Any]) -> Any:
         """As the base class, in few operations.

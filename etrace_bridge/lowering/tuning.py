@@ -66,9 +66,9 @@ class Tuning:
         """Return arrays that several parts of a program read, to be computed only once."""
         return arrays
 
-    def inner_products(self, x: Any, y: Any, axes: tuple[int, ...]) -> Any:
-        """`x * y`, summed over some axes."""
-        return jnp.sum(x * y, axes)
+    def inner_products(self, x: Any, y: Any, lead: int) -> Any:
+        """`x * y`, summed over all axes but the first `lead`."""
+        return jnp.sum(x * y, tuple(range(lead, x.ndim)))
 
     def any_not_finite(self, arrays: Sequence[Any]) -> Any:
         """Return whether any element of any array is NaN or infinite."""

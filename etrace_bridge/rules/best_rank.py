@@ -12,71 +12,66 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 _SMALL = 3  # up to this size, matrices are diagonalised by rotations of whole arrays
 _SWEEPS = 7  # from the first two or three on, each squares what is left off the diagonal
 
 
 def singular_columns(left: Any, right: Any) -> tuple[Any, Any]:
-    """`X` and `Y`, (…, q, q), by falling singular value.
+    """`X` and `Y`, (q, q, …), by falling singular value.
 
     Args:
-        left: `L^T L`, (…, q, q).
-        right: `Z^T Z`, (…, q, q).
+        left: `L^T L`, (q, q, …).
+        right: `Z^T Z`, (q, q, …).
     """
     s, V = _eigen(right)
-    live = s > jnp.finfo(s.dtype).eps * s.shape[-1] * jnp.max(s, -1, keepdims=True)
+    live = s > jnp.finfo(s.dtype).eps * len(s) * jnp.max(s, 0)
     root = jnp.sqrt(jnp.where(live, s, 0))
     inverse = jnp.where(live, 1 / jnp.where(live, root, 1), 0)
-    B = root[..., :, None] * jnp.swapaxes(V, -1, -2)
-    _, W = _eigen(_times(_times(B, left), jnp.swapaxes(B, -1, -2)))
-    return _times(jnp.swapaxes(B, -1, -2), W), _times(V * inverse[..., None, :], W)
+    B_transposed = V * root
+    B = jnp.swapaxes(B_transposed, 0, 1)
+    _, W = _eigen(_times(_times(B, left), B_transposed))
+    return _times(B_transposed, W), _times(V * inverse, W)
 
 
 def _times(a: Any, b: Any) -> Any:
     """Product of many small matrices; for tiny ones as sums of whole arrays."""
-    if a.shape[-1] > _SMALL:
-        return a @ b
-    return sum(a[..., :, k, None] * b[..., None, k, :] for k in range(a.shape[-1]))
+    if len(a) > _SMALL:
+        return jnp.einsum("ik...,kj...->ij...", a, b)
+    return sum(a[:, k, None] * b[None, k] for k in range(len(b)))
 
 
 def _eigen(matrices: Any) -> tuple[Any, Any]:
     """Eigenvalues of symmetric matrices, falling, and eigenvectors as columns."""
-    q = matrices.shape[-1]
-    if q > _SMALL:
-        values, vectors = jnp.linalg.eigh(matrices)
-        return values[..., ::-1], vectors[..., ::-1]
-    values, vectors = _jacobi(matrices)
-    order = [[_before(values, j, k) for j in range(q)] for k in range(q)]
-    rank = jnp.stack([sum(row, jnp.zeros(values.shape[:-1], int)) for row in order], -1)
-    hot = (rank[..., :, None] == np.arange(q)).astype(values.dtype)
-    return jnp.sum(values[..., None] * hot, -2), _times(vectors, hot)
-
-
-def _before(values: Any, j: int, k: int) -> Any:
-    """Whether value j comes before value k."""
-    x, y = values[..., j], values[..., k]
-    return ((x > y) | ((x == y) & (j < k))).astype(int)
+    if len(matrices) > _SMALL:
+        values, vectors = jnp.linalg.eigh(jnp.moveaxis(matrices, (0, 1), (-2, -1)))
+        return (
+            jnp.moveaxis(values[..., ::-1], -1, 0),
+            jnp.moveaxis(vectors[..., ::-1], (-2, -1), (0, 1)),
+        )
+    return _jacobi(matrices)
 
 
 def _jacobi(matrices: Any) -> tuple[Any, Any]:
     """Jacobi's method, all matrices at once; two by two, one rotation is exact."""
-    q = matrices.shape[-1]
-    M = [[matrices[..., i, j] for j in range(q)] for i in range(q)]
-    one, zero = jnp.ones_like(M[0][0]) if q else None, jnp.zeros_like(M[0][0]) if q else None
-    V = [[one if i == j else zero for j in range(q)] for i in range(q)]
+    q = len(matrices)
+    pairs = [(i, j) for i in range(q) for j in range(i + 1, q)]
+    M = [[matrices[i, j] for j in range(q)] for i in range(q)]
+    V = [[jnp.full_like(M[i][j], i == j) for j in range(q)] for i in range(q)]
 
     def sweep(_: Any, state: Any) -> Any:
         M, V = [list(row) for row in state[0]], [list(row) for row in state[1]]
-        for i in range(q):
-            for j in range(i + 1, q):
-                _rotate(M, V, i, j)
+        for i, j in pairs:
+            _rotate(M, V, i, j)
         return M, V
 
     M, V = sweep(0, (M, V)) if q <= 2 else jax.lax.fori_loop(0, _SWEEPS, sweep, (M, V))
-    values = jnp.stack([M[i][i] for i in range(q)], -1)
-    return values, jnp.stack([jnp.stack(row, -1) for row in V], -2)
+    values = [M[i][i] for i in range(q)]
+    for i, j in pairs:  # the larger of the two first
+        swap = values[j] > values[i]
+        for row in (values, *V):
+            row[i], row[j] = jnp.where(swap, row[j], row[i]), jnp.where(swap, row[i], row[j])
+    return jnp.stack(values), jnp.stack([jnp.stack(row) for row in V])
 
 
 def _rotate(M: list, V: list, i: int, j: int) -> None:

@@ -86,4 +86,4 @@ def _apply(X: Any, v: Any) -> Any:
 def _core(program: StepProgram, layout: Layout, core: CoreLinear, fun: Any, v: Any) -> Any:
     """`fun(D) v` for v (rows, n)."""
     D = [[[None if x is None else fun(x) for x in row] for row in block] for block in core.D]
-    return core_times(program, layout, replace(core, D=D), v[..., None])[..., 0]
+    return core_times(program, layout, replace(core, D=D), v, -1)

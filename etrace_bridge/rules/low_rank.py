@@ -171,22 +171,22 @@ class LowRankRTRL(ReverseRule):
     def _factors(
         self, program, layout: Layout, family: Family, core: CoreLinear, across: Crossing, old, data
     ) -> tuple[list[Any], list]:
-        """Columns of `L` (rows, n, units per row), and `Z`: for each block its columns.
+        """Columns of `L` (1, rows, n, units per row), and `Z`: for each block its columns.
 
         A column of a block is (number, array), or (a number for each of its pieces, array).
         """
         moved = core_times(program, layout, core, old["A"])
         if self.hops is None and len(moved):
             moved = moved + jnp.einsum("ejk,reku->reju", across.X, old["A"])
-        L = [*moved]
+        L = [moved[k : k + 1] for k in range(len(moved))]
         for source in family.states.T:  # X e
-            column = take(across.X, np.maximum(source, 0), 2)
+            column = take(across.X, np.maximum(source, 0), 2)[None]
             L.append(jnp.where(source >= 0, column, 0) if (source < 0).any() else column)
         of_sum = {}
         for (owner, summed), column in zip(crossing_sums(layout), across.of_sum, strict=True):
             if owner is family:
                 of_sum[summed.var] = len(L)
-                L.append(column)
+                L.append(column[None])
         dtype, Z = old["A"].dtype, []
         L = [x.astype(dtype) for x in L]
         for block, E, eps in zip(family.blocks, old["E"], old["eps"], strict=True):

@@ -74,16 +74,16 @@ def advance_eps(
     """`eps = D eps + df ⊗ x` of every block."""
     new = []
     for block, old in zip(family.blocks, eps, strict=True):
-        phi, columns = spread_features(block, data), []
+        phi, columns = spread_features(block, data)[None], []
         for i, (g, k) in enumerate(family.groups):
             df = [df_of(program, family, summed, core, i) for summed, _ in block.pieces]
             total = at_elements(block, df) * phi
             for j, (h, m) in enumerate(family.groups):
                 if h == g and core.D[g][k][m] is not None:
                     D = at_elements(block, at_positions(family, i, core.D[g][k][m]))
-                    total = total + D * old[j]
+                    total = total + D * old[j : j + 1]
             columns.append(total.astype(old.dtype))
-        new.append(jnp.stack(columns) if columns else old)
+        new.append(jnp.concatenate(columns) if columns else old)
     return new
 
 
@@ -104,12 +104,11 @@ def cut_to_rank(
         empty = new_family(layout, family, r)
         return empty["A"], empty["E"], nothing, nothing
     if r == n:  # A is the identity
-        A = jnp.broadcast_to(jnp.eye(n, dtype=dtype)[:, None, :, None], (n, *L[0].shape))
-        Y = [jnp.swapaxes(x, 0, 1).reshape(n, family.units) for x in L]
+        A = jnp.broadcast_to(jnp.eye(n, dtype=dtype)[:, None, :, None], (n, *L[0].shape[1:]))
+        Y = [jnp.swapaxes(x[0], 0, 1).reshape(n, family.units) for x in L]
     else:
-        A, Y, kept, lost = _best_rank(
-            program, layout, L, _gram_right(program, family, Z, q, dtype), r
-        )
+        right = _gram_right(program, family, Z, q, dtype)
+        A, Y, kept, lost = _best_rank(program, layout, L, right, r)
     E = []
     for block, columns in zip(family.blocks, Z, strict=True):
         terms = [at_elements(block, _pick(Y, number)) * x for number, x in columns]
@@ -129,55 +128,35 @@ def _pick(Y: Any, number: int | list[int | None]) -> Any:
 def _best_rank(
     program: StepProgram, layout: Layout, L: list[Any], right: Any, r: int
 ) -> tuple[Any, Any, Any, Any]:
-    """`A = L X` and the factors `Y` (q, r, units) of `E = Z Y`, from `Z^T Z`; kept, cut off."""
-    q, tuning = len(L), program.tuning
-    left = Gram(layout, L)
-    X, Y = tuning.computed_once(singular_columns(*tuning.computed_once((left.sums(), right))))
-    kept, lost = left.row_squares(X[..., :r]), left.row_squares(X[..., r:])
-    slack = 16 * q * q * jnp.finfo(kept.dtype).eps  # what rounding may cut
-    return (
-        left.times(X[..., :r]),
-        jnp.moveaxis(Y[..., :r], 0, 2),
-        kept,
-        lost + slack * (kept + lost),
-    )
+    """`A = L X`, the factors `Y` (q, r, units) of `E = Z Y`, and squares of what is kept and lost.
 
-
-class Gram:
-    """The columns of `L`, (rows, n, units per row) each, and the products of each two of them.
-
-    All that the cut needs is sums of these products: over n, and over units.
+    Of `L` only products of two columns are needed: summed over n they are `L^T L`; summed over
+    units, with `X X^T` as weights, the squares of the rows of `L X`.
     """
+    tuning, q = program.tuning, len(L)
+    products = {(a, b): x[0] * y[0] for a, x in enumerate(L) for b, y in enumerate(L[: a + 1])}
+    ones = jnp.ones(L[0].shape[1:3], L[0].dtype)
+    dots = {ab: jnp.einsum("ej,eju->eu", ones, x).reshape(-1) for ab, x in products.items()}
+    grams = tuning.computed_once((_symmetric(dots, q, None), right))
+    X, Y = tuning.computed_once(singular_columns(*grams))
 
-    def __init__(self, layout: Layout, L: list[Any]) -> None:
-        self.layout, self.L = layout, L
-        self.products = {(a, b): x * y for a, x in enumerate(L) for b, y in enumerate(L[: a + 1])}
-
-    def sums(self) -> Any:
-        """`L^T L` of every unit: (units, q, q)."""
-        ones = jnp.ones(self.L[0].shape[:2], self.L[0].dtype)
-        dots = {
-            ab: jnp.einsum("ej,eju->eu", ones, x).reshape(-1) for ab, x in self.products.items()
-        }
-        return _symmetric(dots, len(self.L), None)
-
-    def times(self, X: Any) -> Any:
-        """`L X` for X (units, q, k): (k, rows, n, units per row)."""
-        by_unit = by_row(self.layout, jnp.moveaxis(X, 0, 2))[:, :, :, None]
-        columns = [sum(x * by_unit[a, k] for a, x in enumerate(self.L)) for k in range(X.shape[2])]
-        return jnp.stack(columns) if columns else jnp.zeros((0, *self.L[0].shape), X.dtype)
-
-    def row_squares(self, X: Any) -> Any:
-        """Squares of `L X`, summed over columns and units: (rows, n)."""
-        weights, total = jnp.einsum("uak,ubk->abu", X, X), jnp.zeros(self.L[0].shape[:2], X.dtype)
-        for (a, b), x in self.products.items():
-            factor = by_row(self.layout, weights[a, b] if a == b else 2 * weights[a, b])
-            total = total + jnp.einsum("eju,eu->ej", x, factor)
+    def squares(weights: Any) -> Any:
+        total = jnp.zeros(ones.shape, ones.dtype)
+        for (a, b), x in products.items():
+            factor = weights[a, b] if a == b else 2 * weights[a, b]
+            total = total + jnp.einsum("eju,eu->ej", x, by_row(layout, factor))
         return jnp.maximum(total, 0)
+
+    keep, lose = (jnp.einsum("ak...,bk...->ab...", x, x) for x in (X[:, :r], X[:, r:]))
+    rounding = 16 * q * q * jnp.finfo(X.dtype).eps * (keep + lose) * np.eye(q)[..., None]
+    factors = by_row(layout, X)[:, :, :, None]
+    columns = [sum(x * factors[a, k] for a, x in enumerate(L)) for k in range(r)]
+    A = jnp.concatenate(columns) if columns else jnp.zeros((0, *L[0].shape[1:]), X.dtype)
+    return A, Y[:, :r], squares(keep), squares(lose + rounding.astype(X.dtype))
 
 
 def _gram_right(program: StepProgram, family: Family, Z: list, q: int, dtype: Any) -> Any:
-    """`Z^T Z` of every unit: (units, q, q)."""
+    """`Z^T Z` of every unit: (q, q, units)."""
     dots: dict[tuple[int, int], Any] = {}
     for block, columns in zip(family.blocks, Z, strict=True):
         for a, (number, x) in enumerate(columns):
@@ -191,7 +170,7 @@ def _gram_right(program: StepProgram, family: Family, Z: list, q: int, dtype: An
 
 def _symmetric(dots: dict[tuple[int, int], Any], q: int, zero: Any) -> Any:
     rows = [[dots.get((max(i, j), min(i, j)), zero) for j in range(q)] for i in range(q)]
-    return jnp.stack([jnp.stack(row, -1) for row in rows], -2)
+    return jnp.stack([jnp.stack(row) for row in rows])
 
 
 # -- from pieces to weights ------------------------------------------------------------------------

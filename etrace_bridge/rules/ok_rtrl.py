@@ -131,7 +131,9 @@ def mixed_columns(left: Any, right: Any, signs: Any) -> tuple[Any, Any]:
         right: `Z^T Z`, the same.
         signs: `c`, (…, r + 1).
     """
-    X, Y = singular_columns(left, right)  # Z Y is orthonormal, L X as long as sigma
+    grams = (jnp.moveaxis(gram, (-2, -1), (0, 1)) for gram in (left, right))
+    found = singular_columns(*grams)  # Z Y is orthonormal, L X as long as sigma
+    X, Y = (jnp.moveaxis(x, (0, 1), (-2, -1)) for x in found)
     square = jnp.sum(X * (left @ X), -2)
     sigma = jnp.sqrt(jnp.maximum(square, 0))
     r = sigma.shape[-1] - 1

@@ -68,7 +68,7 @@ def inner_products(program: StepProgram, block: Block, x: Any, y: Any) -> list[A
     piece.
     """
     form = block.form
-    array = program.tuning.inner_products(x, y, tuple(range(len(form.trace_out), x.ndim)))
+    array = program.tuning.inner_products(x, y, len(form.trace_out))
     array = jnp.transpose(array, [form.trace_out.index(c) for c in form.out])
     parts = [array]
     if block.letter:
@@ -126,17 +126,19 @@ def at_positions(family: Family, s: int, values: Any) -> Any:
     return jnp.where(at >= 0, take(values.reshape(-1), np.maximum(at, 0), 0), 0)
 
 
-def core_times(program: StepProgram, layout: Layout, core: CoreLinear, A: Any) -> Any:
-    """Return `D A` for (…, rows, n, columns)."""
-    parts = []
+def core_times(
+    program: StepProgram, layout: Layout, core: CoreLinear, A: Any, axis: int = -2
+) -> Any:
+    """Return `D A` for (…, rows, n, columns), or for (…, rows, n) with the axis -1."""
+    parts, shape = [], (layout.rows, -1, *(1,) * (-1 - axis))
     for g, states in enumerate(state_numbers(program, layout.rows, layout.size)):
         numbers = [state[: len(state) // layout.rows] for state in states]
         for i, target in enumerate(numbers):
             terms = [
-                core.D[g][i][j].reshape(layout.rows, -1, 1) * take(A, source, A.ndim - 2)
+                core.D[g][i][j].reshape(shape) * take(A, source, A.ndim + axis)
                 for j, source in enumerate(numbers)
                 if core.D[g][i][j] is not None
             ]
             if terms:
                 parts.append((target, sum(terms).astype(A.dtype)))
-    return join(parts, jnp.zeros_like(A), A.ndim - 2)
+    return join(parts, jnp.zeros_like(A), A.ndim + axis)
