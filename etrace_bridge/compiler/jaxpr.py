@@ -1,19 +1,11 @@
-"""Runs jaxprs equation by equation, and looks inside them."""
+"""Runs jaxprs equation by equation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from etrace_bridge._jax_compat import (
-    ClosedJaxpr,
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-    Var,
-    bind_equation,
-    keep_source,
-)
+from etrace_bridge._jax_compat import JaxprEqn, Literal, Var, bind_equation, keep_source
 
 
 def evaluate(
@@ -51,16 +43,6 @@ def read(env: dict[Var, Any], atom: Any) -> Any:
 def variables(atoms: Sequence[Any]) -> Iterator[Var]:
     """Return the atoms that are variables, in order."""
     return (a for a in atoms if not isinstance(a, Literal))
-
-
-def inner_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
-    """Return every jaxpr among an equation's parameters."""
-    for value in eqn.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(item, ClosedJaxpr):
-                yield item.jaxpr
-            elif isinstance(item, Jaxpr):
-                yield item
 
 
 def needed_equations(

@@ -10,7 +10,7 @@ from etrace_bridge._errors import CompilationError
 from etrace_bridge._jax_compat import JaxprEqn, Literal, Var
 from etrace_bridge.compiler.contacts import ContactForm, contact_form
 from etrace_bridge.compiler.diagnostics import Path, show_path
-from etrace_bridge.compiler.jaxpr import evaluate, reads_of, variables
+from etrace_bridge.compiler.jaxpr import evaluate, variables
 from etrace_bridge.compiler.module_info import ModuleInfo
 from etrace_bridge.compiler.primitives import (
     is_elementwise,
@@ -244,11 +244,3 @@ def _contact_site(
     ):
         return producer[eqn.invars[operand]], 0
     return index, operand
-
-
-def view_inputs(views: Sequence[WeightView]) -> list[Var]:
-    """Return the parameter leaves and constants that these views read."""
-    seen: dict[Var, None] = {}
-    for view in views:
-        seen.update((v, None) for v in reads_of(view.eqns, [view.var]))
-    return list(seen)

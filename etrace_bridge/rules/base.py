@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+import jax
+
 from etrace_bridge._errors import InputError
 from etrace_bridge.compiler.certificate import ParameterCertificate
 from etrace_bridge.compiler.diagnostics import Path
@@ -52,9 +54,9 @@ class Chunk:
         loss: `(output, target) -> scalar`; None for steps without a loss.
     """
 
-    args: Sequence[Any]
+    args: Sequence[jax.Array]
     targets: Any
-    weights: Any
+    weights: jax.Array
     loss: Callable[[Any, Any], Any] | None
 
 
@@ -68,8 +70,8 @@ class Carry:
         trace: the rule's own memory.
     """
 
-    hidden: list[Any]
-    other: list[Any]
+    hidden: list[jax.Array]
+    other: list[jax.Array]
     trace: Any
 
 
@@ -88,8 +90,8 @@ class ChunkResult:
         discarded: as in `ReverseRule.discarded`; None where the rule does not know.
     """
 
-    grads: list[Any] | None
-    losses: Any
+    grads: list[jax.Array] | None
+    losses: jax.Array | None
     outputs: Any
     carry: Carry
     factors: Any = None
@@ -160,7 +162,7 @@ class Rule:
         """
         return None
 
-    def reset(self, program: StepProgram, memory: Any, keep: Any) -> Any:
+    def reset(self, program: StepProgram, memory: Any, keep: jax.Array) -> Any:
         """Return the memory with the rows of some batch elements set to zero.
 
         `keep` is (B,) of zeros and ones.
@@ -207,8 +209,8 @@ class ReverseRule(Rule):
         return "reverse"
 
     def past(
-        self, program: StepProgram, theta: Sequence[Any], memory: Any, h0: Sequence[Any]
-    ) -> dict[int, Any]:
+        self, program: StepProgram, theta: Sequence[jax.Array], memory: Any, h0: Sequence[jax.Array]
+    ) -> dict[int, jax.Array]:
         """Return the gradient through what came before the chunk, by index of the weight.
 
         Args:
@@ -220,8 +222,8 @@ class ReverseRule(Rule):
         return {}
 
     def future(
-        self, program: StepProgram, memory: Any, hidden: Sequence[Any]
-    ) -> Sequence[Any] | None:
+        self, program: StepProgram, memory: Any, hidden: Sequence[jax.Array]
+    ) -> Sequence[jax.Array] | None:
         """Predict the cotangents of the chunk's last hidden states from losses after the chunk.
 
         One cotangent per leaf; None for rules that make no prediction. Not called while the memory
@@ -229,7 +231,7 @@ class ReverseRule(Rule):
         """
         return None
 
-    def discarded(self, program: StepProgram, memory: Any | None, h0: Sequence[Any]) -> Any:
+    def discarded(self, program: StepProgram, memory: Any | None, h0: Sequence[jax.Array]) -> Any:
         """Return how much the rule left out of the chunk's gradient: an array of two numbers.
 
         The first is the estimated square of the error's norm, the second a bound of the norm. None
@@ -240,7 +242,7 @@ class ReverseRule(Rule):
     def advance(
         self,
         program: StepProgram,
-        theta: Sequence[Any],
+        theta: Sequence[jax.Array],
         carry: Carry,
         data: Chunk,
         memory: Any | None,

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 
 from etrace_bridge._errors import InputError
@@ -68,7 +69,9 @@ class DNI(ReverseRule):
         n, dtype = layout.size, layout.dtype
         return {"W": jnp.zeros((n, n), dtype), "c": jnp.zeros(n, dtype)}
 
-    def future(self, program: StepProgram, memory: Memory, hidden: Sequence[Any]) -> list[Any]:
+    def future(
+        self, program: StepProgram, memory: Memory, hidden: Sequence[jax.Array]
+    ) -> list[Any]:
         """Return `M(h)`, one array per hidden leaf."""
         layout, found, at = find_layout(program), [], 0
         rows = _predict(memory, flat_rows(layout, hidden))
@@ -93,7 +96,7 @@ class DNI(ReverseRule):
         }
         return {name: x.astype(old[name].dtype) for name, x in new.items()}
 
-    def reset(self, program: StepProgram, memory: Memory, keep: Any) -> Memory:
+    def reset(self, program: StepProgram, memory: Memory, keep: jax.Array) -> Memory:
         return memory
 
     def promise(self, certificate, length: int, chunk: int) -> Promise:

@@ -36,6 +36,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -159,13 +160,13 @@ class EProp(DRTRL):
             signals[var] = signals[var] + signal if var in signals else signal
         return signals
 
-    def feedback_matrices(self, program: StepProgram) -> dict[tuple[Var, int], Any]:
+    def feedback_matrices(self, program: StepProgram) -> dict[tuple[Var, int], jax.Array]:
         """Return the fixed random matrices by exit and index of the output.
 
         Their shape is (outputs, elements of the exit).
         """
         rng = np.random.default_rng(self.seed)
-        matrices: dict[tuple[Var, int], Any] = {}
+        matrices: dict[tuple[Var, int], jax.Array] = {}
         for of_group in self.exits(program):
             for e in of_group.exits:
                 for n, out in enumerate(program.out_vars):

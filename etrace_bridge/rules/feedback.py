@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -18,7 +19,7 @@ def feedback_matrix(
     return jnp.asarray(rng.standard_normal(size) / math.sqrt(size[0]))
 
 
-def project(error: Any, matrix: Any, inside: tuple[int, ...]) -> Any:
+def project(error: jax.Array, matrix: jax.Array, inside: tuple[int, ...]) -> jax.Array:
     """Multiply the error (K, …) at an output by the matrix: (K, *inside)."""
     rows = error.reshape(error.shape[0], -1, matrix.shape[0])
     return (rows @ matrix.astype(error.dtype)).reshape(error.shape[0], *inside)

@@ -71,7 +71,7 @@ class FPTT(BPTT):
         old = memory or self.init(program)
         return old if data.loss is None else self._after_update(theta, old)
 
-    def _after_update(self, theta: Sequence[Any], memory: Memory) -> Memory:
+    def _after_update(self, theta: Sequence[jax.Array], memory: Memory) -> Memory:
         """Return the memory that belongs to these weights, given that of the weights before them."""
 
         def moved(w: Any, mean: Any, slope: Any) -> tuple[Any, Any]:

@@ -65,7 +65,7 @@ class KFRTRL(UORO):
         ]
         return {"factors": factors, "draws": jnp.zeros((), jnp.uint32)}
 
-    def past(self, program: StepProgram, theta, memory: dict[str, Any], h0) -> dict[int, Any]:
+    def past(self, program: StepProgram, theta, memory: dict[str, Any], h0) -> dict[int, jax.Array]:
         """Return `(b A) ⊗ u`."""
         layout, by_part = find_layout(program), {}
         flat = flat_rows(layout, h0)
@@ -105,13 +105,19 @@ class KFRTRL(UORO):
         (*_, factors, draws), _ = scan_time(step, start, list(data.args), data.args[0].shape[0])
         return {"factors": factors, "draws": draws}
 
-    def pairs(self, layout: Layout, draws: Any, hidden: Sequence[Any], args: Sequence[Any]) -> Any:
+    def pairs(
+        self,
+        layout: Layout,
+        draws: jax.Array,
+        hidden: Sequence[jax.Array],
+        args: Sequence[jax.Array],
+    ) -> Any:
         """Return `c1` and `c2` of every sum, (sums, 2)."""
         key = draw_key(self.seed, draws, [*hidden, *args])
         return jax.random.rademacher(key, (len(find_sums(layout)), 2), hidden[0].dtype)
 
     def move(
-        self, layout: Layout, summed: Sum, made: Influence, old: Factors, signs: Any
+        self, layout: Layout, summed: Sum, made: Influence, old: Factors, signs: jax.Array
     ) -> Factors:
         """Return the factors of one sum after a step."""
         A = old["A"].reshape(layout.size, layout.rows, -1)
@@ -140,7 +146,9 @@ class KFRTRL(UORO):
             found.append(ones)
         return found
 
-    def reset(self, program: StepProgram, memory: dict[str, Any], keep: Any) -> dict[str, Any]:
+    def reset(
+        self, program: StepProgram, memory: dict[str, Any], keep: jax.Array
+    ) -> dict[str, Any]:
         layout = find_layout(program)
         if layout.rows != keep.shape[0]:
             raise InputError(

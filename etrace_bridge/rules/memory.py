@@ -40,7 +40,9 @@ class Dense:
 
         return [zeros(leg) for leg in program.traces]
 
-    def reset(self, program: StepProgram, memory: list[list[Any]], keep: Any) -> list[list[Any]]:
+    def reset(
+        self, program: StepProgram, memory: list[list[Any]], keep: jax.Array
+    ) -> list[list[Any]]:
         """Return the traces with the rows of some batch elements set to zero."""
         cleared = []
         for leg, rows in zip(program.traces, memory, strict=True):
@@ -178,7 +180,9 @@ class Factored(Filters):
             "eps": [c.zeros(program) for c in others],
         }
 
-    def reset(self, program: StepProgram, memory: dict[str, Any], keep: Any) -> dict[str, Any]:
+    def reset(
+        self, program: StepProgram, memory: dict[str, Any], keep: jax.Array
+    ) -> dict[str, Any]:
         """Return the filters with the rows of some batch elements set to zero."""
 
         def cleared(channels: Sequence[Channel], filters: list[Any]) -> list[Any]:
@@ -233,7 +237,9 @@ class Presynaptic(Filters):
             },
         }
 
-    def reset(self, program: StepProgram, memory: dict[str, Any], keep: Any) -> dict[str, Any]:
+    def reset(
+        self, program: StepProgram, memory: dict[str, Any], keep: jax.Array
+    ) -> dict[str, Any]:
         """Return the filters with the rows of some batch elements set to zero."""
         contacts = [c for c in contacts_with_data(program) if c.index in memory["x"]]
         x = {c.index: _clear(program, c, memory["x"], keep) for c in contacts}
@@ -251,14 +257,16 @@ def filtered_taps(program: StepProgram) -> list[int]:
     return [t.index for t in program.taps if t.legs and program.roots[t.index] in products]
 
 
-def _clear(program: StepProgram, contact: Contact, filters: dict[int, Any], keep: Any) -> Any:
+def _clear(
+    program: StepProgram, contact: Contact, filters: dict[int, jax.Array], keep: jax.Array
+) -> Any:
     """Return filtered features with the rows of some batch elements set to zero."""
     axis, old = _batch_axis(program, contact), filters[contact.index]
     mask = keep.reshape([-1 if n == axis else 1 for n in range(old.ndim)])
     return old * mask.astype(old.dtype)
 
 
-def _batch_rows(group: HiddenGroup, leg: Leg, keep: Any) -> Any:
+def _batch_rows(group: HiddenGroup, leg: Leg, keep: jax.Array) -> Any:
     """Return `keep` spread to the elements of a leg's piece.
 
     Elements that feed nothing get zero.

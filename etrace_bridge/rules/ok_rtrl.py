@@ -75,7 +75,7 @@ class OKRTRL(KFRTRL):
             terms.append(super().past(program, theta, {**memory, "factors": factors}, h0))
         return {n: sum(term[n] for term in terms) for n in terms[0]}
 
-    def pairs(self, layout: Layout, draws: Any, hidden, args) -> Any:
+    def pairs(self, layout: Layout, draws: jax.Array, hidden, args) -> Any:
         """Return the signs `c` of every sum and row, (sums, rows, r + 1)."""
         shape = len(find_sums(layout)), layout.rows, self.rank + 1
         key = draw_key(self.seed, draws, [*hidden, *args])
@@ -88,7 +88,7 @@ class OKRTRL(KFRTRL):
         return row + "".join(c for c in form.feature if c != row)
 
     def move(
-        self, layout: Layout, summed: Sum, made: Influence, old: Factors, signs: Any
+        self, layout: Layout, summed: Sum, made: Influence, old: Factors, signs: jax.Array
     ) -> Factors:
         r, q, rows = self.rank, self.rank + 1, layout.rows
         if any(not _row_letter(layout, summed, piece) for piece in summed.pieces):
@@ -111,7 +111,9 @@ class OKRTRL(KFRTRL):
         }
         return jax.tree.map(lambda x, like: x.astype(like.dtype), new, old)
 
-    def reset(self, program: StepProgram, memory: dict[str, Any], keep: Any) -> dict[str, Any]:
+    def reset(
+        self, program: StepProgram, memory: dict[str, Any], keep: jax.Array
+    ) -> dict[str, Any]:
         parts = [
             super(OKRTRL, self).reset(program, {**memory, "factors": factors}, keep)["factors"]
             for factors in (
@@ -121,7 +123,9 @@ class OKRTRL(KFRTRL):
         return {**memory, "factors": jax.tree.map(lambda *xs: jnp.stack(xs), *parts)}
 
 
-def mixed_columns(left: Any, right: Any, signs: Any) -> tuple[Any, Any]:
+def mixed_columns(
+    left: jax.Array, right: jax.Array, signs: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     """Return `X` and `Y`, (…, r + 1, r), such that `(L X) (Z Y)^T` has the mean `L Z^T`.
 
     The mean is over the signs.

@@ -75,7 +75,7 @@ class RTRL(ReverseRule):
         weights = [program.weight_vars[n] for n in reaching_weights(program)]
         return [[leaf.invar.aval.ndim + axes.get(w, 0) for w in weights] for leaf in program.leaves]
 
-    def _stored(self, h: Any, w: Any) -> Any:
+    def _stored(self, h: jax.Array, w: jax.Array) -> Any:
         return jnp.dtype(self.trace_dtype or jnp.promote_types(h.dtype, w.dtype))
 
     def past(self, program: StepProgram, theta, memory: Memory, h0) -> dict[int, Any]:
@@ -106,7 +106,7 @@ class RTRL(ReverseRule):
             for i, h in enumerate(carry.hidden)
         ]
 
-    def reset(self, program: StepProgram, memory: Memory, keep: Any) -> Memory:
+    def reset(self, program: StepProgram, memory: Memory, keep: jax.Array) -> Memory:
         return [
             [J * keep.reshape(-1, *(1,) * (J.ndim - 1)).astype(J.dtype) for J in row]
             for row in memory
@@ -121,24 +121,24 @@ class RTRL(ReverseRule):
         return Promise(EXACT, "the whole influence on every hidden state is carried")
 
 
-def _past(h: Any, J: Any) -> Any:
+def _past(h: jax.Array, J: jax.Array) -> jax.Array:
     """Return `h · J` over all hidden values, in the wider of their dtypes."""
     wide = _wider(h, J)
     return jnp.tensordot(h.astype(wide), J.astype(wide), axes=h.ndim)
 
 
-def _product(F: Any, J: Any) -> Any:
+def _product(F: jax.Array, J: jax.Array) -> jax.Array:
     """Return `F J` of every row, in the wider of their dtypes."""
     wide = _wider(F, J)
     return jnp.einsum("rij,rj...->ri...", F.astype(wide), J.astype(wide))
 
 
-def _wider(a: Any, b: Any) -> Any:
+def _wider(a: jax.Array, b: jax.Array) -> np.dtype:
     return max(a.dtype, b.dtype, key=lambda dtype: jnp.finfo(dtype).bits)
 
 
 def _advanced(
-    program: StepProgram, theta: Sequence[Any], carry: Carry, data: Chunk
+    program: StepProgram, theta: Sequence[jax.Array], carry: Carry, data: Chunk
 ) -> tuple[list[list[Any]], list[list[Any]]]:
     """Return `dh_K/dh_0` and `dh_K/dtheta`.
 
@@ -152,7 +152,7 @@ def _advanced(
     blocks = [block for family in layout.families for block in family.blocks]
     views = [_at_view(layout, block, made) for block in blocks]
 
-    def weights(views: Sequence[Any]) -> list[Any]:
+    def weights(views: Sequence[jax.Array]) -> list[Any]:
         own = list(zip(blocks, views, strict=True))
         whole = {b.contact.index: v for b, v in own if b.form is b.contact.form}
         parts = {b.pieces[0][1].part.var: v for b, v in own if b.form is not b.contact.form}
@@ -185,7 +185,7 @@ def _has_rows(program: StepProgram, layout: Layout, steps: int) -> bool:
     )
 
 
-def _at_view(layout: Layout, block: Block, made: Influence) -> Any:
+def _at_view(layout: Layout, block: Block, made: Influence) -> jax.Array:
     """Return `sum of dh_K/dy_t ⊗ x_t` of a block over the steps: (rows, n, *shape of the view)."""
     form, x = block.form, made.data.get(block.contact.index)
     G = at_elements(block, [made.G[s.var] for s, _ in block.pieces])
@@ -201,7 +201,7 @@ def _at_view(layout: Layout, block: Block, made: Influence) -> Any:
 
 
 def _by_reverse_mode(
-    program: StepProgram, theta: Sequence[Any], carry: Carry, data: Chunk
+    program: StepProgram, theta: Sequence[jax.Array], carry: Carry, data: Chunk
 ) -> tuple[list[list[Any]], list[list[Any]]]:
     """Return the influence of any step, with all hidden values as one row.
 
@@ -218,14 +218,14 @@ def _by_reverse_mode(
 
 
 def chunk_function(
-    program: StepProgram, theta: Sequence[Any], carry: Carry, data: Chunk
+    program: StepProgram, theta: Sequence[jax.Array], carry: Carry, data: Chunk
 ) -> Callable[[Sequence[Any], Sequence[Any]], list[Any]]:
     """Return the hidden states after a chunk as a function.
 
     Its arguments are the weights that reach a state, and the hidden states before the chunk.
     """
 
-    def run(some: Sequence[Any], hidden: Sequence[Any]) -> list[Any]:
+    def run(some: Sequence[Any], hidden: Sequence[jax.Array]) -> list[Any]:
         full = list(theta)
         for n, w in zip(reaching_weights(program), some, strict=True):
             full[n] = w

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -58,7 +59,7 @@ class SparseInfluence(ReverseRule):
             memory.append([jnp.zeros((S.shape[1], *f.shape(f.trace)), dtype) for f in forms])
         return memory
 
-    def past(self, program: StepProgram, theta, memory: Memory, h0) -> dict[int, Any]:
+    def past(self, program: StepProgram, theta, memory: Memory, h0) -> dict[int, jax.Array]:
         layout, by_part = find_layout(program), {}
         flat = flat_rows(layout, h0)
         for family, S, old in zip(layout.families, self.sets(program, layout), memory, strict=True):
@@ -88,7 +89,7 @@ class SparseInfluence(ReverseRule):
         (_, _, new), _ = scan_time(step, start, list(data.args), data.args[0].shape[0])
         return new
 
-    def reset(self, program: StepProgram, memory: Memory, keep: Any) -> Memory:
+    def reset(self, program: StepProgram, memory: Memory, keep: jax.Array) -> Memory:
         layout = find_layout(program)
         if layout.rows != keep.shape[0]:
             raise InputError(
@@ -155,7 +156,7 @@ def _sets_at(family: Family, S: np.ndarray, summed: Sum, piece: Piece) -> tuple[
     return S[summed.unit[: len(summed.unit) // rows]], form.out
 
 
-def _move(family: Family, S: np.ndarray, made: Influence, old: Sequence[Any]) -> list[Any]:
+def _move(family: Family, S: np.ndarray, made: Influence, old: Sequence[jax.Array]) -> list[Any]:
     """Return `F[S, S] J + G[S] ⊗ x` of a family's pieces.
 
     Batch and units stay axes of their own, so that a mesh that divides them moves no influence.

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from etrace_bridge._errors import InputError
@@ -97,7 +98,7 @@ class TraceRule(Rule):
     def init(self, program: StepProgram) -> Any:
         return self.memory.init(program, self.rows(program))
 
-    def reset(self, program: StepProgram, memory: Any, keep: Any) -> Any:
+    def reset(self, program: StepProgram, memory: Any, keep: jax.Array) -> Any:
         return self.memory.reset(program, memory, keep)
 
 

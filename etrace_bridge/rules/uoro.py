@@ -71,7 +71,7 @@ class UORO(ReverseRule):
             "draws": jnp.zeros((), jnp.uint32),
         }
 
-    def past(self, program: StepProgram, theta, memory: dict[str, Any], h0) -> dict[int, Any]:
+    def past(self, program: StepProgram, theta, memory: dict[str, Any], h0) -> dict[int, jax.Array]:
         """Return `(dL/dh_0 · s) θ`."""
         factor = sum(jnp.vdot(h, s) for h, s in zip(h0, memory["s"], strict=True))
         pairs = zip(reaching_weights(program), memory["theta"], strict=True)
@@ -99,14 +99,18 @@ class UORO(ReverseRule):
         new = {"s": s, "theta": rows, "draws": old["draws"] + jnp.uint32(1)}
         return jax.tree.map(lambda x, like: x.astype(like.dtype), new, old)
 
-    def signs(self, draws: Any, hidden: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    def signs(
+        self, draws: jax.Array, hidden: Sequence[jax.Array], args: Sequence[jax.Array]
+    ) -> list[Any]:
         """Return `ν`, one array per hidden leaf."""
         keys = jax.random.split(draw_key(self.seed, draws, [*hidden, *args]), len(hidden))
         return [
             jax.random.rademacher(k, h.shape, h.dtype) for k, h in zip(keys, hidden, strict=True)
         ]
 
-    def reset(self, program: StepProgram, memory: dict[str, Any], keep: Any) -> dict[str, Any]:
+    def reset(
+        self, program: StepProgram, memory: dict[str, Any], keep: jax.Array
+    ) -> dict[str, Any]:
         s = [x * keep.reshape(-1, *(1,) * (x.ndim - 1)).astype(x.dtype) for x in memory["s"]]
         return {**memory, "s": s}
 
@@ -119,22 +123,22 @@ class UORO(ReverseRule):
         return Promise(APPROXIMATE, "unbiased: random, and exact in the mean over seeds")
 
 
-def root_ratio(left: Sequence[Any], right: Sequence[Any]) -> Any:
+def root_ratio(left: Sequence[Any], right: Sequence[jax.Array]) -> jax.Array:
     """Return `sqrt(|left| / |right|)`."""
     return jnp.sqrt((_norm(left) + SMALL) / (_norm(right) + SMALL))
 
 
-def _norm(arrays: Sequence[Any]) -> Any:
+def _norm(arrays: Sequence[jax.Array]) -> jax.Array:
     return jnp.sqrt(sum(jnp.sum(x * x) for x in arrays))
 
 
-def draw_key(seed: Any, draws: Any, arrays: Sequence[Any]) -> Any:
+def draw_key(seed: jax.Array, draws: jax.Array, arrays: Sequence[jax.Array]) -> jax.Array:
     """Return the key of one draw: of the seed, the draws before it, and what the arrays hold."""
     key = jax.random.fold_in(jax.random.PRNGKey(seed), draws)
     return jax.random.fold_in(key, _digest(arrays))
 
 
-def _digest(arrays: Sequence[Any]) -> Any:
+def _digest(arrays: Sequence[jax.Array]) -> jax.Array:
     """Return a number that changes with any of the arrays' bits."""
     total = jnp.zeros((), jnp.uint32)
     for x in arrays:

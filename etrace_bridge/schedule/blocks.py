@@ -73,9 +73,9 @@ def run_blocks(
 def forward_in_blocks(
     program: StepProgram,
     env: dict[Var, Any],
-    hidden: Sequence[Any],
-    other: Sequence[Any],
-    args: Sequence[Any],
+    hidden: Sequence[jax.Array],
+    other: Sequence[jax.Array],
+    args: Sequence[jax.Array],
     size: int,
 ) -> Forward:
     """Run `run_forward` block after block.
@@ -83,7 +83,7 @@ def forward_in_blocks(
     What inputs alone determine then exists for one block at a time.
     """
 
-    def block(carry: Any, args: list[Any]) -> tuple[Any, None, Any]:
+    def block(carry: Any, args: list[jax.Array]) -> tuple[Any, None, Any]:
         done = run_forward(program, env, *carry, args)
         return (done.new_hidden, done.new_other), None, done.steps()
 

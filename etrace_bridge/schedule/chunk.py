@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+
+import jax
 
 from etrace_bridge.rules.base import Carry, Chunk, ChunkResult, Rule
 from etrace_bridge.schedule.dense import run_dense
@@ -17,7 +18,7 @@ from etrace_bridge.step.reverse import chunk_gradient, scan_steps
 def run_chunk(
     rule: Rule,
     program: StepProgram,
-    theta: Sequence[Any],
+    theta: Sequence[jax.Array],
     carry: Carry,
     data: Chunk,
     fresh: bool,

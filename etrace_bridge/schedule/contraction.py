@@ -21,7 +21,7 @@ TIME = "T"
 _PLAIN = ("dot_general", "copy", "broadcast_in_dim")
 
 
-def features(form: ContactForm, x: Any) -> Any:
+def features(form: ContactForm, x: jax.Array) -> jax.Array:
     """Return `phi(x)` at every step, one axis per letter."""
     lead = x.shape[0]
     return jax.vmap(form.phi)(x).reshape(lead, *form.shape(form.feature))
@@ -30,10 +30,10 @@ def features(form: ContactForm, x: Any) -> Any:
 def view_gradients(
     program: StepProgram,
     env: dict[Var, Any],
-    at_taps: Sequence[Any],
-    xs: dict[int, Any],
-    before: tuple[Sequence[Any], dict[int, Any]] | None = None,
-) -> dict[int, Any]:
+    at_taps: Sequence[jax.Array],
+    xs: dict[int, jax.Array],
+    before: tuple[Sequence[Any], dict[int, jax.Array]] | None = None,
+) -> dict[int, jax.Array]:
     """Return the gradient of each traced contact's view, from cotangents (K, …) at its taps.
 
     Args:
@@ -76,7 +76,7 @@ def view_gradients(
 
 
 def _outer_gradient(
-    program: StepProgram, contact: Contact, at_taps: Sequence[Any], phi: Any
+    program: StepProgram, contact: Contact, at_taps: Sequence[jax.Array], phi: jax.Array
 ) -> Any:
     """Return `sum over t of cotangent_t ⊗ phi_t` in the letters of `_letters`.
 
@@ -97,7 +97,7 @@ def _outer_gradient(
     return program.tuning.finish_gradient(transposed, phi.shape[0])
 
 
-def in_view_order(program: StepProgram, by_contact: dict[int, Any]) -> dict[int, Any]:
+def in_view_order(program: StepProgram, by_contact: dict[int, jax.Array]) -> dict[int, jax.Array]:
     """Return gradients of views, added up as they are made, in the views' own letters."""
     result = dict(by_contact)
     for contact in program.traced_contacts:
@@ -128,7 +128,7 @@ def _form_of(program: StepProgram, contact: Contact) -> ContactForm:
     return taps[0].part.form if len(taps) == 1 else contact.traced_form
 
 
-def _whole(contact: Contact, taps: Sequence[Tap], at_taps: Sequence[Any]) -> Any:
+def _whole(contact: Contact, taps: Sequence[Tap], at_taps: Sequence[jax.Array]) -> jax.Array:
     """Return the cotangent at the contact's own output, from those at its taps.
 
     Gates side by side, a spread copy summed.
@@ -142,13 +142,15 @@ def _whole(contact: Contact, taps: Sequence[Tap], at_taps: Sequence[Any]) -> Any
     return join_outputs(taps, [at_taps[t.index] for t in taps])
 
 
-def _transpose(contact: Contact, env: dict[Var, Any], cotangent: Any, x: Any) -> Any:
+def _transpose(
+    contact: Contact, env: dict[Var, Any], cotangent: jax.Array, x: jax.Array
+) -> jax.Array:
     """Return the contact's own transpose with respect to its view (convolutions, embeddings)."""
     form = contact.traced_form
     view = env[contact.view.var]
 
     def apply(view: Any) -> Any:
-        def one(x_t: Any) -> Any:
+        def one(x_t: jax.Array) -> Any:
             operands = [env.get(v) if isinstance(v, Var) else v.val for v in contact.eqn.invars]
             operands[form.view_index], operands[form.x_index] = view, x_t
             return bind_equation(contact.eqn, operands)[0]
@@ -159,7 +161,7 @@ def _transpose(contact: Contact, env: dict[Var, Any], cotangent: Any, x: Any) ->
     return pull(cotangent)[0]
 
 
-def join_outputs(taps: Sequence[Tap], pieces: Sequence[Any]) -> Any:
+def join_outputs(taps: Sequence[Tap], pieces: Sequence[jax.Array]) -> jax.Array:
     """Return arrays (K, …) at the pieces of a contact's output, side by side."""
     if len(taps) == 1:
         return pieces[0]
@@ -168,7 +170,7 @@ def join_outputs(taps: Sequence[Tap], pieces: Sequence[Any]) -> Any:
     )
 
 
-def join_pieces(taps: Sequence[Tap], pieces: Sequence[Any]) -> Any:
+def join_pieces(taps: Sequence[Tap], pieces: Sequence[jax.Array]) -> jax.Array:
     """Join gradients of gates along the split letter into the gradient of the whole view."""
     if len(taps) == 1:
         return pieces[0]
@@ -177,12 +179,12 @@ def join_pieces(taps: Sequence[Tap], pieces: Sequence[Any]) -> Any:
 
 
 def weight_gradients(
-    program: StepProgram, theta: Sequence[Any], by_contact: dict[int, Any]
+    program: StepProgram, theta: Sequence[jax.Array], by_contact: dict[int, jax.Array]
 ) -> list[Any]:
     """From the views back to the weights."""
     contacts = [c for c in program.traced_contacts if c.index in by_contact]
 
-    def views(theta: Sequence[Any]) -> list[Any]:
+    def views(theta: Sequence[jax.Array]) -> list[Any]:
         env = program.weight_env(theta)
         return [env[c.view.var] for c in contacts]
 
@@ -195,6 +197,6 @@ def weight_gradients(
     )[0]
 
 
-def add_contacts(a: dict[int, Any], b: dict[int, Any]) -> dict[int, Any]:
+def add_contacts(a: dict[int, jax.Array], b: dict[int, jax.Array]) -> dict[int, Any]:
     """Return gradients of views, by contact, added up."""
     return {n: a[n] + b[n] if n in a and n in b else a.get(n, b.get(n)) for n in {**a, **b}}

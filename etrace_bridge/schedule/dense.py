@@ -55,7 +55,7 @@ class _Backward:
 
     a0: Grouped
     M0: Any
-    summed: tuple[list[Any], dict[int, Any]] | None
+    summed: tuple[list[Any], dict[int, jax.Array]] | None
     losses: Any
     outputs: Any
     rows: TraceRows | None
@@ -133,7 +133,7 @@ def _with_reverse_mode(window: Window, back: _Backward) -> _Backward:
     return replace(back, a0=a0, **inside)
 
 
-def _rows_after(rule: TraceRule, program: StepProgram, hidden: Sequence[Any]) -> Grouped:
+def _rows_after(rule: TraceRule, program: StepProgram, hidden: Sequence[jax.Array]) -> Grouped:
     """Return arrays of the shape of every row: the states, and more like the first of them."""
     states = group_states(program, hidden)
     return [
@@ -144,7 +144,7 @@ def _rows_after(rule: TraceRule, program: StepProgram, hidden: Sequence[Any]) ->
 
 def _gradient(
     rule: TraceRule, steps: Steps, system: TraceSystem, a: Grouped | None
-) -> tuple[list[Any], dict[int, Any]]:
+) -> tuple[list[Any], dict[int, jax.Array]]:
     """Return the direct gradient and credit within the chunk.
 
     Of the weights outside traced contacts, and of views by contact.

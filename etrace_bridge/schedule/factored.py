@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -108,7 +109,7 @@ class FactoredFilters:
             _add_at_taps(self.program, channel.legs, value, at_taps)
         return at_taps, self.past(elementwise, first)
 
-    def after(self, xs: dict[int, Any]) -> dict[str, Any]:
+    def after(self, xs: dict[int, jax.Array]) -> dict[str, Any]:
         """Return the memory after the block."""
         contacts = contacts_with_data(self.program)
         x = filter_features(contacts, self.trace["x"], xs, self.alpha, self.length)
@@ -168,7 +169,7 @@ class FactoredFilters:
         return at_taps
 
 
-def _at(channel: Channel, array: Any, lead: int) -> Any:
+def _at(channel: Channel, array: jax.Array, lead: int) -> jax.Array:
     """Return values at the group's positions, at the piece's elements; `lead` axes are kept."""
     return take_positions(channel.legs[0], array, lead).reshape(*array.shape[:lead], *channel.shape)
 
@@ -185,7 +186,9 @@ def _drives(channels: Sequence[Channel], b: Grouped, system: TraceSystem) -> lis
     ]
 
 
-def _add_at_taps(program: StepProgram, legs: Sequence[Leg], value: Any, at_taps: list[Any]) -> None:
+def _add_at_taps(
+    program: StepProgram, legs: Sequence[Leg], value: jax.Array, at_taps: list[Any]
+) -> None:
     """Add a value to the cotangents at the taps of some legs, in place."""
     for leg in legs:
         n = program.tap_index(leg)
@@ -210,7 +213,7 @@ def _next(
     return after
 
 
-def _divide_rows(b: Any, n: Any) -> Any:
+def _divide_rows(b: jax.Array, n: jax.Array) -> jax.Array:
     """Return `b / n` by batch element; nothing has been seen where `n` is zero."""
     inverse = jnp.where(n > 0, 1 / jnp.where(n > 0, n, 1), 0)
     return b * inverse.reshape(*inverse.shape, *(1,) * (b.ndim - inverse.ndim))

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -37,11 +38,11 @@ def spread_back(credit: Sequence[Any], leak: float, length: int) -> tuple[list[A
 
 def filter_features(
     contacts: Sequence[Contact],
-    before: dict[int, Any],
-    xs: dict[int, Any],
+    before: dict[int, jax.Array],
+    xs: dict[int, jax.Array],
     leak: float,
     length: int,
-) -> dict[int, Any]:
+) -> dict[int, jax.Array]:
     """Return `x̄` after K steps, by contact."""
     left, new = leak ** np.arange(length - 1, -1, -1.0), {}
     for contact in contacts:
@@ -75,7 +76,7 @@ class PresynapticFilters:
                 past[n] = (first * self.trace["ones"].get(n, 1))[None]
         return at_taps, past
 
-    def after(self, xs: dict[int, Any]) -> dict[str, Any]:
+    def after(self, xs: dict[int, jax.Array]) -> dict[str, Any]:
         """Return the memory after the block."""
         contacts = [c for c in contacts_with_data(self.program) if c.index in self.trace["x"]]
         x = filter_features(contacts, self.trace["x"], xs, self.leak, self.length)

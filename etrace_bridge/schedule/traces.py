@@ -18,7 +18,7 @@ from etrace_bridge.schedule.contraction import TIME, features, join_outputs, joi
 from etrace_bridge.step.linearise import Grouped
 from etrace_bridge.step.program import StepProgram
 
-Traces = list[list[Any]]  # [trace][row]
+Traces = list[list[jax.Array]]  # [trace][row]
 
 
 @functools.partial(
@@ -33,7 +33,7 @@ class TraceRows:
         first_taps: for each tap, the first tap with the same rows.
     """
 
-    values: list[list[dict[int, Any]]]
+    values: list[list[dict[int, jax.Array]]]
     first_taps: tuple[int | None, ...]
 
     def at(self, colour: int, row: int, tap: int) -> Any:
@@ -44,7 +44,7 @@ class TraceRows:
 
 def read_traces(
     program: StepProgram, a0: Grouped, traces: Traces, needed_after: Any
-) -> tuple[dict[int, Any], Any]:
+) -> tuple[dict[int, jax.Array], Any]:
     """Return `a_0 · eps_0` by contact.
 
     And `needed_after`, arrays to be used only after the traces were read.
@@ -52,13 +52,13 @@ def read_traces(
     legs = program.traces
     cotangents = [[at_positions(leg, a) for a in a0[program.group_index(leg)]] for leg in legs]
     sums, needed_after = _contract(program, cotangents, traces, needed_after)
-    by_contact: dict[int, list[tuple[Leg, Any]]] = {}
+    by_contact: dict[int, list[tuple[Leg, jax.Array]]] = {}
     for leg, total in zip(legs, sums, strict=True):
         by_contact.setdefault(leg.contact.index, []).append((leg, total))
     return {n: _sum_of_view(program, found) for n, found in by_contact.items()}, needed_after
 
 
-def _sum_of_view(program: StepProgram, found: Sequence[tuple[Leg, Any]]) -> Any:
+def _sum_of_view(program: StepProgram, found: Sequence[tuple[Leg, jax.Array]]) -> Any:
     """Return gradient of a contact's view, from those of its traces."""
     taps = program.taps_of(found[0][0].contact)
     if all(len(program.taps_of(leg)) == len(taps) for leg, _ in found):
@@ -71,7 +71,12 @@ def _sum_of_view(program: StepProgram, found: Sequence[tuple[Leg, Any]]) -> Any:
 
 
 def advance_traces(
-    program: StepProgram, traces: Traces, rows: TraceRows, xs: dict[int, Any], M0: Any, fresh: bool
+    program: StepProgram,
+    traces: Traces,
+    rows: TraceRows,
+    xs: dict[int, jax.Array],
+    M0: Any,
+    fresh: bool,
 ) -> Traces:
     """Return `eps_K = M_0 eps_0 + sum of (M_t df_t) ⊗ x_t`.
 
@@ -99,7 +104,7 @@ def advance_traces(
     return new
 
 
-def at_positions(leg: Leg, array: Any, lead: int = 0) -> Any:
+def at_positions(leg: Leg, array: jax.Array, lead: int = 0) -> jax.Array:
     """Bring values at a group's positions to the piece's elements, in the trace's order.
 
     `lead` axes are kept.
@@ -109,7 +114,7 @@ def at_positions(leg: Leg, array: Any, lead: int = 0) -> Any:
     return _to_trace_order(form, spread, lead)
 
 
-def take_positions(leg: Leg, array: Any, lead: int) -> Any:
+def take_positions(leg: Leg, array: jax.Array, lead: int) -> jax.Array:
     """Bring values at a group's positions to the piece's elements.
 
     An element that feeds no position gets zero; `lead` axes are kept.
@@ -122,7 +127,7 @@ def take_positions(leg: Leg, array: Any, lead: int) -> Any:
     return jnp.where(positions >= 0, jnp.take(flat, np.maximum(positions, 0), axis=lead), 0)
 
 
-def _to_trace_order(form: ContactForm, array: Any, lead: int) -> Any:
+def _to_trace_order(form: ContactForm, array: jax.Array, lead: int) -> jax.Array:
     order = [form.out.index(c) + lead for c in form.trace_out]
     return jnp.transpose(array, [*range(lead), *order])
 
@@ -150,7 +155,7 @@ def _contract(
         ], needed_after
     (count,) = counts
 
-    def add(n: Any, carry: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
+    def add(n: jax.Array, carry: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
         sums, carried = carry
         sums = [
             total
@@ -171,16 +176,16 @@ def _contract(
     return sums, carried if travels else needed_after
 
 
-def _contract_leg(leg: Leg, a: Sequence[Any], traces: Sequence[Any]) -> Any:
+def _contract_leg(leg: Leg, a: Sequence[Any], traces: Sequence[jax.Array]) -> jax.Array:
     product = sum(_wide(leg, x) * eps.astype(x.dtype) for x, eps in zip(a, traces, strict=True))
     return _to_view(leg, product, leg.part.form.trace)
 
 
-def _wide(leg: Leg, x: Any) -> Any:
+def _wide(leg: Leg, x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape, *(1 for _ in leg.part.form.contracted))
 
 
-def _to_view(leg: Leg, array: Any, letters: str) -> Any:
+def _to_view(leg: Leg, array: jax.Array, letters: str) -> jax.Array:
     """Sum an array with these letters to those of the view, in the view's order."""
     form = leg.part.form
     axes = tuple(n for n, c in enumerate(letters) if c not in form.view)
@@ -188,7 +193,7 @@ def _to_view(leg: Leg, array: Any, letters: str) -> Any:
     return jnp.transpose(jnp.sum(array, axis=axes), [left.index(c) for c in form.view])
 
 
-def outer_sum(leg: Leg, g: Any, x: Any) -> Any:
+def outer_sum(leg: Leg, g: jax.Array, x: jax.Array) -> jax.Array:
     """Return `sum over t of g_t ⊗ phi(x_t)`: what K steps add to a trace."""
     form = leg.part.form
     g = _to_trace_order(form, g.reshape(g.shape[0], *form.shape(form.out)), 1)

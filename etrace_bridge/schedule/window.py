@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from etrace_bridge._jax_compat import Var
 from etrace_bridge.rules.base import Carry, Chunk
 from etrace_bridge.step.forward import Forward
@@ -29,7 +31,7 @@ class Window:
 
     rule: Any
     program: StepProgram
-    theta: Sequence[Any]
+    theta: Sequence[jax.Array]
     carry: Carry
     data: Chunk
     fresh: bool

@@ -129,8 +129,8 @@ def linearise_exits(steps: Steps, g: int, group_exits: GroupExits):
     ]
     tap_vars, exit_vars = [t.part.var for t in feeding], [e.var for e in exits]
 
-    def values(hidden: Sequence[Any], deltas: Sequence[Any]) -> list[Any]:
-        def one(start: dict, saved: Any, deltas_t: Sequence[Any]) -> list[Any]:
+    def values(hidden: Sequence[jax.Array], deltas: Sequence[jax.Array]) -> list[Any]:
+        def one(start: dict, saved: Any, deltas_t: Sequence[jax.Array]) -> list[Any]:
             done = program.run_step(
                 start,
                 saved,
@@ -146,7 +146,7 @@ def linearise_exits(steps: Steps, g: int, group_exits: GroupExits):
     made, pull = jax.vjp(values, steps.forward.hidden, [zeros[v] for v in tap_vars])
     feeds_earlier = [any(program.group_index(leg) < g for leg in t.legs) for t in feeding]
 
-    def run(cotangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def run(cotangents: Sequence[jax.Array]) -> tuple[list[Any], list[Any]]:
         cotangents = [c.astype(e.dtype) for c, e in zip(cotangents, made, strict=True)]
         hidden, by_tap = pull(cotangents)
         if any(feeds_earlier) and any(group_exits.shared):
@@ -176,9 +176,13 @@ def exit_cotangents(steps: Steps, exits: Sequence[GroupExits]) -> Grouped:
     edges = sorted({edge for of_group in exits for e in of_group.exits for edge in e.edges})
     shapes = [_operand(program, edge).aval for edge in edges]
 
-    def total(deltas: Sequence[Any], shifts: Sequence[Any]) -> Any:
+    def total(deltas: Sequence[jax.Array], shifts: Sequence[jax.Array]) -> Any:
         def one(
-            start: dict, saved: Any, deltas_t: Sequence[Any], shifts_t: Sequence[Any], target: Any
+            start: dict,
+            saved: Any,
+            deltas_t: Sequence[jax.Array],
+            shifts_t: Sequence[jax.Array],
+            target: Any,
         ) -> Any:
             flat = _run_tapped(program, start, saved, dict(zip(edges, deltas_t, strict=True)))
             flat = [o if s is None else o + s for o, s in zip(flat, shifts_t, strict=True)]
@@ -204,7 +208,7 @@ def exit_cotangents(steps: Steps, exits: Sequence[GroupExits]) -> Grouped:
 
 
 def signal_gradient(
-    steps: Steps, exits: Sequence[GroupExits], signals: dict[Var, Any]
+    steps: Steps, exits: Sequence[GroupExits], signals: dict[Var, jax.Array]
 ) -> LossGradient:
     """Return `loss_gradient` with `core` credit for given signals at the exits.
 
@@ -226,14 +230,19 @@ def signal_gradient(
     stopped = {n for of_group in exits for e in of_group.exits for n in e.outputs}
     exit_vars, tap_vars = list(signals), [t.part.var for t in program.taps]
 
-    def total(theta: Sequence[Any], hidden: Sequence[Any], deltas: Sequence[Any], held: dict):
+    def total(
+        theta: Sequence[jax.Array],
+        hidden: Sequence[jax.Array],
+        deltas: Sequence[jax.Array],
+        held: dict,
+    ):
         def one(
             start: dict,
             saved: Any,
-            deltas_t: Sequence[Any],
+            deltas_t: Sequence[jax.Array],
             target: Any,
             weight: Any,
-            signals_t: Sequence[Any],
+            signals_t: Sequence[jax.Array],
         ):
             taps = dict(zip(tap_vars, deltas_t, strict=True))
             done = program.run_step(start, saved, taps, [*program.out_vars, *exit_vars], held)
@@ -257,7 +266,7 @@ def signal_gradient(
 
 
 def _run_tapped(
-    program: StepProgram, env: dict[Var, Any], saved: Sequence[Any], deltas: dict[Edge, Any]
+    program: StepProgram, env: dict[Var, Any], saved: Sequence[jax.Array], deltas: dict[Edge, Any]
 ) -> list[Any]:
     """Return the step's outputs, with taps on edges."""
     number = {id(eqn): i for i, eqn in enumerate(program.eqns)}

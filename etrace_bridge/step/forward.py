@@ -32,11 +32,11 @@ class Forward:
         new_other: other states after the chunk.
     """
 
-    hidden: list[Any]
-    other: list[Any]
+    hidden: list[jax.Array]
+    other: list[jax.Array]
     saved: list[Any]
-    new_hidden: list[Any]
-    new_other: list[Any]
+    new_hidden: list[jax.Array]
+    new_other: list[jax.Array]
 
     def steps(self) -> tuple[list[Any], list[Any], list[Any]]:
         """Return the arrays with a step axis, so that a loop can take them apart."""
@@ -50,9 +50,9 @@ class Forward:
 def run_forward(
     program: StepProgram,
     env: dict[Var, Any],
-    hidden: Sequence[Any],
-    other: Sequence[Any],
-    args: Sequence[Any],
+    hidden: Sequence[jax.Array],
+    other: Sequence[jax.Array],
+    args: Sequence[jax.Array],
 ) -> Forward:
     """Run K steps.
 
@@ -65,7 +65,7 @@ def run_forward(
     """
     before, count = [*hidden, *other], len(program.leaves)
     known: dict[Var, Any] = dict(zip(program.arg_vars, args, strict=True))  # values at all K steps
-    after: dict[int, Any] = {}
+    after: dict[int, jax.Array] = {}
     for level in program.levels:
         after |= _run_level(program, env, level, before, known, args[0].shape[0])
     known |= _in_parallel(program, env, known, program.saved_vars)
@@ -83,7 +83,7 @@ def _run_level(
     before: Sequence[Any],
     known: dict[Var, Any],
     length: int,
-) -> dict[int, Any]:
+) -> dict[int, jax.Array]:
     """Run one level through all steps and add its values to `known`.
 
     Returns its states after them.

@@ -28,9 +28,9 @@ class Influence:
         data: the data operand of each contact at each step, by index of the contact.
     """
 
-    F: Any
-    G: dict[Var, Any]
-    data: dict[int, Any]
+    F: jax.Array
+    G: dict[Var, jax.Array]
+    data: dict[int, jax.Array]
 
     @property
     def of_one_step(self) -> Influence:
@@ -40,7 +40,7 @@ class Influence:
 
 
 def step_influence(
-    program: StepProgram, layout: Layout, theta: Sequence[Any], hidden, other, args
+    program: StepProgram, layout: Layout, theta: Sequence[jax.Array], hidden, other, args
 ) -> tuple[Influence, list[Any], list[Any]]:
     """Return the influence of one step, and hidden and other states after it."""
     lead = [a[None] for a in args]
@@ -49,7 +49,7 @@ def step_influence(
 
 
 def chunk_influence(
-    program: StepProgram, layout: Layout, theta: Sequence[Any], hidden, other, args
+    program: StepProgram, layout: Layout, theta: Sequence[jax.Array], hidden, other, args
 ) -> tuple[Influence, list[Any], list[Any]]:
     """Return the influence of K steps, and hidden and other states after them.
 
@@ -62,8 +62,8 @@ def chunk_influence(
     sums = [s for family in layout.families for s in family.sums]
     new_vars = [leaf.outvar for leaf in program.leaves]
 
-    def run(hidden: Sequence[Any], deltas: Sequence[Any]) -> Any:
-        def step(hidden: Sequence[Any], each: Any) -> tuple[Any, None]:
+    def run(hidden: Sequence[jax.Array], deltas: Sequence[jax.Array]) -> Any:
+        def step(hidden: Sequence[jax.Array], each: Any) -> tuple[Any, None]:
             args, other, saved, deltas = each
             start = program.start_env(env, args, hidden, other)
             taps = dict(zip((s.var for s in sums), deltas, strict=True))
@@ -81,7 +81,7 @@ def chunk_influence(
     pairs = zip(sums, by_sum, strict=True)
     G = {s.var: to_units(s, g.reshape(layout.size, length, -1)) for s, g in pairs}
 
-    def data(args: Any, hidden: Any, other: Any, saved: Any) -> dict[int, Any]:
+    def data(args: Any, hidden: Any, other: Any, saved: Any) -> dict[int, jax.Array]:
         return contact_data(program, layout, program.start_env(env, args, hidden, other), saved)
 
     xs = jax.vmap(data)(list(args), *forward.steps())
@@ -90,10 +90,10 @@ def chunk_influence(
 
 def weights_of_views(
     program: StepProgram,
-    theta: Sequence[Any],
+    theta: Sequence[jax.Array],
     by_part: dict[Any, Any],
-    by_contact: dict[int, Any] | None = None,
-) -> dict[int, Any]:
+    by_contact: dict[int, jax.Array] | None = None,
+) -> dict[int, jax.Array]:
     """Return gradients of the weights by index, from those of views.
 
     Args:
@@ -107,7 +107,7 @@ def weights_of_views(
         c for c in use.contacts if c.index in known or any(p.var in by_part for p in c.parts)
     ]
 
-    def views(theta: Sequence[Any]) -> list[Any]:
+    def views(theta: Sequence[jax.Array]) -> list[Any]:
         env = program.weight_env(theta)
         return [env[c.view.var] for c in contacts]
 

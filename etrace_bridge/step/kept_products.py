@@ -120,7 +120,7 @@ def pull_through(steps: Steps, kept: KeptProducts) -> Callable[[Sequence[Any]], 
     """
     program, xs = steps.program, list(dict.fromkeys(k.contact.x for k in kept.entries))
 
-    def operands(hidden: Sequence[Any]) -> list[Any]:
+    def operands(hidden: Sequence[jax.Array]) -> list[Any]:
         def one(start: dict, saved: Any) -> list[Any]:
             done = program.run_step(start, saved, {}, xs, kept.held)
             return [done[x] for x in xs]

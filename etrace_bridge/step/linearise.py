@@ -25,7 +25,7 @@ from etrace_bridge.step.steps import Steps
 
 # Rows of a system are [group][row] lists of arrays of the group's varshape, with the K
 # steps in front. The first rows of a group are its states.
-Grouped = list[list[Any]]
+Grouped = list[list[jax.Array]]
 Blocks = list[list[list[Any]]]  # [group][row][row]; None for what is always zero
 
 
@@ -41,7 +41,7 @@ class LossGradient:
         b: cotangent of the old states.
     """
 
-    losses: Any
+    losses: jax.Array
     outputs: Any
     direct: list[Any]
     at_taps: list[Any]
@@ -91,7 +91,7 @@ class CoreLinear:
     df: ContactRows
 
 
-def group_states(program: StepProgram, hidden: Sequence[Any]) -> Grouped:
+def group_states(program: StepProgram, hidden: Sequence[jax.Array]) -> Grouped:
     """Return hidden leaves -> [group][state]."""
     return [
         [part for leaf in g.leaves for part in split_leaf(leaf, hidden[leaf.index], g.varshape)]
@@ -111,9 +111,12 @@ def loss_gradient(steps: Steps, credit: str) -> LossGradient:
     tap_vars = [t.part.var for t in program.taps]
 
     def total(
-        theta: Sequence[Any], hidden: Sequence[Any], deltas: Sequence[Any], held: dict | None
+        theta: Sequence[jax.Array],
+        hidden: Sequence[jax.Array],
+        deltas: Sequence[jax.Array],
+        held: dict | None,
     ):
-        def one(start: dict, saved: Any, deltas_t: Sequence[Any], target: Any):
+        def one(start: dict, saved: Any, deltas_t: Sequence[jax.Array], target: Any):
             done = program.run_step(
                 start, saved, dict(zip(tap_vars, deltas_t, strict=True)), program.out_vars, held
             )
@@ -142,7 +145,7 @@ def loss_gradient(steps: Steps, credit: str) -> LossGradient:
     return LossGradient(losses, outputs, direct, at_taps, group_states(program, b))
 
 
-def output_gradient(steps: Steps) -> dict[int, Any]:
+def output_gradient(steps: Steps) -> dict[int, jax.Array]:
     """Return `dl_t/doutput_t` of the weighted losses for each floating-point output.
 
     The key is the output's index in `program.out_vars`.
@@ -173,8 +176,8 @@ def upstream_gradient(steps: Steps, a: Grouped) -> tuple[list[Any], list[Any]]:
     tap_vars = [t.part.var for t in program.taps]
     new_vars = [leaf.outvar for leaf in program.leaves]
 
-    def total(theta: Sequence[Any], deltas: Sequence[Any]) -> Any:
-        def one(start: dict, saved: Any, deltas_t: Sequence[Any], a_t: Grouped) -> Any:
+    def total(theta: Sequence[jax.Array], deltas: Sequence[jax.Array]) -> Any:
+        def one(start: dict, saved: Any, deltas_t: Sequence[jax.Array], a_t: Grouped) -> Any:
             done = program.run_step(
                 start, saved, dict(zip(tap_vars, deltas_t, strict=True)), new_vars
             )
@@ -204,7 +207,7 @@ def linearise_core(steps: Steps) -> CoreLinear:
     found = steps.each(lambda start, saved: program.values(start, saved, [*entries, *others]))
     ys, rest = found[: len(entries)], found[len(entries) :]
 
-    def states_of(hidden: Sequence[Any], ys: Sequence[Any]) -> Grouped:
+    def states_of(hidden: Sequence[jax.Array], ys: Sequence[Any]) -> Grouped:
         def one(hidden_t, ys_t, rest_t):
             inner = dict(steps.env)
             inner.update((leaf.invar, h) for leaf, h in zip(program.leaves, hidden_t, strict=True))

@@ -55,7 +55,11 @@ class StepProgram(StepGroups):
     tuning: Tuning
 
     def step(
-        self, theta: Sequence[Any], hidden: Sequence[Any], other: Sequence[Any], args: Sequence[Any]
+        self,
+        theta: Sequence[jax.Array],
+        hidden: Sequence[jax.Array],
+        other: Sequence[jax.Array],
+        args: Sequence[jax.Array],
     ):
         """Run the step as a pure function."""
         return self.step_from(self.weight_env(theta), hidden, other, args, self.tuning.bind)
@@ -63,9 +67,9 @@ class StepProgram(StepGroups):
     def step_from(
         self,
         env: dict[Var, Any],
-        hidden: Sequence[Any],
-        other: Sequence[Any],
-        args: Sequence[Any],
+        hidden: Sequence[jax.Array],
+        other: Sequence[jax.Array],
+        args: Sequence[jax.Array],
         bind: Bind,
     ):
         """Return `step` from values of the weight tier, each equation run by `bind`."""
@@ -78,7 +82,7 @@ class StepProgram(StepGroups):
             new[len(self.leaves) :],
         )
 
-    def weight_env(self, theta: Sequence[Any]) -> dict[Any, Any]:
+    def weight_env(self, theta: Sequence[jax.Array]) -> dict[Any, Any]:
         """Return values of the weight tier.
 
         A loop over blocks of steps computes them in its body: then all that the body differentiates
@@ -89,7 +93,7 @@ class StepProgram(StepGroups):
         env.update(zip(self.weight_vars, theta, strict=True))
         return evaluate(self.weight_eqns, env)
 
-    def loop_env(self, theta: Sequence[Any]) -> dict[Any, Any]:
+    def loop_env(self, theta: Sequence[jax.Array]) -> dict[Any, Any]:
         """Return the values that loops over time need beside the weight tier.
 
         They are in the layout that products in loops want.
@@ -97,7 +101,11 @@ class StepProgram(StepGroups):
         return self.tuning.before_loops(self.step_eqns, self.weight_env(theta))
 
     def start_env(
-        self, env: dict[Var, Any], args: Sequence[Any], hidden: Sequence[Any], other: Sequence[Any]
+        self,
+        env: dict[Var, Any],
+        args: Sequence[jax.Array],
+        hidden: Sequence[jax.Array],
+        other: Sequence[jax.Array],
     ) -> dict:
         """Return the values that one step starts from: weight tier, arguments and old states."""
         inner = {**env, **dict(zip(self.arg_vars, args, strict=True))}

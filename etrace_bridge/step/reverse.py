@@ -28,17 +28,21 @@ class ChunkGradient:
         other: other states after the chunk.
     """
 
-    grads: list[Any]
-    h0: list[Any]
+    grads: list[jax.Array]
+    h0: list[jax.Array]
     a0: Grouped
-    losses: Any
+    losses: jax.Array
     outputs: Any
-    hidden: list[Any]
-    other: list[Any]
+    hidden: list[jax.Array]
+    other: list[jax.Array]
 
 
 def scan_steps(
-    program: StepProgram, theta: Sequence[Any], hidden: Sequence[Any], other, args: Sequence[Any]
+    program: StepProgram,
+    theta: Sequence[jax.Array],
+    hidden: Sequence[jax.Array],
+    other,
+    args: Sequence[jax.Array],
 ):
     """Run K steps: outputs, hidden and other states after them.
 
@@ -57,7 +61,7 @@ def scan_steps(
 
 def chunk_gradient(
     program: StepProgram,
-    theta: Sequence[Any],
+    theta: Sequence[jax.Array],
     carry: Any,
     data: Any,
     after: Callable[[Sequence[Any]], Sequence[Any] | None] | None = None,
@@ -72,7 +76,7 @@ def chunk_gradient(
         after: from the hidden states after the chunk to their cotangents; None for zero.
     """
 
-    def total(theta: Sequence[Any], hidden: Sequence[Any]):
+    def total(theta: Sequence[jax.Array], hidden: Sequence[jax.Array]):
         outputs, new_hidden, new_other = scan_steps(program, theta, hidden, carry.other, data.args)
         losses = jnp.zeros(data.weights.shape, data.weights.dtype)
         if data.loss is not None:

@@ -42,8 +42,8 @@ class Slope:
     losses: Any
     slopes: Any
     tangent: list[Any]
-    hidden: list[Any]
-    other: list[Any]
+    hidden: list[jax.Array]
+    other: list[jax.Array]
 
 
 def push(
@@ -84,10 +84,10 @@ def zero_tangent(program: StepProgram) -> list[Any]:
 
 def run_slope(
     program: StepProgram,
-    theta: Sequence[Any],
-    direction: Sequence[Any],
+    theta: Sequence[jax.Array],
+    direction: Sequence[jax.Array],
     states: tuple[Sequence[Any], Sequence[Any]],
-    tangent: Sequence[Any],
+    tangent: Sequence[jax.Array],
     data: tuple[Sequence[Any], Any, Any],
     loss: Callable[[Any, Any], Any] | None,
 ) -> Slope:
@@ -104,7 +104,7 @@ def run_slope(
     """
     moving, fixed = _weight_tier(program)
 
-    def weight_tier(theta: Sequence[Any]) -> tuple[Any, Any]:
+    def weight_tier(theta: Sequence[jax.Array]) -> tuple[Any, Any]:
         env = program.weight_env(theta)
         return [env[v] for v in moving], [env[v] for v in fixed]
 
@@ -117,7 +117,7 @@ def run_slope(
         old, old_tangent = carry
         args, target, weight = now
 
-        def step(views: Sequence[Any], chosen: Sequence[Any]) -> tuple[Any, Any]:
+        def step(views: Sequence[jax.Array], chosen: Sequence[Any]) -> tuple[Any, Any]:
             start, env = list(old), {**constants, **dict(zip(moving, views, strict=True))}
             for n, value in zip(carried, chosen, strict=True):
                 start[n] = value

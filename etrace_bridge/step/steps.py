@@ -37,12 +37,12 @@ class Steps:
     """
 
     program: StepProgram
-    theta: Sequence[Any]
+    theta: Sequence[jax.Array]
     env: dict[Var, Any]
     forward: Forward
-    args: Sequence[Any]
+    args: Sequence[jax.Array]
     targets: Any
-    weights: Any
+    weights: jax.Array
     loss: Callable[[Any, Any], Any]
 
     @property
@@ -67,14 +67,16 @@ class Steps:
         }
         return replace(self, env=self.program.weight_env(self.theta), **kept)
 
-    def with_weights(self, theta: Sequence[Any]) -> Steps:
+    def with_weights(self, theta: Sequence[jax.Array]) -> Steps:
         """Return the same steps under other weights, or the same ones to be differentiated.
 
         States stay.
         """
         return replace(self, theta=theta, env=self.program.weight_env(theta))
 
-    def each(self, run: Callable[..., Any], *more: Any, hidden: Sequence[Any] | None = None) -> Any:
+    def each(
+        self, run: Callable[..., Any], *more: Any, hidden: Sequence[jax.Array] | None = None
+    ) -> Any:
         """Return `run(start, saved, *more)` for all steps in parallel.
 
         Args:
@@ -98,7 +100,7 @@ class Steps:
             lambda start, saved: program.output_tree(program.values(start, saved, program.out_vars))
         )
 
-    def contact_data(self) -> dict[int, Any]:
+    def contact_data(self) -> dict[int, jax.Array]:
         """Return the data operand of each traced contact, by contact."""
         with_x = [c for c in self.program.traced_contacts if c.x is not None]
         found = self.each(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,24 +13,24 @@ from etrace_bridge.step.program import StepProgram
 from etrace_bridge.step.units import Block, Family, Layout, Sum, state_numbers
 
 
-def flat_rows(layout: Layout, leaves: Sequence[Any], lead: int = 0) -> Any:
+def flat_rows(layout: Layout, leaves: Sequence[jax.Array], lead: int = 0) -> jax.Array:
     """Return hidden leaves as (…, rows, n)."""
     return jnp.concatenate([x.reshape(*x.shape[:lead], layout.rows, -1) for x in leaves], axis=-1)
 
 
-def by_row(layout: Layout, values: Any) -> Any:
+def by_row(layout: Layout, values: jax.Array) -> jax.Array:
     """Return (…, units) as (…, rows, units per row)."""
     return values.reshape(*values.shape[:-1], layout.rows, values.shape[-1] // layout.rows)
 
 
-def take(array: Any, index: np.ndarray, axis: int) -> Any:
+def take(array: jax.Array, index: np.ndarray, axis: int) -> jax.Array:
     """Return `jnp.take` that is a slice where the index is a range."""
     if len(index) and np.array_equal(index, index[0] + np.arange(len(index))):
         return jax.lax.slice_in_dim(array, int(index[0]), int(index[0]) + len(index), axis=axis)
     return jnp.take(array, index, axis=axis)
 
 
-def join(parts: Sequence[tuple[np.ndarray, Any]], zero: Any, axis: int) -> Any:
+def join(parts: Sequence[tuple[np.ndarray, jax.Array]], zero: jax.Array, axis: int) -> jax.Array:
     """Return arrays put together along an axis, each with its places there; `zero` elsewhere."""
     if not parts:
         return zero
@@ -42,12 +41,12 @@ def join(parts: Sequence[tuple[np.ndarray, Any]], zero: Any, axis: int) -> Any:
     return take(whole, np.argsort(np.concatenate([places, rest])), axis)
 
 
-def to_units(summed: Sum, array: Any) -> Any:
+def to_units(summed: Sum, array: jax.Array) -> jax.Array:
     """Return values of a sum's elements (…, elements), at their units (…, units)."""
     return take(array, np.argsort(summed.unit), array.ndim - 1)
 
 
-def at_elements(block: Block, values: Any) -> Any:
+def at_elements(block: Block, values: jax.Array) -> jax.Array:
     """Return values of units (…, units) at a block's elements, to multiply its trace with."""
     form = block.form
     each = values if isinstance(values, list) else [values] * len(block.pieces)
@@ -63,7 +62,9 @@ def at_elements(block: Block, values: Any) -> Any:
     return whole.reshape(*whole.shape, *(1 for _ in form.contracted))
 
 
-def inner_products(program: StepProgram, block: Block, x: Any, y: Any) -> list[Any]:
+def inner_products(
+    program: StepProgram, block: Block, x: jax.Array, y: jax.Array
+) -> list[jax.Array]:
     """Multiply two arrays of a trace's shape, sum over features, and return the units of each
     piece.
     """
@@ -77,7 +78,7 @@ def inner_products(program: StepProgram, block: Block, x: Any, y: Any) -> list[A
     return [to_units(s, x.reshape(-1)) for x, (s, _) in zip(parts, block.pieces, strict=True)]
 
 
-def spread_features(block: Block, data: dict[int, Any]) -> Any:
+def spread_features(block: Block, data: dict[int, jax.Array]) -> jax.Array:
     """Return the features of a block's contact at every element of its trace."""
     form, x = block.form, data.get(block.contact.index)
     ones = jnp.ones(form.shape(form.trace_out), block.contact.y.aval.dtype)
@@ -87,7 +88,7 @@ def spread_features(block: Block, data: dict[int, Any]) -> Any:
     return jnp.einsum(f"{form.trace_out},{form.feature}->{form.trace}", ones, phi)
 
 
-def to_view(block: Block, array: Any) -> Any:
+def to_view(block: Block, array: jax.Array) -> jax.Array:
     """Return an array of a trace's shape, summed to the letters of the block's view."""
     form = block.form
     axes = tuple(n for n, c in enumerate(form.trace) if c not in form.view)
@@ -96,8 +97,8 @@ def to_view(block: Block, array: Any) -> Any:
 
 
 def contact_data(
-    program: StepProgram, layout: Layout, start: dict, saved: Sequence[Any]
-) -> dict[int, Any]:
+    program: StepProgram, layout: Layout, start: dict, saved: Sequence[jax.Array]
+) -> dict[int, jax.Array]:
     """Return the data operand of every contact that feeds a unit, in one step, by contact."""
     contacts = {b.contact.index: b.contact.x for f in layout.families for b in f.blocks}
     contacts = {n: x for n, x in contacts.items() if x is not None}
@@ -107,7 +108,7 @@ def contact_data(
 # -- the core at units -----------------------------------------------------------------------------
 
 
-def df_of(program: StepProgram, family: Family, summed: Sum, core: CoreLinear, i: int) -> Any:
+def df_of(program: StepProgram, family: Family, summed: Sum, core: CoreLinear, i: int) -> jax.Array:
     """Return how state i of the units depends on a sum that feeds them, through the core: (units,)."""
     g, k = family.groups[i]
     leg = next(leg for leg in summed.pieces[0].legs if program.group_index(leg) == g)
@@ -115,7 +116,7 @@ def df_of(program: StepProgram, family: Family, summed: Sum, core: CoreLinear, i
     return to_units(summed, rows[program.tap_index(leg)].reshape(-1))
 
 
-def at_positions(family: Family, s: int, values: Any) -> Any:
+def at_positions(family: Family, s: int, values: jax.Array) -> jax.Array:
     """Return values at a group's positions (1, …), at the units whose state s they belong to.
 
     0 where none.
@@ -127,8 +128,8 @@ def at_positions(family: Family, s: int, values: Any) -> Any:
 
 
 def core_times(
-    program: StepProgram, layout: Layout, core: CoreLinear, A: Any, axis: int = -2
-) -> Any:
+    program: StepProgram, layout: Layout, core: CoreLinear, A: jax.Array, axis: int = -2
+) -> jax.Array:
     """Return `D A` for (…, rows, n, columns), or for (…, rows, n) with the axis -1."""
     parts, shape = [], (layout.rows, -1, *(1,) * (-1 - axis))
     for g, states in enumerate(state_numbers(program, layout.rows, layout.size)):
