@@ -191,9 +191,8 @@ def _masked_loss(
             "left out. Give a loss that is, or a `mask` (T,) for all sequences."
         )
     scale = factors[rows] / (len(factors) if is_mean else 1)
-    return float(scale @ alone), sum(
-        f * tensor for f, (_, tensor) in zip(scale, found, strict=True)
-    )
+    terms = [float(f) * tensor for f, (_, tensor) in zip(scale, found, strict=True)]
+    return float(scale @ alone), torch.stack(terms).sum()
 
 
 def _of_sequence(run: TorchRun, data: CheckData, loss: CheckLoss) -> Any:
