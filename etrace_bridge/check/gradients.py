@@ -150,7 +150,7 @@ def check_gradients(
             precision that was used.
         reduction: `"mean"` or `"sum"` over the steps' losses.
         mask: (T,) weights of the steps' losses, or (T, B) those of each sequence, (B, T) for a
-            batch-first model; (T,) for a brainstate module.
+            batch-first model.
         tolerance: relative error that counts as equal; by default 1e-9 in float64, 1e-5 in float32.
         allow_zero: names of parameters whose gradient is rightly zero in torch, or that only make
             the initial state and shall stay.
@@ -347,7 +347,7 @@ class _Job:
         of_steps = None if self.loss.per_sequence else map_tensors(targets, by_time)
         length = sequence_length([by_time(x) for x in tensors], of_steps, None, net.batch_first)
         batch = tensors[0].shape[0 if net.batch_first else 1]
-        steps, factors = self.read_mask(net.batch_first, length, batch)
+        steps, factors = read_mask(self.mask, self.loss, length, batch, net.batch_first)
         weights = step_weights(steps, self.reduction, length)
         data = CheckData(inputs, targets, weights, net.batch_first, self.loss.per_sequence, factors)
         name = check_dtype(precision)
@@ -364,15 +364,6 @@ class _Job:
             self.allow_zero,
             notes,
         )
-
-    def read_mask(self, batch_first: bool, length: int, batch: int) -> tuple[Any, Any]:
-        """The steps' weights, and factors of the batch elements for a mask of single sequences."""
-        mask = None if self.mask is None else np.asarray(_as_tensor(self.mask, torch.float64))
-        if mask is not None:
-            mask = mask.T if batch_first and mask.ndim == 2 else mask
-            check_mask(mask, length, batch)
-        mask = self.loss.mask(mask, length)
-        return (None, None) if mask is None else split_mask(mask)
 
     def blank_targets(self) -> Any:
         """The targets, with zeros where a mask of single sequences leaves them out."""
@@ -440,17 +431,21 @@ def check_dtype(precision: torch.dtype) -> str:
     return str(precision).removeprefix("torch.")
 
 
+def read_mask(
+    mask: Any, loss: CheckLoss, length: int, batch: int, batch_first: bool = False
+) -> tuple[Any, Any]:
+    """The steps' weights, and factors of the batch elements for a mask of single sequences."""
+    if mask is not None:
+        mask = np.asarray(_as_tensor(mask, torch.float64))
+        mask = mask.T if batch_first and mask.ndim == 2 else mask
+        check_mask(mask, length, batch)
+    mask = loss.mask(mask, length)
+    return (None, None) if mask is None else split_mask(mask)
+
+
 def step_weights(mask: Any, reduction: str, length: int) -> np.ndarray:
     """(T,) factors of the steps' losses."""
-    weights = (
-        np.ones(length)
-        if mask is None
-        else np.asarray(_as_tensor(mask, torch.float64), dtype=np.float64)
-    )
-    if weights.shape != (length,):
-        raise InputError(
-            f"`mask` has shape {weights.shape}; it must be ({length},), one weight per step."
-        )
+    weights = np.ones(length) if mask is None else mask
     if reduction == "mean":
         if not weights.sum() > 0:
             raise InputError("`mask` has no step with a positive weight, so there is no mean loss.")

@@ -22,14 +22,15 @@ from etrace_bridge.check.gradients import (
     check_rule,
     chunk_size,
     numpy_grads,
+    read_mask,
     step_weights,
 )
-from etrace_bridge.check.module_reference import kept_states, module_reference
+from etrace_bridge.check.module_reference import kept_states, masked_loss, module_reference
 from etrace_bridge.check.reference import CheckData
 from etrace_bridge.check.report import JAX_GRAD, GradientReport
 from etrace_bridge.frontend import to_torch
 from etrace_bridge.learning.inputs import as_array, as_inputs
-from etrace_bridge.learning.masks import repeat_targets
+from etrace_bridge.learning.masks import blank_masked, repeat_targets
 from etrace_bridge.rules import BPTT, Rule, make_rule
 
 NOTE = "a brainstate module: the reference is its own step, in its own precision"
@@ -56,9 +57,10 @@ def check_module(
             "`seq_loss` is compared with torch's own loop only; a brainstate module takes `loss`, "
             "with `loss_at='last'` or 'every' for one target for each sequence."
         )
-    weights = step_weights(loss.mask(mask, len(inputs[0])), reduction, len(inputs[0]))
+    steps, factors = read_mask(mask, loss, *inputs[0].shape[:2])
+    weights = step_weights(steps, reduction, len(inputs[0]))
     shown = tuple(to_torch(x) for x in inputs)
-    data = CheckData(shown, targets, weights, False, loss.per_sequence)
+    data = CheckData(shown, targets, weights, False, loss.per_sequence, factors)
     allowed = TOLERANCE.get(dtype, 1e-5) if tolerance is None else tolerance
     check = Check(
         _NoModel,
@@ -76,12 +78,18 @@ def check_module(
     with kept_states(net):
         size = chunk_size(chunk, check.length)
         first = check.learner(BPTT(), size)
-        truncated = numpy_grads(check.gradients(first))
+        found = check.gradients(first)
+        truncated = numpy_grads(found)
         compiled, reader = first.runtime.store.compiled, first.runtime.reader
         arrays = reader.sequence(inputs, targets, None, loss.per_sequence)
         jax_loss = first.runtime.losses.find(compiled, arrays.target)
         spread = lambda t: repeat_targets(t, check.length, None) if loss.per_sequence else t
         wanted = jax.tree.map(lambda t: jnp.asarray(spread(t)), arrays.targets)
+        if factors is not None:
+            wanted = jax.tree.map(lambda t: jnp.asarray(blank_masked(t, factors)), wanted)
+            at_first = lambda tree: jax.tree.map(lambda a: a[0], tree)
+            jax_loss = masked_loss(jax_loss, at_first(found.raw_outputs), at_first(wanted))
+            wanted = wanted, jnp.asarray(factors, leaves[0].dtype)
         reference = module_reference(
             net, inputs, wanted, jax_loss, np.asarray(weights, leaves[0].dtype)
         )
