@@ -192,12 +192,20 @@ def test_a_brainstate_module() -> None:
     assert report.ok, report
 
     w = torch.tensor([[0.3, -0.2], [0.5, 0.4]], dtype=torch.float64, requires_grad=True)
-    h = torch.zeros(B, 2, dtype=torch.float64)
+    h, states = torch.zeros(B, 2, dtype=torch.float64), []
     for x in torch.tensor(xs.tolist(), dtype=torch.float64):
         h = 0.9 * h + torch.tanh(x @ w)
-    whole = ((h - 1) ** 2).mean()
-    (grad,) = torch.autograd.grad(whole, w)
-    assert report.torch_loss == pytest.approx(float(whole.detach()), rel=1e-5)
-    assert report["w"].norm == pytest.approx(float(grad.norm()), rel=1e-5)
+        states.append(h)
+    ends = torch.stack(states)[LENGTHS - 1, torch.arange(B)]
+    mask = eb.length_mask(LENGTHS)
+    masked = eb.check_gradients(Leak(), xs, target, loss, "rtrl", loss_at="last", mask=mask)
+    for found, last in ((report, h), (masked, ends)):
+        whole = ((last - 1) ** 2).mean()
+        (grad,) = torch.autograd.grad(whole, w, retain_graph=True)
+        assert found.ok and found.torch_loss == pytest.approx(float(whole.detach()), rel=1e-5)
+        assert found["w"].norm == pytest.approx(float(grad.norm()), rel=1e-5)
+    with pytest.raises(eb.InputError, match="neither the mean nor the sum"):
+        squared = lambda y, t: loss(y, t) ** 2
+        eb.check_gradients(Leak(), xs, target, squared, "rtrl", loss_at="every", mask=mask)
     with pytest.raises(eb.NotSupportedError, match="`seq_loss`"):
         eb.check_gradients(Leak(), xs, target, seq_loss=loss)

@@ -91,7 +91,7 @@ def check_gradients(
             precision that was used.
         reduction: `"mean"` or `"sum"` over the steps' losses.
         mask: (T,) weights of the steps' losses, or (T, B) those of each sequence, (B, T) for a
-            batch-first model; (T,) for a brainstate module.
+            batch-first model.
         tolerance: relative error that counts as equal; by default 1e-9 in float64, 1e-5 in float32.
         allow_zero: names of parameters whose gradient may be zero in torch, and of those that only
             make the initial state and are not meant to be trained.

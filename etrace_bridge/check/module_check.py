@@ -13,14 +13,20 @@ import numpy as np
 from etrace_bridge._errors import InputError, NotSupportedError
 from etrace_bridge.check.check_loss import CheckLoss
 from etrace_bridge.check.gradient_report import GradientReport
-from etrace_bridge.check.module_reference import module_reference, preserved_states
+from etrace_bridge.check.module_reference import masked_loss, module_reference, preserved_states
 from etrace_bridge.check.rule_check import check_rules, numpy_grads
-from etrace_bridge.check.setup import CheckSetup, chunk_size, default_tolerance, step_weights
+from etrace_bridge.check.setup import (
+    CheckSetup,
+    chunk_size,
+    default_tolerance,
+    read_mask,
+    step_weights,
+)
 from etrace_bridge.check.torch_reference import JAX_GRAD, CheckData
 from etrace_bridge.frontend import to_torch
 from etrace_bridge.learning.inputs import as_array, as_inputs
 from etrace_bridge.learning.learner import OnlineLearner
-from etrace_bridge.learning.masks import repeat_targets
+from etrace_bridge.learning.masks import blank_masked, repeat_targets
 from etrace_bridge.rules import BPTT, Rule
 
 _NOTE = "a brainstate module: the reference is its own step, in its own precision"
@@ -50,9 +56,10 @@ def check_module(
     dtype = leaves[0].dtype
     inputs = [jnp.asarray(as_array(x, dtype)) for x in as_inputs(xs)]
     length = len(inputs[0])
-    weights = step_weights(loss.mask(mask, length), reduction, length)
+    steps, factors = read_mask(mask, loss, *inputs[0].shape[:2])
+    weights = step_weights(steps, reduction, length)
     shown = tuple(to_torch(x) for x in inputs)
-    data = CheckData(shown, targets, weights, False, loss.per_sequence)
+    data = CheckData(shown, targets, weights, False, loss.per_sequence, factors)
     allowed = default_tolerance(str(dtype)) if tolerance is None else tolerance
     setup = CheckSetup(
         net, data, loss, reduction, mask, str(dtype), allowed, allow_zero, (_NOTE,), JAX_GRAD
@@ -60,8 +67,14 @@ def check_module(
     with preserved_states(net):
         size = chunk_size(chunk, length)
         bptt = setup.learner(BPTT(), size)
-        truncated = numpy_grads(setup.gradients(bptt))
+        result = setup.gradients(bptt)
+        truncated = numpy_grads(result)
         by_step, jax_loss = _targets_and_loss(setup, bptt, inputs)
+        if factors is not None:
+            by_step = jax.tree.map(lambda t: jnp.asarray(blank_masked(t, factors)), by_step)
+            first = jax.tree.map(lambda a: a[0], (result.raw_outputs, by_step))
+            jax_loss = masked_loss(jax_loss, *first)
+            by_step = by_step, jnp.asarray(factors, dtype)
         reference = module_reference(net, inputs, by_step, jax_loss, np.asarray(weights, dtype))
         by_chunk = truncated if size < length else None
         return check_rules(setup, rules, chunk, reference, by_chunk, measured=False)

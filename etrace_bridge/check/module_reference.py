@@ -91,6 +91,27 @@ def module_reference(
     )
 
 
+def masked_loss(loss: Callable, output: Any, target: Any) -> Callable:
+    """A loss of `(output, (target, factors))` in which batch elements count by their factors.
+
+    Args:
+        loss: a mean or a sum over the batch; a learner refuses any other.
+        output: an output of one step, on which that is tried.
+        target: its target.
+    """
+    pick = lambda tree, rows: jax.tree.map(lambda a: a[jnp.array(rows)] if a.ndim else a, tree)
+    alone, twice = (loss(pick(output, rows), pick(target, rows)) for rows in ([0], [0, 0]))
+    is_mean, batch = np.isclose(twice, alone, rtol=1e-4), len(jax.tree.leaves(output)[0])
+
+    def run(output: Any, weighted: tuple[Any, Any]) -> Any:
+        target, factors = weighted
+        one = lambda o, y: loss(*jax.tree.map(lambda a: a[None], (o, y)))
+        each = jax.vmap(one)(output, target)
+        return jnp.sum(factors * each) / (batch if is_mean else 1)
+
+    return run
+
+
 class _PureSteps:
     """The module's call over a sequence as a pure function of its States' values."""
 

@@ -14,6 +14,7 @@ from etrace_bridge._errors import InputError
 from etrace_bridge.check.check_loss import CheckLoss
 from etrace_bridge.check.torch_reference import TORCH_BPTT, CheckData
 from etrace_bridge.learning.learner import OnlineLearner
+from etrace_bridge.learning.masks import check_mask, split_mask
 from etrace_bridge.learning.results import GradientResult
 from etrace_bridge.rules import Rule
 
@@ -70,15 +71,21 @@ def default_tolerance(dtype: str) -> float:
     return _TOLERANCE.get(dtype, 1e-5)
 
 
+def read_mask(
+    mask: Any, loss: CheckLoss, length: int, batch: int, batch_first: bool = False
+) -> tuple[Any, Any]:
+    """Return the steps' weights, and factors of the batch elements for a mask of single sequences."""
+    if mask is not None:
+        mask = np.asarray(as_tensor(mask, torch.float64))
+        mask = mask.T if batch_first and mask.ndim == 2 else mask
+        check_mask(mask, length, batch)
+    mask = loss.mask(mask, length)
+    return (None, None) if mask is None else split_mask(mask)
+
+
 def step_weights(mask: Any, reduction: str, length: int) -> np.ndarray:
     """Return the (T,) factors of the steps' losses."""
-    weights = np.ones(length)
-    if mask is not None:
-        weights = np.asarray(as_tensor(mask, torch.float64), dtype=np.float64)
-    if weights.shape != (length,):
-        raise InputError(
-            f"`mask` has shape {weights.shape}; it must be ({length},), one weight per step."
-        )
+    weights = np.ones(length) if mask is None else mask
     if reduction == "mean":
         if not weights.sum() > 0:
             raise InputError("`mask` has no step with a positive weight, so there is no mean loss.")

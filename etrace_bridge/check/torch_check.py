@@ -25,13 +25,13 @@ from etrace_bridge.check.setup import (
     as_tensor,
     chunk_size,
     default_tolerance,
+    read_mask,
     step_weights,
 )
 from etrace_bridge.check.stepwise import check_steps, training_precision
 from etrace_bridge.check.torch_reference import CheckData, Reference, map_tensors, torch_reference
 from etrace_bridge.frontend import BridgedModule, map_input, to_jax, wrap
 from etrace_bridge.learning.inputs import sequence_length
-from etrace_bridge.learning.masks import check_mask, split_mask
 from etrace_bridge.learning.modes import evaluation_mode
 from etrace_bridge.learning.weighting import reduction_of
 from etrace_bridge.rules import BPTT, Rule
@@ -133,7 +133,7 @@ class TorchCheck:
         of_steps = None if self.loss.per_sequence else map_tensors(targets, by_time)
         length = sequence_length([by_time(x) for x in tensors], of_steps, None, net.batch_first)
         batch = tensors[0].shape[0 if net.batch_first else 1]
-        steps, factors = self._read_mask(net.batch_first, length, batch)
+        steps, factors = read_mask(self.mask, self.loss, length, batch, net.batch_first)
         weights = step_weights(steps, self.reduction, length)
         data = CheckData(inputs, targets, weights, net.batch_first, self.loss.per_sequence, factors)
         name = dtype_name(precision)
@@ -163,17 +163,6 @@ class TorchCheck:
             )
             for report, steps in zip(reports, checks, strict=True)
         ]
-
-    def _read_mask(self, batch_first: bool, length: int, batch: int) -> tuple[Any, Any]:
-        """Return the steps' weights, and factors of the batch elements for a mask of single
-        sequences.
-        """
-        mask = None if self.mask is None else np.asarray(as_tensor(self.mask, torch.float64))
-        if mask is not None:
-            mask = mask.T if batch_first and mask.ndim == 2 else mask
-            check_mask(mask, length, batch)
-        mask = self.loss.mask(mask, length)
-        return (None, None) if mask is None else split_mask(mask)
 
     def _blank_targets(self) -> Any:
         """Return the targets, with zeros where a mask of single sequences leaves them out."""

@@ -79,7 +79,7 @@ class MappedStep:
             output = jax.tree.map(lambda o: o[0, 0], result.outputs)
             return (
                 result.grads or [],
-                result.losses[0],
+                result.losses[0],  # pyright: ignore[reportOptionalSubscript] - a learning step has a loss
                 output,
                 new.hidden,
                 _only(new.other, other_axes),
@@ -223,7 +223,7 @@ def _agrees(mapped: MappedStep, spec: ProgramSpec, target: Any) -> bool:
         grads, loss, output, new = mapped.gradients(theta, Carry(*apart), args, targets)
         expected = [
             *(result.grads or ()),
-            result.losses[0],
+            result.losses[0],  # pyright: ignore[reportOptionalSubscript] - a learning step has a loss
             jax.tree.map(lambda o: o[0], result.outputs),
         ]
         carries = [(c.hidden, c.other, c.trace) for c in (result.carry, new)]
