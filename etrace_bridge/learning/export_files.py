@@ -32,7 +32,7 @@ def array_row(name: str, shape: Any) -> dict[str, Any]:
 def index_facts(ranges: Sequence[InputRange], position: int, batch: str) -> dict[str, Any]:
     """Return what a program demands of an input that it uses as indices.
 
-    XLA clamps indices that are out of range. Demands on some elements only are left out where the
+    A compiled program clamps indices that are out of range. Demands on some elements only are left out where the
     batch size is open.
     """
     facts = [
