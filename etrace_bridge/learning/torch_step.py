@@ -16,7 +16,6 @@ from etrace_bridge.frontend import InputForm, to_torch, wrap
 from etrace_bridge.learning.compiled_step import CompiledStep
 from etrace_bridge.learning.inputs import as_array, check_float_dtypes
 from etrace_bridge.learning.online_core import NamedCore, OnlineCore
-from etrace_bridge.learning.torch_mirror import TensorMirror
 from etrace_bridge.lowering import jit
 from etrace_bridge.rules import Rule
 from etrace_bridge.schedule.chunk_plan import ChunkPlan
@@ -80,13 +79,13 @@ class TorchStep:
         return self.core.core.plan(length, chunk)
 
     def run(self, kind: str, plan: ChunkPlan | None) -> Callable:
-        """A jitted program for a sequence or (without plan) one step.
+        """A jitted program for a sequence or (without plan) one step: a function of weights, carry,
+        inputs and, for gradients, the outputs' cotangents.
 
         Args:
-            kind: `"infer"`: outputs and the carry after them. `"copy inputs"`: the same, and copies
-                of the inputs. `"copy all"`: copies of weights and inputs. `"trace"`: the trace
-                after the steps. `"learn"`: gradients and that trace. `"gradients"`: gradients.
-                `"inputs"`: the inputs' gradients.
+            kind: `"infer"`: outputs and the carry after them. `"copy"`: the same, and copies of the
+                weights. `"trace"`: the trace after the steps. `"learn"`: gradients and that trace.
+                `"gradients"`: gradients. `"inputs"`: the inputs' gradients.
             plan: how the sequence is divided.
         """
         key = kind, plan
@@ -104,18 +103,14 @@ class TorchStep:
             return [a[0] if single and a is not None else a for a in arrays]
 
         def run(
-            params: Any, carry: Any, args: Sequence[Any], cotangents: Sequence[Any] = ()
+            weights: Sequence[Any], carry: Any, args: Sequence[Any], cotangents: Sequence[Any] = ()
         ) -> Any:
+            params = dict(zip(self.weight_names, weights, strict=True))
             # torch's gradient by a complex value is the conjugate of JAX's.
             args, y_bar = lift(args), [jnp.conj(c) for c in lift(cotangents)]
-            if kind == "infer":
+            if kind in ("infer", "copy"):
                 outputs, new = core.infer(params, carry, args)
-                return lower(jax.tree.leaves(outputs)), new
-            if kind in ("copy all", "copy inputs"):
-                outputs, new = core.infer(params, carry, args)
-                copies = jax.tree.map(
-                    jnp.copy, (dict(params) if kind == "copy all" else {}, lower(args))
-                )
+                copies = [jnp.copy(w) for w in weights] if kind == "copy" else None
                 return lower(jax.tree.leaves(outputs)), new, copies
             if kind == "trace":
                 return core.advance(params, carry, args, plan)[1].trace
@@ -140,11 +135,6 @@ class TorchStep:
             torch.view_as_complex(g) if name in self._complex else g
             for name, g in zip(self.weight_names, tensors, strict=True)
         ]
-
-    def device(self, mirror: TensorMirror) -> torch.device:
-        """Where the model's weights are."""
-        tensor = mirror.tensor(self.weight_names[0]) if self.weight_names else None
-        return torch.device("cpu") if tensor is None else tensor.device
 
 
 def find_step(
