@@ -8,7 +8,7 @@ The torch loops also run SGD after every step, untimed, so that every step meets
 Targets (GRU, 128 units, batch 1): at most 2.0 times the learner's step, and less than torch's. Each
 program runs in turns of its own. On a machine that others use,
 `OMP_NUM_THREADS=1 taskset -c 0 python -m benchmarks.torch_loop_cost --clock cpu` still gives fair
-ratios; `--synchronous` leaves JAX's own thread out.
+ratios.
 """
 
 from __future__ import annotations
@@ -90,12 +90,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Cost of a step in a torch loop.")
     parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: processor time")
     parser.add_argument("--turns", type=int, default=8, help="turns of each program (default 8)")
-    parser.add_argument(
-        "--synchronous", action="store_true", help="run JAX's programs in the calling thread"
-    )
     options = parser.parse_args()
-    if options.synchronous:
-        jax.config.update("jax_cpu_enable_async_dispatch", False)
     clock = CLOCKS[options.clock]
     runs = {
         "learner": learner_step(clock),

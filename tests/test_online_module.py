@@ -241,6 +241,30 @@ def test_replaced_parameters_and_nothing_shares_torch_s_memory():
         torch.testing.assert_close(online(xs[0]), net(xs[:1])[0], rtol=1e-9, atol=0)
 
 
+def test_gradients_may_be_written_to(d_rtrl):
+    """They are torch's own: nothing else reads that memory, and no two share it."""
+    xs, ys = make_data()
+    d_rtrl(xs[2])  # so that the state is not zero
+    x = xs[0].clone().requires_grad_()
+    loss = mse_loss(d_rtrl(x), ys[0])
+    loss.backward(retain_graph=True)
+    parameters = [p for p in d_rtrl.parameters() if p.grad is not None]
+    once, x_once = [p.grad.clone() for p in parameters], x.grad.clone()
+    assert len({p.grad.data_ptr() for p in parameters}) == len(parameters)
+    second = d_rtrl(xs[1])
+    with torch.no_grad():
+        for n, p in enumerate(parameters):
+            p.grad.fill_(n)
+        x.grad.zero_()
+        expected = second.clone()
+    loss.backward()
+    for n, (p, g) in enumerate(zip(parameters, once, strict=True)):
+        assert g.abs().max() > 1e-6
+        torch.testing.assert_close(p.grad, n + g, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(x.grad, x_once, rtol=0, atol=0)
+    torch.testing.assert_close(second, expected, rtol=0, atol=0)
+
+
 def test_gradients_accumulate_are_clipped_and_hooked(d_rtrl):
     xs, ys = make_data()
     seen = []

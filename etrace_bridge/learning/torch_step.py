@@ -211,7 +211,8 @@ def _attempt(make: Callable[[], TorchStep]) -> tuple[TorchStep | None, Exception
 
 def to_tensor(array: Any, device: torch.device) -> torch.Tensor:
     """A copy in torch's memory."""
-    if array.dtype == jnp.bfloat16:
-        return to_torch(array).to(device)
-    tensor = torch.from_numpy(np.array(array))
+    copy = np.array(array)
+    if copy.dtype == jnp.bfloat16:
+        return to_torch(copy).to(device)
+    tensor = torch.from_numpy(copy)
     return tensor if device.type == "cpu" else tensor.to(device)
