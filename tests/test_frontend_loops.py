@@ -692,9 +692,21 @@ class Shifted(Inline):
         return super().forward(torch.cat([x, torch.cat([old, x[:, :-1]], 1)], -1))
 
 
-def test_a_layout_that_no_layer_tells_is_seen_on_the_first_sequence() -> None:
+class Permuted(nn.Module):
+    """Brings its sequences into the layout of its layer, and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.RNN(IN, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rnn(x.permute(1, 0, 2))[0].permute(1, 0, 2)
+
+
+@pytest.mark.parametrize("kind", [Shifted, Permuted])
+def test_a_layout_that_no_layer_tells_is_seen_on_the_first_sequence(kind: type[nn.Module]) -> None:
     torch.manual_seed(1)
-    model, x = Shifted().double(), torch.randn(B, T, IN, dtype=torch.float64)
+    model, x = kind().double(), torch.randn(B, T, IN, dtype=torch.float64)
     target = torch.randn(B, T, H, dtype=torch.float64)
     learner = eb.OnlineLearner(model, rule="rtrl", loss=F.mse_loss, chunk=5)
     found = learner.gradients(x, target).grads
