@@ -4,6 +4,8 @@ against torch.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -596,7 +598,7 @@ class DetachesItsState(nn.Module):
         super().__init__()
         self.rnn, self.out = nn.GRU(IN, H), nn.Linear(H, 2)
 
-    def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, h: Any = None) -> tuple[Tensor, Tensor]:
         y, h = self.rnn(x, None if h is None else h.detach())
         return self.out(y), h
 
