@@ -915,7 +915,7 @@ class SpikesFromAFraction(nn.Module):
         self.inp, self.rec = nn.Linear(IN, H), nn.Linear(H, H, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        v = spk = torch.full((x.shape[1], H), 0.3, dtype=x.dtype)
+        v = spk = torch.full((x.shape[1], H), 0.01, dtype=x.dtype)
         rates = []
         for x_t in x:
             v = 0.9 * (v - spk) + 0.1 * (self.inp(x_t) + self.rec(spk))
@@ -930,7 +930,7 @@ def test_a_start_that_spikes_hide_is_compared_in_the_states() -> None:
     net = eb.wrap(model)
     net.init_state(B)
     net(x[0])
-    v = 0.1 * (model.inp(x[0]) + model.rec(torch.full((B, H), 0.3, dtype=x.dtype)))
+    v = 0.1 * (model.inp(x[0]) + model.rec(torch.full((B, H), 0.01, dtype=x.dtype)))
     found = dict(zip(net.hidden_paths, net.hidden_values(), strict=False))
     np.testing.assert_allclose(found["v",], v.detach(), rtol=0, atol=1e-12)
 
