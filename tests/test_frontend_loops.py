@@ -692,9 +692,21 @@ class Shifted(Inline):
         return super().forward(torch.cat([x, torch.cat([old, x[:, :-1]], 1)], -1))
 
 
-def test_a_layout_that_no_layer_tells_is_seen_on_the_first_sequence() -> None:
+class Permuted(nn.Module):
+    """Brings its sequences into the layout of its layer, and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.RNN(IN, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rnn(x.permute(1, 0, 2))[0].permute(1, 0, 2)
+
+
+@pytest.mark.parametrize("kind", [Shifted, Permuted])
+def test_a_layout_that_no_layer_tells_is_seen_on_the_first_sequence(kind: type[nn.Module]) -> None:
     torch.manual_seed(1)
-    model, x = Shifted().double(), torch.randn(B, T, IN, dtype=torch.float64)
+    model, x = kind().double(), torch.randn(B, T, IN, dtype=torch.float64)
     target = torch.randn(B, T, H, dtype=torch.float64)
     learner = eb.OnlineLearner(model, rule="rtrl", loss=F.mse_loss, chunk=5)
     found = learner.gradients(x, target).grads
@@ -903,7 +915,7 @@ class SpikesFromAFraction(nn.Module):
         self.inp, self.rec = nn.Linear(IN, H), nn.Linear(H, H, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        v = spk = torch.full((x.shape[1], H), 0.3, dtype=x.dtype)
+        v = spk = torch.full((x.shape[1], H), 0.01, dtype=x.dtype)
         rates = []
         for x_t in x:
             v = 0.9 * (v - spk) + 0.1 * (self.inp(x_t) + self.rec(spk))
@@ -918,7 +930,7 @@ def test_a_start_that_spikes_hide_is_compared_in_the_states() -> None:
     net = eb.wrap(model)
     net.init_state(B)
     net(x[0])
-    v = 0.1 * (model.inp(x[0]) + model.rec(torch.full((B, H), 0.3, dtype=x.dtype)))
+    v = 0.1 * (model.inp(x[0]) + model.rec(torch.full((B, H), 0.01, dtype=x.dtype)))
     found = dict(zip(net.hidden_paths, net.hidden_values(), strict=False))
     np.testing.assert_allclose(found["v",], v.detach(), rtol=0, atol=1e-12)
 

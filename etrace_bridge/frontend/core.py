@@ -98,6 +98,10 @@ class Core:
         """
         if self._guessed_batch_first is None:
             known = layout.static_batch_first(self.model, self.options.batch_first)
+            if self.step_of_sequences is not None and self.options.batch_first is None:
+                # code around a layer may bring sequences into the layer's layout
+                seen = discover.see_layout(self.model, self.step_of_sequences, self.form)
+                known = known if seen is None else seen == "batch_first"
             self._guessed_batch_first = self._plan_says_batch_first() if known is None else known
         if self.assumed_batch_first not in (None, self._guessed_batch_first):
             raise messages.other_layout(type(self.model).__name__, self._guessed_batch_first)

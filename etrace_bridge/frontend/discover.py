@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -88,10 +88,7 @@ def find_plan(
             sequence = probe.layout is not None
             batch_first = probe.layout == "batch_first" if sequence else batch_first
     batched, given = batch_size is not None, state(batch_size)
-    with LOCK, restored(model), torch.enable_grad(), as_written(), DefinedMemory():
-        for module in model.modules():  # a run before `wrap` must not show
-            if (adapter := find_adapter(module)) is not None:
-                adapter.reset(module)
+    with _trying(model):
         layout = find_layout(model, inputs, sequence, batch_first, form)
         layout = layout if batched or layout is None else "time_major"
         try:
@@ -121,6 +118,25 @@ def find_plan(
             layouts = ["batch_first" if batch_first else "time_major"]
         found = _plan_loop(model, inputs, layouts, given, batched, tensors, failure, form)
         return plan if found is None else found  # type: ignore[possibly-undefined]
+
+
+@contextlib.contextmanager
+def _trying(model: nn.Module) -> Iterator[None]:
+    """Within this, the model may be run; its library layers start from their reset states."""
+    with LOCK, restored(model), torch.enable_grad(), as_written(), DefinedMemory():
+        for module in model.modules():  # a run before `wrap` must not show
+            if (adapter := find_adapter(module)) is not None:
+                adapter.reset(module)
+        yield
+
+
+def see_layout(model: nn.Module, inputs: tuple, form: InputForm) -> str | None:
+    """Tell in which layout a model's recurrent layers get sequences of such steps; None if nothing
+    tells.
+    """
+    with contextlib.suppress(Exception), _trying(model):  # the first input will tell
+        return find_layout(model, inputs, None, None, form)
+    return None
 
 
 def _unlike_batch(inputs: tuple, batch_size: int | None) -> int | None:
