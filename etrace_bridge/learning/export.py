@@ -319,7 +319,7 @@ def _row(name: str, shape: Any) -> dict[str, Any]:
 
 
 def _indices(ranges: Sequence[InputRange], position: int, batch: str) -> dict[str, Any]:
-    """What a program demands of an input that is used as indices: XLA clamps what is out of range.
+    """What a program demands of an input that is used as indices; itself it would clamp them.
 
     Demands on some elements only are left out where the batch size is open.
     """
