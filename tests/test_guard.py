@@ -333,4 +333,5 @@ def test_verdicts(tuning):
         assert not bool(good) and list(after) == [5, 1, 0, 0, 0]
     assert not bool(quick(np.array([5, 1, 0], np.int32), fine)[0])
     many = alarm_text(7, [f"the gradient of `w{n}`" for n in range(6)])
+    assert alarm_text(3, ["the trace"], 6).startswith("Somewhere in steps 3 to 6, NaN or infinity")
     assert "At step 7" in many and "`w3` and 2 more" in many and "`clip_norm=1.0`" in many

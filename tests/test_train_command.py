@@ -560,3 +560,19 @@ def test_a_brainstate_module_trains_as_by_hand(capsys, folder):
     for command in ("explain", "recommend --rule d_rtrl", "check --rule rtrl --steps 3"):
         status, out, err = run(capsys, *command.split(), "module.py:Net", "--input", "2,3")
         assert status == 0 and len(out.splitlines()) > 3, out + err
+
+
+def test_damaged_data_are_named(tmp_path) -> None:
+    """Without NumPy's advice to unpickle them."""
+    fine = tmp_path / "fine.npz"
+    np.savez(fine, x=np.zeros((4, 2, 3)), y=np.zeros((4, 2, 2)))
+    changed = fine.read_bytes()
+    (tmp_path / "cut.npz").write_bytes(changed[: len(changed) // 2])
+    (tmp_path / "text.npz").write_bytes(b"nonsense")
+    np.savez(tmp_path / "objects.npz", x=np.array([{}], dtype=object), y=np.zeros(1))
+    (tmp_path / "empty.npy").write_bytes(b"")
+    for name in ("cut.npz", "text.npz", "objects.npz", "empty.npy"):
+        targets = str(fine) if name.endswith("npy") else None
+        with pytest.raises(eb.InputError, match=f"'{name}' cannot be read") as caught:
+            read_arrays(str(tmp_path / name), targets, [])
+        assert "allow_pickle" not in str(caught.value)

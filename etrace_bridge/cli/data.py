@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import brainstate
 import jax
@@ -12,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from etrace_bridge._errors import InputError
+from etrace_bridge._errors import BridgeError, InputError
 from etrace_bridge.cli.arguments import existing_file
 from etrace_bridge.frontend import BridgedModule
 
@@ -74,7 +77,7 @@ def read_arrays(
             raise InputError(
                 f"{path.name!r} holds inputs and targets, so `targets` is one file too many."
             )
-        with np.load(path, allow_pickle=False) as held:
+        with _reading(path) as file, np.load(file, allow_pickle=False) as held:
             return _array_of(held, _INPUTS, path), _array_of(held, _TARGETS, path), False
     if path.suffix != ".npy":
         raise InputError(
@@ -85,11 +88,27 @@ def read_arrays(
             f"{path.name!r} holds the inputs. Name the targets' file as well: `--targets "
             "targets.npy`."
         )
-    return (
-        np.load(path, allow_pickle=False),
-        np.load(existing_file(targets), allow_pickle=False),
-        False,
-    )
+    return _read_npy(path), _read_npy(existing_file(targets)), False
+
+
+def _read_npy(path: Path) -> np.ndarray:
+    with _reading(path) as file:
+        return np.load(file, allow_pickle=False)
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[BinaryIO]:
+    """The file open, with NumPy's errors as one that names it; some advise to unpickle it."""
+    try:
+        with path.open("rb") as file:
+            yield file
+    except BridgeError:
+        raise
+    except Exception as error:  # of NumPy, zipfile, zlib or the system
+        raise InputError(
+            f"{path.name!r} cannot be read: it is damaged, holds Python objects, or was not "
+            f"written by NumPy's `save` or `savez` ({type(error).__name__})."
+        ) from error
 
 
 def read_inputs(data: str, target_columns: list[str]) -> tuple[np.ndarray, bool]:
@@ -98,9 +117,9 @@ def read_inputs(data: str, target_columns: list[str]) -> tuple[np.ndarray, bool]
     """
     path = existing_file(data)
     if path.suffix == ".npy":
-        return np.load(path, allow_pickle=False), False
+        return _read_npy(path), False
     if path.suffix == ".npz":
-        with np.load(path, allow_pickle=False) as held:
+        with _reading(path) as file, np.load(file, allow_pickle=False) as held:
             return _array_of(held, _INPUTS, path), False
     xs, _, stream = read_arrays(data, None, target_columns)
     return xs, stream

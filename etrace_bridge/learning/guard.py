@@ -119,10 +119,11 @@ def describe_alarm(bad: Sequence[str], most: int = 4) -> str:
     return shown or "the trace"
 
 
-def alarm_text(step: int, bad: Sequence[str]) -> str:
-    """The error's message."""
+def alarm_text(step: int, bad: Sequence[str], last: int | None = None) -> str:
+    """The error's message; `last`: it is known only that it was between `step` and this one."""
+    where = f"At step {step}" if last in (None, step) else f"Somewhere in steps {step} to {last}"
     return (
-        f"At step {step}, NaN or infinity appeared in: {describe_alarm(bad)}. The update there and "
+        f"{where}, NaN or infinity appeared in: {describe_alarm(bad)}. The update there and "
         "any after it were not made: weights, states and trace are the last finite ones, so the "
         "learner can be saved or go on. Lower the learning rate, clip gradients "
         "(`clip_norm=1.0`), or look for bad values in the data (`check_inputs=True`)."

@@ -62,9 +62,10 @@ class Watch:
             count = int(alarm[COUNT])
             flags = alarm[FIRST:]
             good = count - self.good
-            step = store.steps + good * each + 1
+            step, last = store.steps + good * each + 1, None
             if losses is not None:
                 bad = np.flatnonzero(~np.isfinite(np.asarray(losses)[good * each :]))
+                last = None if bad.size else step + each - 1
                 step += int(bad[0]) if bad.size else 0
             else:  # a single step's quick verdict: find out what it was
                 store.steps -= len(recent) - good
@@ -77,7 +78,7 @@ class Watch:
             store.state = store.state.replace(alarm=silent)
             names = watched_names(store.compiled.weight_names, store.compiled.hidden_names)
             error = NonFiniteError(
-                alarm_text(step, [n for n, bad in zip(names, flags, strict=True) if bad])
+                alarm_text(step, [n for n, bad in zip(names, flags, strict=True) if bad], last)
             )
             error.settled = True
             raise error
@@ -132,5 +133,6 @@ class Watch:
     @staticmethod
     def raise_bad(losses: Any, bad: Sequence[str], before: int) -> NoReturn:
         """Raises for values that were computed from `before` steps on and not kept."""
-        step = before + 1 + int(np.argmin(np.isfinite(np.atleast_1d(losses))))
-        raise NonFiniteError(alarm_text(step, bad))
+        finite = np.isfinite(np.atleast_1d(losses))
+        last = before + finite.size if finite.all() else None
+        raise NonFiniteError(alarm_text(before + 1 + int(np.argmin(finite)), bad, last))
