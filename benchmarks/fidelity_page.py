@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,6 +38,15 @@ mixed here; longer sequences have its noise. `three_factor` has no gradient of t
 number for a module does not run there, and says why in an error; its means are over the others.
 
 """
+LOW_RANK = """
+## `low_rank` by rank
+
+`python -m benchmarks.low_rank zoo` compares the two ends of the rule, parameter by parameter, over {count} of
+the zoo's {zoo} modules: rank 0 differs from `d_rtrl chunk` by at most {diagonal:.0e} and full rank from BPTT by
+at most {exact:.0e} of a gradient's largest value; on {single} modules of snnTorch that compute in float32
+inside, by at most {worst:.0e}. The mean relative error of all parameters together falls with the rank:
+
+"""
 
 
 def write_page(results: dict[str, Any]) -> list[Path]:
@@ -50,6 +60,7 @@ def write_page(results: dict[str, Any]) -> list[Path]:
     text += "## Cosine\n\n*exact* counts the parameters whose certificate says that `d_rtrl` equals BPTT.\n\n"
     text += _by_module(modules, rules, 0, "{:.4f}", ["exact"])
     text += "\n## Relative error\n\n" + _by_module(modules, rules, 1, "{:.1e}", [])
+    text += _low_rank(results["zoo"])
     PAGE.write_text(text)
     _draw(results, rules)
     return [PAGE, PICTURE]
@@ -97,6 +108,30 @@ def _meter(modules: dict[str, Any]) -> str:
         return max(found, default=0.0)
 
     return f"{worst(False):.0e} of both norms, or {worst(True):.0e} where a module computes in float32 inside."
+
+
+def _low_rank(zoo: int) -> str:
+    """What `python -m benchmarks.low_rank zoo` measured."""
+    from benchmarks.low_rank import RANKS, RESULTS
+    from zoo.online import FLOAT32_INSIDE
+
+    modules = json.loads(RESULTS.read_text())
+    double = [m for name, m in modules.items() if name not in FLOAT32_INSIDE]
+    single = [m for name, m in modules.items() if name in FLOAT32_INSIDE]
+
+    def mean(n: int) -> str:
+        return f"{sum(m['by rank'][n] for m in modules.values()) / len(modules):.5f}"
+
+    text = LOW_RANK.format(
+        count=len(modules),
+        zoo=zoo,
+        diagonal=max(m["rank 0"] for m in double),
+        exact=max(m["full rank"] for m in double),
+        single=len(single),
+        worst=max((m[end] for m in single for end in ("rank 0", "full rank")), default=0.0),
+    )
+    errors = ["relative error", *(mean(n) for n in range(len(RANKS)))]
+    return text + _table(["rank", *map(str, RANKS)], [errors])
 
 
 def _by_module(

@@ -14,19 +14,14 @@ from etrace_bridge.rules import DRTRL, RFLO, RTRL, EProp, PPProp, Rule, SnAp1, T
 from etrace_bridge.step.exits import find_exits
 from share import FULL, in_turn
 from torch_zoo import CASES, Case, check_live, find
-from zoo.online import OnlineCase
+from zoo.online import FLOAT32_INSIDE, OnlineCase
 
 LARGEST = 150_000  # elements of the influence matrix: the size up to which RTRL is shown to be BPTT
 TOLERANCE = 1e-9
 
-# Inside these float64 modules snnTorch itself goes through float32 (a float32 spike times a 0-d
-# float64 threshold is float32 in torch), so that the gradient depends on the order of a float32
-# sum.
-FLOAT32_INSIDE = ("leaky_learn", "synaptic_learn", "rleaky_one_to_one", "leaky_immediate_reset")
-
-# In these, and in one more, what a trace is made of is float32 too, so that its sum depends on
+# In modules with float32 inside, and in one more, what a trace is made of is float32 too, so that its sum depends on
 # where chunks end.
-FLOAT32_TRACES = (*FLOAT32_INSIDE, "leaky_graded")
+FLOAT32_TRACES = (*FLOAT32_INSIDE, "snntorch-leaky_graded")
 
 
 def trained(case: Case) -> bool:
@@ -53,7 +48,7 @@ pytestmark = [
 def tolerance(
     online: OnlineCase, float32: tuple[str, ...] = FLOAT32_INSIDE, otherwise: float = TOLERANCE
 ) -> float:
-    if online.case.name.removeprefix("snntorch-") not in float32:
+    if online.case.name not in float32:
         return otherwise
     assert any(
         v.aval.dtype == np.float32 for eqn in online.compiled.program.eqns for v in eqn.outvars
@@ -63,7 +58,7 @@ def tolerance(
 
 def special(name: str) -> bool:
     """Whether a module needs a tolerance of its own."""
-    return name.removeprefix("snntorch-") in FLOAT32_TRACES
+    return name in FLOAT32_TRACES
 
 
 EXACT = in_turn(TRAINED, 2, special)
