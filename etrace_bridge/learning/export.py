@@ -91,8 +91,8 @@ def export_learner(
         )
     if runtime.options.freeze:
         raise NotSupportedError(
-            "A learner with `freeze=True` cannot be exported: its step has an input more. Make "
-            "one without it."
+            "A learner with `freeze=True` cannot be exported: its step has one more input. "
+            "Make a learner without `freeze`."
         )
     target, loss = _last_target(runtime)
     runtime.watch.look()
@@ -288,7 +288,10 @@ def _last_target(runtime: Runtime) -> tuple[Any, JaxLoss]:
             "optax, or SGD, Adam or AdamW."
         )
     if runtime.optimizer is None:
-        raise InputError("This learner has no optimizer, so there is no learning step to export.")
+        raise InputError(
+            "This learner has no optimizer, so there is no learning step to export. "
+            "Make it with `optimizer=`."
+        )
     if not store.started or store.stream is None:
         raise StateError(
             "The learner has made no step yet, so shapes are unknown. Call `step(x, target)` "
