@@ -1,10 +1,9 @@
-"""The two files of a checkpoint: how they are packed, replaced as one, and checked when they are
-read.
+"""The two files of a checkpoint: written, replaced as one, and checked when they are read.
 
-The weights file names the state file that belongs to it and holds its SHA-256; each save gives the
-state file a new name. So replacing the weights file, one atomic rename, turns the old checkpoint
-into the new one, and whatever is killed before or after it leaves one of them whole. Each file also
-holds the SHA-256 of itself and a list of its arrays.
+The weights file contains the name and the SHA-256 of its state file; each save gives the state file
+a new name. Replacing the weights file, one atomic rename, turns the old checkpoint into the new
+one. A process that is killed before or after it leaves one of them intact. Each file also contains
+its own SHA-256 and a list of its arrays (`checkpoint_packing`).
 """
 
 from __future__ import annotations
