@@ -91,7 +91,7 @@ class ChunkResult:
     """
 
     grads: list[jax.Array] | None
-    losses: jax.Array | None
+    losses: Any  # jax.Array, or None without a loss
     outputs: Any
     carry: Carry
     factors: Any = None
