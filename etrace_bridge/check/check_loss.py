@@ -54,9 +54,13 @@ class CheckLoss:
 def read_loss(loss: Any, loss_at: str | None, seq_loss: Any) -> CheckLoss:
     """Return the loss of a check, from the arguments of `check_gradients`."""
     if loss is not None and seq_loss is not None:
-        raise InputError("`loss` and `seq_loss` were both given; a check has one loss.")
+        raise InputError(
+            "`loss` and `seq_loss` were both given; a check has one loss. Leave one out."
+        )
     if seq_loss is not None and loss_at is not None:
-        raise InputError("`loss_at` says where `loss` is; `seq_loss` reads every step.")
+        raise InputError(
+            "`loss_at` says where `loss` is, but `seq_loss` reads every step. Leave `loss_at` out."
+        )
     given = loss if seq_loss is None else seq_loss
     if not callable(given):
         name = "loss" if seq_loss is None else "seq_loss"

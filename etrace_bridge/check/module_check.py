@@ -46,7 +46,7 @@ def check_module(
     if not leaves:
         raise InputError(
             f"`{type(net).__name__}` has no `brainstate.ParamState`, so there is no gradient to "
-            "check."
+            "check. Make its trainable values `ParamState`s."
         )
     if loss.over_time:
         raise NotSupportedError(

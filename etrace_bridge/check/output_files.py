@@ -24,5 +24,7 @@ def write_text(text: str, path: str | PathLike) -> Path:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise InputError(f"Cannot write `{path}`: {error.strerror}.") from error
+        raise InputError(
+            f"Cannot write `{path}`: {error.strerror}. Pass the path of a file in a folder that exists."
+        ) from error
     return path

@@ -185,7 +185,7 @@ class TorchCheck:
             if still_random:
                 raise NotSupportedError(
                     "The model draws random numbers in evaluation mode too, so torch and JAX "
-                    "cannot be compared on it."
+                    "cannot be compared on it. Draw them only where `self.training` is true."
                 )
         return net, random
 

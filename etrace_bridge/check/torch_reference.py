@@ -151,7 +151,8 @@ def _losses(
     """Return the sequence's loss as a number and as a tensor with a gradient, and the outputs read."""
     if len(run.outputs) != len(data.weights):
         raise InputError(
-            f"The model made {len(run.outputs)} outputs from {len(data.weights)} steps."
+            f"The model made {len(run.outputs)} outputs from {len(data.weights)} steps; a check needs one "
+            "output per step. Is `batch_first` right?"
         )
     if loss.reads_sequence:
         read, weights = [_of_sequence(run, data, loss)], [1.0]
@@ -213,7 +214,10 @@ def _of_sequence(run: TorchRun, data: CheckData, loss: CheckLoss) -> Any:
 def _torch_loss(loss: Callable, output: Any, target: Any) -> tuple[float, torch.Tensor]:
     value = loss(output, target)
     if value.dim() != 0:
-        raise InputError(f"The loss must return a scalar; it returned shape {tuple(value.shape)}.")
+        raise InputError(
+            f"The loss must return a scalar; it returned shape {tuple(value.shape)}. Reduce it, for "
+            "example with `.mean()`."
+        )
     return float(value.detach()), value
 
 

@@ -94,7 +94,7 @@ class HiddenPerturbation:
             if path not in by_path:
                 raise InputError(
                     f"The perturbed step has no hidden state `{show_path(path)}`; is the group "
-                    "another model's?"
+                    "from another model? Pass the groups of this model's graph."
                 )
         return [
             group.concat_hidden([by_path[p] for p in group.hidden_paths]) for group in hidden_groups

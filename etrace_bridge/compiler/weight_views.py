@@ -89,7 +89,10 @@ class Contact:
     def traced_form(self) -> ContactForm:
         """The form of a contact that has a trace."""
         if self.form is None:
-            raise CompilationError(f"The contact {show_path(self.view.paths[0])} has no trace.")
+            raise CompilationError(
+                f"The contact of `{show_path(self.view.paths[0])}` has no trace, because its primitive "
+                "has no contact rule. `register_contact` adds one."
+            )
         return self.form
 
 

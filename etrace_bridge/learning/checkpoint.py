@@ -1,7 +1,7 @@
-"""Checkpoints: everything that a learner holds, by name, and how it gets into a new learner.
+"""Saves a learner: everything that it holds, by name.
 
-`checkpoint_files` writes and reads the files, `checkpoint_facts` checks the facts
-that are stored beside the arrays.
+`checkpoint_files` writes and reads the files, `checkpoint_restore` puts what they contain into a
+new learner, and `checkpoint_facts` checks the facts that are stored beside the arrays.
 """
 
 from __future__ import annotations

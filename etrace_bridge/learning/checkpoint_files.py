@@ -1,10 +1,9 @@
-"""The two files of a checkpoint: how they are packed, replaced as one, and checked when they are
-read.
+"""The two files of a checkpoint: written, replaced as one, and checked when they are read.
 
-The weights file names the state file that belongs to it and holds its SHA-256; each save gives the
-state file a new name. So replacing the weights file, one atomic rename, turns the old checkpoint
-into the new one, and whatever is killed before or after it leaves one of them whole. Each file also
-holds the SHA-256 of itself and a list of its arrays.
+The weights file contains the name and the SHA-256 of its state file; each save gives the state file
+a new name. Replacing the weights file, one atomic rename, turns the old checkpoint into the new
+one. A process that is killed before or after it leaves one of them intact. Each file also contains
+its own SHA-256 and a list of its arrays (`checkpoint_packing`).
 """
 
 from __future__ import annotations
@@ -188,7 +187,7 @@ def read_checkpoint(path: str | os.PathLike) -> tuple[Tensors, Tensors, dict[str
     """Return weights, other arrays and facts, all as they were saved."""
     target = weights_file(path)
     if not target.is_file():
-        raise InputError(f"There is no checkpoint {str(target)!r}.")
+        raise InputError(f"There is no checkpoint {str(target)!r}. Check the path.")
     try:
         return _read_both(target)
     except OSError as error:
@@ -202,14 +201,18 @@ def _read_both(target: Path) -> tuple[Tensors, Tensors, dict[str, Any]]:
         weights, about = unpack(target.read_bytes(), target)
         name, digest = about.get("state"), about.get("state_sha256")
         if not isinstance(name, str) or not isinstance(digest, str) or Path(name).name != name:
-            raise CheckpointError(f"{str(target)!r} is damaged: it does not name its state file.")
+            raise CheckpointError(
+                f"{str(target)!r} is damaged: it does not name its state file. Use "
+                "an older checkpoint."
+            )
         state = target.with_name(name)
         with contextlib.suppress(FileNotFoundError):
             content = state.read_bytes()
             break
     else:
         raise CheckpointError(
-            f"The checkpoint {str(target)!r} needs the file {name!r} beside it, which is missing."
+            f"The checkpoint {str(target)!r} needs the file {name!r} beside it, which is missing. "
+            "Copy both files of a checkpoint, or use an older one."
         )
     if hashlib.sha256(content).hexdigest() != digest:
         raise CheckpointError(
@@ -219,5 +222,7 @@ def _read_both(target: Path) -> tuple[Tensors, Tensors, dict[str, Any]]:
     arrays, about = unpack(content, state)
     facts = about.get("facts")
     if not isinstance(facts, dict):
-        raise CheckpointError(f"{str(state)!r} is damaged: it has no facts about the learner.")
+        raise CheckpointError(
+            f"{str(state)!r} is damaged: it has no facts about the learner. Use an older checkpoint."
+        )
     return weights, arrays, facts

@@ -111,7 +111,9 @@ def _check_digest(content: bytes, path: Path) -> None:
     try:
         start, stored = _find_digest(content)
     except ValueError as error:
-        raise CheckpointError(f"{str(path)!r} is damaged: {error}.") from error
+        raise CheckpointError(
+            f"{str(path)!r} is damaged: {error}. Use an older checkpoint."
+        ) from error
     if (
         hashlib.sha256(content[:start] + _BLANK + content[start + 64 :]).hexdigest().encode()
         != stored
@@ -154,7 +156,9 @@ def _describe(tensor: torch.Tensor) -> list[Any]:
 def _check_arrays(tensors: Tensors, listed: Any, path: Path) -> None:
     """Raise unless the arrays, with their NaN and infinities, are those listed when writing."""
     if not isinstance(listed, dict):
-        raise CheckpointError(f"{str(path)!r} is damaged: it has no list of its arrays.")
+        raise CheckpointError(
+            f"{str(path)!r} is damaged: it has no list of its arrays. Use an older checkpoint."
+        )
     found = {name: _describe(tensor) for name, tensor in tensors.items()}
     wrong = sorted(
         name for name in found.keys() | listed.keys() if found.get(name) != listed.get(name)

@@ -59,7 +59,7 @@ def read_learner(path: str | os.PathLike) -> tuple[Tensors, Tensors, dict[str, A
         ):
             raise CheckpointError(
                 f"The two files of the checkpoint {os.fspath(path)!r} disagree about the parameter "
-                f"`{name}`."
+                f"`{name}`. Use an older checkpoint."
             )
     return weights, arrays, facts
 

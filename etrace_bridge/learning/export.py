@@ -1,7 +1,6 @@
-"""A learner as files: its programs as StableHLO, its arrays as safetensors, and a JSON file of
-names, shapes and checksums.
+"""Exports a learner: programs as StableHLO, arrays as safetensors, and a JSON manifest.
 
-A folder holds
+A folder contains
 
 - `learn.….stablehlo`: `(state…, inputs…, targets…) -> (state…, loss, outputs…)`, one online step
   with its update;
@@ -12,10 +11,9 @@ A folder holds
   is open), platforms, compiler options and the files' SHA-256.
 
 A program is laid out for the device that it runs on, so platforms that want different layouts have
-files of their own; those that share one share a file. The file's name says for which platforms it
-is.
+files of their own; those that share a layout share a file. The file's name lists its platforms.
 
-Reading it takes JAX and NumPy alone: docs/howto/device.md has the reader in 30 lines.
+Reading it needs only JAX and NumPy: docs/howto/device.md has the reader in 30 lines.
 """
 
 from __future__ import annotations
@@ -92,8 +90,8 @@ def export_learner(
         )
     if runtime.options.freeze:
         raise NotSupportedError(
-            "A learner with `freeze=True` cannot be exported: its step has an input more. Make "
-            "one without it."
+            "A learner with `freeze=True` cannot be exported: its step has one more input. "
+            "Make a learner without `freeze`."
         )
     target, loss = _last_target(runtime)
     runtime.watch.look()
@@ -295,7 +293,10 @@ def _last_target(runtime: Runtime) -> tuple[Any, JaxLoss]:
             "optax, or SGD, Adam or AdamW."
         )
     if runtime.optimizer is None:
-        raise InputError("This learner has no optimizer, so there is no learning step to export.")
+        raise InputError(
+            "This learner has no optimizer, so there is no learning step to export. "
+            "Make it with `optimizer=`."
+        )
     if not store.started or store.stream is None:
         raise StateError(
             "The learner has made no step yet, so shapes are unknown. Call `step(x, target)` "

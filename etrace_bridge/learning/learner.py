@@ -543,5 +543,5 @@ def _check_gradient(name: str, grad: Any, parameter: torch.Tensor) -> None:
     if grad.shape != parameter.shape or grad.is_complex() != parameter.is_complex():
         raise InputError(
             f"The gradient of `{name}` is {grad.dtype}{tuple(grad.shape)}, but the parameter is "
-            f"{parameter.dtype}{tuple(parameter.shape)}."
+            f"{parameter.dtype}{tuple(parameter.shape)}. Both must have one shape, and be real or complex."
         )

@@ -193,7 +193,10 @@ class Runtime:
             Gradients by name, losses, outputs, the steps' weights, and what the rule discarded.
         """
         if targets is None:
-            raise InputError("`targets` is missing: a gradient needs a loss at one step at least.")
+            raise InputError(
+                "`targets` is missing: a gradient needs a loss at one step at least. Pass "
+                "targets, or call `predict` for outputs only."
+            )
         store = self.store
         with store.transaction():
             data, loss = self._preparation.sequence(xs, targets, mask, carry)
@@ -234,7 +237,10 @@ class Runtime:
         if every not in ("sequence", "chunk", "step"):
             raise InputError(f"`every` is {every!r}; it must be 'sequence', 'chunk' or 'step'.")
         if targets is None:
-            raise InputError("`targets` is missing: an update needs a loss at one step at least.")
+            raise InputError(
+                "`targets` is missing: an update needs a loss at one step at least. Pass "
+                "targets, or call `predict` for outputs only."
+            )
         self.require_optimizer()
         store, watch = self.store, self.watch
         with store.transaction():
@@ -369,7 +375,10 @@ class Runtime:
     def evaluate(self, xs: tuple, targets: Any, mask: Any):
         """Return losses and the steps' weights of a sequence in evaluation mode."""
         if targets is None:
-            raise InputError("`targets` is missing: an evaluation needs a loss.")
+            raise InputError(
+                "`targets` is missing: an evaluation needs a loss. Pass targets, or call "
+                "`predict` for outputs only."
+            )
         with self.store.transaction():
             data, loss = self._preparation.sequence(xs, targets, mask, False, evaluates=True)
             _, losses = self._evaluate(data, loss, False)

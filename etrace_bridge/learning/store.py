@@ -62,12 +62,12 @@ class Store:
     Attributes:
         net: the model.
         rule: the learning rule.
-        updater: gradients to new weights; None if torch does that.
-        placement: where the arrays live.
+        updater: turns gradients into new weights; None if torch does that.
+        placement: the devices of the arrays.
         active: the compiled step in use, with its rule; None before the first input.
         stream: the step of the current stream, whose states and trace must be preserved.
-        lock: held by the thread that reads or changes the arrays; calls from several threads run
-            one after the other.
+        lock: held by the thread that reads or changes the arrays; calls from several threads
+            wait for each other.
         steps: time steps seen.
         updates: updates made.
         resets: how often states and trace were reset, for some or all batch elements.
@@ -82,13 +82,8 @@ class Store:
         placement: Placement,
         freezes: bool = False,
     ) -> None:
-        self.net, self.rule, self.updater, self.placement, self._freezes = (
-            net,
-            rule,
-            updater,
-            placement,
-            freezes,
-        )
+        self.net, self.rule, self.updater = net, rule, updater
+        self.placement, self._freezes = placement, freezes
         self.lock = threading.RLock()
         self.steps = self.updates = self.resets = 0
         self.active: OnlineCore | None = None
@@ -98,7 +93,7 @@ class Store:
         self._starts: dict[Any, tuple[list[Any], list[Any]]] = {}
         self._evaluations: dict[Any, EvaluationStep] = {}
         self._leaves: list[Any] = []
-        self._parked: Carry | None = None  # the stream's, while another step is active
+        self._parked: Carry | None = None  # of the stream, while another step is active
         self._loan: Loan | None = None
 
     # -- the state --------------------------------------------------------------------------------
@@ -133,12 +128,10 @@ class Store:
 
     def arrays(self) -> list[Any]:
         """Return every array, including those of a parked stream."""
-        parked = (
-            []
-            if self._parked is None
-            else [self._parked.hidden, self._parked.other, self._parked.trace]
-        )
-        return [*self._leaves, *jax.tree.leaves(parked)]
+        if self._parked is None:
+            return list(self._leaves)
+        parked = self._parked
+        return [*self._leaves, *jax.tree.leaves([parked.hidden, parked.other, parked.trace])]
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
@@ -158,17 +151,10 @@ class Store:
                 yield
             except Exception as error:
                 if not (isinstance(error, NonFiniteError) and error.settled):
-                    self.active, self.stream, self._leaves, self.tree = (
-                        before.active,
-                        before.stream,
-                        before.leaves,
-                        before.tree,
-                    )
-                    self._parked, self.steps, self.updates = (
-                        before.parked,
-                        before.steps,
-                        before.updates,
-                    )
+                    self.active, self.stream = before.active, before.stream
+                    self._leaves, self.tree = before.leaves, before.tree
+                    self._parked = before.parked
+                    self.steps, self.updates = before.steps, before.updates
                 raise
 
     @property

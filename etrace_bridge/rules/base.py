@@ -91,7 +91,7 @@ class ChunkResult:
     """
 
     grads: list[jax.Array] | None
-    losses: jax.Array | None
+    losses: Any  # jax.Array, or None without a loss
     outputs: Any
     carry: Carry
     factors: Any = None
@@ -153,7 +153,10 @@ class Rule:
 
     def init(self, program: StepProgram) -> Any:
         """Return the memory before the first step: arrays of zeros."""
-        raise InputError(f"The rule `{type(self).__name__}` does not define `init(program)`.")
+        raise InputError(
+            f"The rule `{type(self).__name__}` does not define `init(program)`, "
+            "which makes its memory. Define it."
+        )
 
     def unit_axes(self, program: StepProgram) -> Any:
         """Return the axis of units of each array of the memory, in a tree like that of `init`.
@@ -167,7 +170,10 @@ class Rule:
 
         `keep` is (B,) of zeros and ones.
         """
-        raise InputError(f"The rule `{type(self).__name__}` cannot reset single batch elements.")
+        raise InputError(
+            f"The rule `{type(self).__name__}` cannot reset single batch elements. "
+            "Call `reset()` without a mask, or define `reset(program, memory, keep)` in the rule."
+        )
 
     def promise(self, certificate: ParameterCertificate, length: int, chunk: int) -> Promise:
         """Return what the rule promises for a parameter that reaches a state.
@@ -248,7 +254,10 @@ class ReverseRule(Rule):
         memory: Any | None,
     ) -> Any:
         """Return the memory after the chunk; `memory` is None where it is still zero."""
-        raise InputError(f"The rule `{type(self).__name__}` does not define `advance(...)`.")
+        raise InputError(
+            f"The rule `{type(self).__name__}` does not define `advance(...)`, "
+            "which carries its memory over a chunk. Define it."
+        )
 
 
 _RULES: dict[str, type[Rule]] = {}

@@ -49,7 +49,10 @@ class SparseInfluence(ReverseRule):
 
     def sets(self, program: StepProgram, layout: Layout) -> list[np.ndarray]:
         """Return `S_i` for each family: numbers of hidden values (units of a row, m), -1 for none."""
-        raise InputError(f"The rule `{type(self).__name__}` does not define `sets(...)`.")
+        raise InputError(
+            f"The rule `{type(self).__name__}` does not define `sets(...)`, the "
+            "hidden values that each unit follows. Define it."
+        )
 
     def init(self, program: StepProgram) -> Memory:
         layout, memory = find_layout(program), []

@@ -89,7 +89,10 @@ class TraceRule(Rule):
 
     def system(self, steps: Steps) -> TraceSystem:
         """Return the recursion's terms for these steps."""
-        raise InputError(f"The rule `{type(self).__name__}` does not define `system(steps)`.")
+        raise InputError(
+            f"The rule `{type(self).__name__}` does not define `system(steps)`, "
+            "the terms of its recursion. Define it."
+        )
 
     def rows(self, program: StepProgram) -> Sequence[int]:
         """Return how many rows each group has."""
