@@ -25,13 +25,13 @@ def singular_columns(left: Any, right: Any) -> tuple[Any, Any]:
         right: `Z^T Z`, (q, q, …).
     """
     s, V = _eigen(right)
-    live = s > jnp.finfo(s.dtype).eps * len(s) * jnp.max(s, 0)
+    live = s > jnp.finfo(s.dtype).eps * len(s) * jnp.max(s, 0, keepdims=True)
     root = jnp.sqrt(jnp.where(live, s, 0))
     inverse = jnp.where(live, 1 / jnp.where(live, root, 1), 0)
-    B_transposed = V * root
+    B_transposed = V * root[None]
     B = jnp.swapaxes(B_transposed, 0, 1)
     _, W = _eigen(_times(_times(B, left), B_transposed))
-    return _times(B_transposed, W), _times(V * inverse, W)
+    return _times(B_transposed, W), _times(V * inverse[None], W)
 
 
 def _times(a: Any, b: Any) -> Any:

@@ -120,7 +120,7 @@ class LowRankRTRL(ReverseRule):
         layout = find_layout(program)
         b = flat_rows(layout, h0)
         found: list[tuple[Block, Any]] = []
-        for family, old in zip(layout.families, _widened(memory["families"]), strict=True):
+        for family, old in zip(layout.families, _widened(layout, memory), strict=True):
             low = [jnp.einsum("ej,eju->eu", b, A).reshape(-1) for A in old["A"]]
             own = [take(b, np.maximum(n, 0), 1).reshape(-1) for n in family.states.T]
             own = [jnp.where(p >= 0, x, 0) for p, x in zip(family.positions.T, own, strict=True)]
@@ -156,7 +156,7 @@ class LowRankRTRL(ReverseRule):
         across = crossing_derivatives(program, layout, core, start, saved)
         across = Crossing(*program.tuning.computed_once((across.X, across.of_sum)))
         new, rest, cut = [], 0.0, 0.0
-        for family, old in zip(layout.families, _widened(memory["families"]), strict=True):
+        for family, old in zip(layout.families, _widened(layout, memory), strict=True):
             L, Z = self._factors(program, layout, family, core, across, old, data)
             A, E, kept, lost = cut_to_rank(program, layout, family, L, Z, len(old["A"]))
             eps = advance_eps(program, family, core, old["eps"], data)
@@ -256,6 +256,7 @@ class LowRankRTRL(ReverseRule):
         return found
 
 
-def _widened(families: list[Any]) -> list[Any]:
-    """Factors and traces to compute with, in float32 at least."""
-    return jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), families)
+def _widened(layout: Layout, memory: Memory) -> list[Any]:
+    """Factors and traces to compute with: in the states' dtype, and in float32 at least."""
+    dtype = jnp.float32 if jnp.finfo(layout.dtype).bits < 32 else layout.dtype
+    return jax.tree.map(lambda x: x.astype(dtype), memory["families"])

@@ -77,11 +77,11 @@ def advance_eps(
         phi, columns = spread_features(block, data)[None], []
         for i, (g, k) in enumerate(family.groups):
             df = [df_of(program, family, summed, core, i) for summed, _ in block.pieces]
-            total = at_elements(block, df) * phi
+            total = at_elements(block, df)[None] * phi
             for j, (h, m) in enumerate(family.groups):
                 if h == g and core.D[g][k][m] is not None:
                     D = at_elements(block, at_positions(family, i, core.D[g][k][m]))
-                    total = total + D * old[j : j + 1]
+                    total = total + D[None] * old[j : j + 1]
             columns.append(total.astype(old.dtype))
         new.append(jnp.concatenate(columns) if columns else old)
     return new
@@ -111,10 +111,11 @@ def cut_to_rank(
         A, Y, kept, lost = _best_rank(program, layout, L, right, r)
     E = []
     for block, columns in zip(family.blocks, Z, strict=True):
-        terms = [at_elements(block, _pick(Y, number)) * x for number, x in columns]
+        terms = [at_elements(block, _pick(Y, number)) * x[None] for number, x in columns]
         E.append(sum(terms).astype(dtype))
     if r == n:
-        kept, lost = nothing + sum(jnp.sum(x * x, tuple(range(1, x.ndim))) for x in E), nothing
+        squares = [jnp.sum(x * x, tuple(range(1, x.ndim))) for x in E]
+        kept, lost = nothing + sum(squares, jnp.zeros(n, dtype))[None], nothing
     return A.astype(dtype), E, kept, lost
 
 
@@ -148,11 +149,13 @@ def _best_rank(
         return jnp.maximum(total, 0)
 
     keep, lose = (jnp.einsum("ak...,bk...->ab...", x, x) for x in (X[:, :r], X[:, r:]))
-    rounding = 16 * q * q * jnp.finfo(X.dtype).eps * (keep + lose) * np.eye(q)[..., None]
+    rounding = (
+        16 * q * q * jnp.finfo(X.dtype).eps * (keep + lose) * jnp.eye(q, dtype=X.dtype)[..., None]
+    )
     factors = by_row(layout, X)[:, :, :, None]
-    columns = [sum(x * factors[a, k] for a, x in enumerate(L)) for k in range(r)]
+    columns = [sum(x * factors[a, k][None] for a, x in enumerate(L)) for k in range(r)]
     A = jnp.concatenate(columns) if columns else jnp.zeros((0, *L[0].shape[1:]), X.dtype)
-    return A, Y[:, :r], squares(keep), squares(lose + rounding.astype(X.dtype))
+    return A, Y[:, :r], squares(keep), squares(lose + rounding)
 
 
 def _gram_right(program: StepProgram, family: Family, Z: list, q: int, dtype: Any) -> Any:

@@ -75,7 +75,7 @@ class RTRL(ReverseRule):
         weights = [program.weight_vars[n] for n in reaching_weights(program)]
         return [[leaf.invar.aval.ndim + axes.get(w, 0) for w in weights] for leaf in program.leaves]
 
-    def _stored(self, h: jax.Array, w: jax.Array) -> Any:
+    def _stored(self, h: Any, w: Any) -> Any:
         return jnp.dtype(self.trace_dtype or jnp.promote_types(h.dtype, w.dtype))
 
     def past(self, program: StepProgram, theta, memory: Memory, h0) -> dict[int, Any]:

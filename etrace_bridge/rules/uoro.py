@@ -132,7 +132,7 @@ def _norm(arrays: Sequence[jax.Array]) -> jax.Array:
     return jnp.sqrt(sum(jnp.sum(x * x) for x in arrays))
 
 
-def draw_key(seed: jax.Array, draws: jax.Array, arrays: Sequence[jax.Array]) -> jax.Array:
+def draw_key(seed: int, draws: jax.Array, arrays: Sequence[jax.Array]) -> jax.Array:
     """Return the key of one draw: of the seed, the draws before it, and what the arrays hold."""
     key = jax.random.fold_in(jax.random.PRNGKey(seed), draws)
     return jax.random.fold_in(key, _digest(arrays))

@@ -76,7 +76,7 @@ def view_gradients(
 
 
 def _outer_gradient(
-    program: StepProgram, contact: Contact, at_taps: Sequence[jax.Array], phi: jax.Array
+    program: StepProgram, contact: Contact, at_taps: Sequence[jax.Array], phi: jax.Array | None
 ) -> Any:
     """Return `sum over t of cotangent_t ⊗ phi_t` in the letters of `_letters`.
 

@@ -193,7 +193,7 @@ def _to_view(leg: Leg, array: jax.Array, letters: str) -> jax.Array:
     return jnp.transpose(jnp.sum(array, axis=axes), [left.index(c) for c in form.view])
 
 
-def outer_sum(leg: Leg, g: jax.Array, x: jax.Array) -> jax.Array:
+def outer_sum(leg: Leg, g: jax.Array, x: jax.Array | None) -> jax.Array:
     """Return `sum over t of g_t ⊗ phi(x_t)`: what K steps add to a trace."""
     form = leg.part.form
     g = _to_trace_order(form, g.reshape(g.shape[0], *form.shape(form.out)), 1)

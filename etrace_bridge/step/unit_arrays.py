@@ -46,7 +46,7 @@ def to_units(summed: Sum, array: jax.Array) -> jax.Array:
     return take(array, np.argsort(summed.unit), array.ndim - 1)
 
 
-def at_elements(block: Block, values: jax.Array) -> jax.Array:
+def at_elements(block: Block, values: jax.Array | list[jax.Array]) -> jax.Array:
     """Return values of units (…, units) at a block's elements, to multiply its trace with."""
     form = block.form
     each = values if isinstance(values, list) else [values] * len(block.pieces)
@@ -131,7 +131,7 @@ def core_times(
     program: StepProgram, layout: Layout, core: CoreLinear, A: jax.Array, axis: int = -2
 ) -> jax.Array:
     """Return `D A` for (…, rows, n, columns), or for (…, rows, n) with the axis -1."""
-    parts, shape = [], (layout.rows, -1, *(1,) * (-1 - axis))
+    parts, shape = [], (*(1,) * (A.ndim + axis - 1), layout.rows, -1, *(1,) * (-1 - axis))
     for g, states in enumerate(state_numbers(program, layout.rows, layout.size)):
         numbers = [state[: len(state) // layout.rows] for state in states]
         for i, target in enumerate(numbers):
