@@ -81,7 +81,7 @@ def test_packed_states_come_apart_in_order():
 
 def test_group_errors():
     (group,) = models.graph_of("torch_lstm").hidden_groups
-    with pytest.raises(eb.InputError, match="has 2 states, 1 values were given"):
+    with pytest.raises(eb.InputError, match="has 2 states, but 1 values were given"):
         group.concat_hidden([jnp.zeros((B, H))])
     with pytest.raises(eb.InputError, match="has 2 states; the last axis of the array is 3"):
         group.split_hidden(jnp.zeros((B, H, 3)))

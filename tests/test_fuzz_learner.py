@@ -41,7 +41,8 @@ class PlainLearner:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.p = {
-            name: t.detach().double().requires_grad_() for name, t in model.named_parameters()
+            name: t.detach().double().clone().requires_grad_()
+            for name, t in model.named_parameters()
         }
         self.h = self.J = None
 
