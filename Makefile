@@ -19,11 +19,13 @@ N ?= 2000
 TASK ?=
 SEEDS ?= 3
 JOBS ?= 2
+# The public address that `make dist` writes into the package: https://host/owner/project.
+URL ?=
 # The version of KaTeX that `make docs` ships with the site.
 KATEX := 0.19.1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick test-full test-matrix lint format bench reproduce fuzz docs clean
+.PHONY: help setup demo test test-quick test-full test-matrix lint format bench reproduce fuzz docs dist clean
 
 help: ## Show this list.
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r t d; do printf '  make %-12s %s\n' "$$t" "$$d"; done
@@ -88,6 +90,9 @@ fuzz: setup ## Try N=2000 random programs on each fuzz test.
 
 docs: $(VENV)/.docs-ready ## Build the documentation into site/.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+dist: setup ## Build the sdist and the wheel for a public address (URL=https://host/owner/project).
+	@$(BIN)/python docs/dist.py "$(URL)"
 
 clean: ## Remove .venv and everything that was built.
 	rm -rf $(VENV) .matrix build dist site docs/katex *.egg-info .pytest_cache .ruff_cache .hypothesis

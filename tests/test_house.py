@@ -10,7 +10,6 @@ import email.message
 import importlib
 import importlib.metadata
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -23,8 +22,11 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from docs import dist
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "etrace_bridge"
+ADDRESS = "https://example.org/you/etrace_bridge"  # a public address to build for
 # Source folder of each package whose folder is not its dotted name.
 FOLDERS = {f"{PACKAGE}.adapters": "adapters"}
 
@@ -439,24 +441,6 @@ def test_machine_path_rule_sees():
         assert not MACHINE_PATH.search(text), text
 
 
-@pytest.fixture(scope="module")
-def source_copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Copy what the build reads, because setuptools leaves its build folders beside the sources."""
-    copy = tmp_path_factory.mktemp("house") / "source"
-    ignore = shutil.ignore_patterns("__pycache__", "*.egg-info")
-    for name in (PACKAGE, "adapters", "tests"):
-        shutil.copytree(ROOT / name, copy / name, ignore=ignore)
-    for file in ROOT.iterdir():
-        if file.is_file() and file.name != ".git":
-            shutil.copy(file, copy / file.name)
-    return copy
-
-
-def run(*command: str, cwd: Path) -> None:
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def assert_extras_serve_demo_and_adapters(metadata: email.message.Message) -> None:
     """`pip install etrace-bridge[snn,plot]` installs what `demo` and the adapters import."""
     needed: dict[str, set[str]] = {"": set(), "snn": set(), "plot": set()}
@@ -494,27 +478,15 @@ def imported_libraries(file: Path) -> set[str]:
     return names - set(sys.stdlib_module_names) - {PACKAGE}
 
 
-def test_wheel_built_from_the_sdist_holds_every_package_file(source_copy, tmp_path):
-    build_sdist = (
-        "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
-    )
-    run(sys.executable, "-c", build_sdist, str(tmp_path), cwd=source_copy)
-    (sdist,) = tmp_path.glob("*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path / "sdist", filter="data")
-    (unpacked,) = (tmp_path / "sdist").iterdir()
+@pytest.fixture(scope="module")
+def distribution(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The wheel and the sdist that `make dist` builds."""
+    wheel, sdist = dist.build(ADDRESS, tmp_path_factory.mktemp("dist"))
+    return wheel, sdist
 
-    wheel_command = [
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-index",
-        "--wheel-dir",
-        str(tmp_path),
-        ".",
-    ]
-    run(sys.executable, "-m", "pip", "--disable-pip-version-check", *wheel_command, cwd=unpacked)
-    (wheel,) = tmp_path.glob("*.whl")
+
+def test_wheel_built_from_the_sdist_holds_every_package_file(distribution):
+    wheel, _ = distribution
     with zipfile.ZipFile(wheel) as archive:
         shipped = {name for name in archive.namelist() if ".dist-info/" not in name}
         (license_file,) = (name for name in archive.namelist() if name.endswith("licenses/LICENSE"))
@@ -525,10 +497,52 @@ def test_wheel_built_from_the_sdist_holds_every_package_file(source_copy, tmp_pa
     expected = set()
     for folder, package in ((PACKAGE, PACKAGE), ("adapters", f"{PACKAGE}/adapters")):
         files = (
-            file.relative_to(source_copy / folder)
-            for file in (source_copy / folder).rglob("*")
-            if file.is_file()
+            file.relative_to(ROOT / folder)
+            for file in (ROOT / folder).rglob("*")
+            if file.is_file() and "__pycache__" not in file.parts
         )
         expected |= {f"{package}/{file.as_posix()}" for file in files}
     assert f"{PACKAGE}/py.typed" in expected
     assert shipped == expected
+
+
+def test_the_package_index_shows_links_that_lead_somewhere(distribution):
+    wheel, sdist = distribution
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        metadata = email.message_from_bytes(archive.read(name))
+    with tarfile.open(sdist) as archive:
+        (member,) = (
+            m
+            for m in archive.getmembers()
+            if m.name.count("/") == 1 and m.name.endswith("PKG-INFO")
+        )
+        in_sdist = email.message_from_bytes(archive.extractfile(member).read())
+    assert metadata.get_payload() == in_sdist.get_payload()
+    assert metadata.get_all("Project-URL") == in_sdist.get_all("Project-URL")
+    urls = dict(line.split(", ", 1) for line in metadata.get_all("Project-URL"))
+    assert urls["Homepage"] == ADDRESS and {"Documentation", "Changelog", "Issues"} < set(urls)
+
+    links = re.findall(r"\]\(([^)]+)\)", metadata.get_payload())
+    assert len(links) > 10
+    for link in links:
+        assert link.startswith("https://")
+    ours = [
+        link.removeprefix(f"{ADDRESS}/")
+        for link in [*links, *urls.values()]
+        if link.startswith(f"{ADDRESS}/")
+    ]
+    tag = "v" + metadata["Version"]
+    assert f"raw/{tag}/docs/pictures/benchmarks.png" in ours and f"tree/{tag}/examples" in ours
+    for kind, there, path in (link.split("/", 2) for link in ours if link != "issues"):
+        assert there == tag
+        assert (ROOT / path).is_dir() if kind == "tree" else (ROOT / path).is_file(), path
+
+
+@pytest.mark.parametrize(
+    "url", ["", "http://example.org/you/project", "example.org", "https://example.org"]
+)
+def test_dist_asks_for_the_public_address(url, tmp_path):
+    with pytest.raises(SystemExit, match=r"must look like https://host/owner/project"):
+        dist.build(url, tmp_path)
+    assert not list(tmp_path.iterdir())
