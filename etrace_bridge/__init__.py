@@ -7,13 +7,19 @@ torch and brainstate take seconds, which `python -m etrace_bridge --help` does n
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from etrace_bridge._public import *  # noqa: F403
 
 
+__version__: str
+
+
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name.startswith("_") and name != "__all__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     public = importlib.import_module("etrace_bridge._public")
@@ -29,5 +35,15 @@ def __getattr__(name: str) -> Any:
     return globals()[name]
 
 
+def _version() -> str:
+    """The version of the installed distribution; it is read only when it is asked for."""
+    try:
+        return importlib.metadata.version("etrace-bridge")
+    except importlib.metadata.PackageNotFoundError:  # a source tree on the path
+        return "0+not.installed"
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *importlib.import_module("etrace_bridge._public").__all__})
+    return sorted(
+        {*globals(), "__version__", *importlib.import_module("etrace_bridge._public").__all__}
+    )

@@ -20,8 +20,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import etrace_bridge as eb
+from etrace_bridge._bytes import parse_bytes
 from etrace_bridge.check.torch_reference import map_tensors
-from etrace_bridge.learning.footprint import parse_bytes
 from etrace_bridge.rules import RTRL, EProp
 
 pytestmark = pytest.mark.usefixtures("without_single_steps")
@@ -578,6 +578,20 @@ def test_budget_is_read():
     for bad in ("much", "-5MB", "5 apples", 0, -1, True, float("inf")):
         with pytest.raises(eb.InputError, match="`budget` is"):
             parse_bytes(bad)
+
+
+def test_budgets_of_learner_and_rule_are_text_or_numbers():
+    options = [
+        eb.OnlineLearner(torch.nn.GRU(2, 3), budget=budget).runtime.options
+        for budget in ("2kB", 2000, None)
+    ]
+    assert [o.budget for o in options] == [2000, 2000, None]
+    assert eb.rules.LowRankRTRL(max_bytes="2kB") == eb.rules.LowRankRTRL(max_bytes=2000)
+    assert eb.rules.make_rule("low_rank:max_bytes=2kB").max_bytes == 2000
+    with pytest.raises(eb.InputError, match="`budget` is 'much'"):
+        eb.OnlineLearner(torch.nn.GRU(2, 3), budget="much")
+    with pytest.raises(eb.InputError, match="`max_bytes` is 0"):
+        eb.rules.LowRankRTRL(max_bytes=0)
 
 
 def test_map_tensors_keeps_structure():

@@ -34,6 +34,12 @@ def test_names_are_exported():
         assert getattr(eb, name).__doc__
 
 
+def test_what_the_report_is_made_of_is_named_in_the_compiler_s_package():
+    for name in ("ContactForm", "Cut", "Drop", "WeightView"):
+        assert getattr(eb.compiler, name).__doc__
+        assert name not in eb.__all__
+
+
 # Hidden groups
 # ------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from jax import lax
 import etrace_bridge as eb
 import models
 from etrace_bridge._jax_compat import bind_equation
+from etrace_bridge.compiler import ContactForm
 from etrace_bridge.compiler.contacts import _RULES
 from etrace_bridge.compiler.jaxpr import read
 from etrace_bridge.compiler.normalise import normalise
@@ -192,7 +193,7 @@ def test_register_contact(monkeypatch):
         if weight != 1:
             return None
         b, h = eqn.outvars[0].aval.shape
-        return eb.ContactForm(
+        return ContactForm(
             1, 0, {"b": b, "h": h}, out="bh", view="h", feature="bh", phi=lambda x: jnp.sort(x, 1)
         )
 

@@ -115,6 +115,7 @@ def test_it_is_read_back_with_names_and_for_several_platforms(exported):
     assert facts["inputs"] == [{"name": "input 0", "shape": [3, 2], "dtype": "float32"}]
     assert facts["weights"] == [n for n, _ in make_net().named_parameters() if "spare" not in n]
     found = eb.load_exported(folder)
+    assert repr(found).startswith("ExportedLearner(d_rtrl, ") and "input 0 (3, 2)" in repr(found)
     first, _ = found.step(xs[0], ys[0])
     for x, y in zip(xs[1:30], ys[1:30], strict=True):
         last, output = found.step(x, y)

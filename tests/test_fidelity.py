@@ -213,5 +213,5 @@ def test_a_learner_and_its_history_print_as_one_can_read_them():
     learner = eb.OnlineLearner(nn.GRU(2, 3), loss=mse_loss, optimizer=optax.sgd(0.1))
     assert repr(learner) == "OnlineLearner(GRU by d_rtrl: 0 steps, 0 updates)"
     history = eb.History([{"epoch": 1, "loss": 0.5, "complete": True}], [0.5, 0.5], "")
-    assert repr(history) == "History of 1 epochs, 2 batches, loss 0.5 → 0.5"
+    assert repr(history) == "History of 1 epoch, 2 batches, loss 0.5 → 0.5"
     assert "<td" in history._repr_html_() and "0.5" in history._repr_html_()

@@ -211,6 +211,17 @@ def test_wrong_names_and_inputs_are_refused():
         eb.functional(3, xs[0])
 
 
+@pytest.mark.parametrize("make", [eb.OnlineLearner, eb.functional])
+def test_a_seed_that_would_do_nothing_is_refused(make):
+    xs, _ = make_data()
+    rest = (xs[0],) if make is eb.functional else ()
+    net = eb.wrap(make_net(), seed=3)
+    with pytest.raises(eb.InputError, match=r"`seed=5` would have no effect.*`wrap\(model, seed"):
+        make(net, *rest, seed=5)
+    make(make_net(), *rest, seed=5)
+    make(net, *rest)
+
+
 class Tokens(torch.nn.Module):
     """A GRU on token numbers."""
 

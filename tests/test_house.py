@@ -32,8 +32,9 @@ FOLDERS = {f"{PACKAGE}.adapters": "adapters"}
 
 # What each room of the house may import, itself aside. Everything that is not listed here (cli,
 # plot, the public names in `__init__`) stands on top and may import all of them.
-GROUND = {"_errors", "_jax_compat", "_precision", "_tables"}
+GROUND = {"_bytes", "_errors", "_jax_compat", "_precision", "_tables"}
 MAY_IMPORT = {
+    "_bytes": {"_errors"},
     "_errors": set(),
     "_jax_compat": {"_errors"},
     "_precision": set(),

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from etrace_bridge._bytes import parse_bytes
 from etrace_bridge._errors import InputError
 from etrace_bridge._tables import html_table, text_table
 from etrace_bridge.check.module_reference import preserved_states
@@ -26,7 +27,6 @@ from etrace_bridge.learning.compiled_step import CompiledStep
 from etrace_bridge.learning.footprint import (
     GradientProgram,
     compile_gradients,
-    parse_bytes,
     rule_bytes,
     tree_bytes,
 )

@@ -9,12 +9,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from etrace_bridge._bytes import parse_bytes
 from etrace_bridge._errors import InputError
 from etrace_bridge.check.gradient_report import GradientReport
 from etrace_bridge.check.html import render_page
 from etrace_bridge.check.output_files import write_json, write_text
 from etrace_bridge.check.text import comparison_html, render_comparison, size
-from etrace_bridge.learning.footprint import parse_bytes
 
 
 @dataclass(frozen=True)

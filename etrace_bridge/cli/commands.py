@@ -12,13 +12,13 @@ fits, training became NaN), 2 bad use, 130 and 143 after Ctrl-C and SIGTERM.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import etrace_bridge
 from etrace_bridge._errors import BridgeError, NonFiniteError
 from etrace_bridge.cli.arguments import (
     BAD_USE,
@@ -191,18 +191,13 @@ def make_parser() -> argparse.ArgumentParser:
         description="Online learning for recurrent and spiking models written in PyTorch.",
         epilog="`python -m etrace_bridge COMMAND --help` shows a command's options. Exit status: 0 ok, 1 the answer is no, 2 bad use.",
     )
-    parser.add_argument("--version", action="version", version=f"etrace-bridge {_version()}")
+    parser.add_argument(
+        "--version", action="version", version=f"etrace-bridge {etrace_bridge.__version__}"
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for add in COMMANDS:
         add(commands)
     return parser
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("etrace-bridge")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

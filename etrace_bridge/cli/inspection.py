@@ -9,6 +9,7 @@ from typing import Any
 import brainstate
 import torch
 
+from etrace_bridge._bytes import parse_bytes
 from etrace_bridge.check.gradients import check_gradients
 from etrace_bridge.check.recommend import recommend
 from etrace_bridge.cli.arguments import NOT_OK, OK, UsageError, as_chunk, at_least_one, split_names
@@ -25,7 +26,6 @@ from etrace_bridge.compiler.diagnostics import show_path
 from etrace_bridge.compiler.graph import ETraceGraph, compile_etrace_graph
 from etrace_bridge.frontend import to_jax, wrap
 from etrace_bridge.learning.compiled_step import CompiledStep
-from etrace_bridge.learning.footprint import parse_bytes
 from etrace_bridge.learning.inputs import as_array
 from etrace_bridge.rules import make_rule
 

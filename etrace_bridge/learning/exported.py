@@ -55,6 +55,13 @@ class ExportedLearner:
                 rebuild(name, manifest, facts, programs[facts["file"]]).call, one_step=True
             )
 
+    def __repr__(self) -> str:
+        facts = self.manifest
+        inputs = ", ".join(f"{row['name']} {tuple(row['shape'])}" for row in facts["inputs"])
+        return (
+            f"ExportedLearner({facts['rule']}, {facts['steps']:,} steps; one step takes {inputs})"
+        )
+
     def step(self, x: Any, target: Any) -> tuple[Any, Any]:
         """One online step with its update; returns loss and outputs."""
         targets = jax.tree.leaves(target)

@@ -80,7 +80,11 @@ class History:
             else ""
         )
         stopped = f"; stopped: {self.stopped}" if self.stopped else ""
-        return f"History of {len(self.epochs)} epochs, {len(self.batch_losses)} batches{losses}{stopped}"
+        epochs = "1 epoch" if len(self.epochs) == 1 else f"{len(self.epochs)} epochs"
+        batches = len(self.batch_losses)
+        return (
+            f"History of {epochs}, {batches} batch{'' if batches == 1 else 'es'}{losses}{stopped}"
+        )
 
     def __repr__(self) -> str:
         return self._headline()

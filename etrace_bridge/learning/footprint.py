@@ -3,53 +3,18 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from etrace_bridge._errors import InputError
 from etrace_bridge.learning.compiled_step import CompiledStep
 from etrace_bridge.learning.online_core import OnlineCore
 from etrace_bridge.learning.programs import ProgramSpec, make_gradients
 from etrace_bridge.lowering import announcing, jit
 from etrace_bridge.rules import Rule
 from etrace_bridge.schedule.chunk_plan import divide
-
-_UNITS = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
-
-
-def parse_bytes(budget: int | float | str) -> int:
-    """A number of bytes from a number or from text such as `"500MB"` or `"2 GiB"`."""
-    if isinstance(budget, str):
-        found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*", budget)
-        if found is None or found[2].lower() not in _UNITS:
-            raise InputError(
-                f"`budget` is {budget!r}; write a number of bytes, or one with a unit such as "
-                "'500MB' or '2GiB'."
-            )
-        budget = float(found[1]) * _UNITS[found[2].lower()]
-    if (
-        isinstance(budget, bool)
-        or not isinstance(budget, (int, float))
-        or not budget > 0
-        or not math.isfinite(budget)
-    ):
-        raise InputError(f"`budget` is {budget!r}; it must be a positive number of bytes.")
-    return int(budget)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from jax import lax
 
 from etrace_bridge._errors import InputError
 from etrace_bridge.compiler.graph import ETraceGraph
-from etrace_bridge.frontend import wrap
+from etrace_bridge.learning.bridging import as_brainstate
 from etrace_bridge.learning.compiled_step import CompiledStep
 from etrace_bridge.learning.inputs import as_array, read_inputs
 from etrace_bridge.learning.online_core import NamedCore, OnlineCarry, OnlineCore, Params
@@ -48,7 +48,10 @@ class Functional:
 
 
 def functional(
-    net: torch.nn.Module | brainstate.nn.Module, *x: Any, rule: str | Rule = "d_rtrl", seed: int = 0
+    net: torch.nn.Module | brainstate.nn.Module,
+    *x: Any,
+    rule: str | Rule = "d_rtrl",
+    seed: int | None = None,
 ) -> Functional:
     """Give a model under a learning rule as pure functions of arrays.
 
@@ -63,7 +66,7 @@ def functional(
             dicts and tuples of them, and one dict by the names of `forward`'s arguments; `step` and
             `chunk` then take the same, or the tensors in a row.
         rule: a rule's name or object, see `etrace_bridge.rules`.
-        seed: seed of a torch model's random ops.
+        seed: seed of a torch model's random ops (default 0).
 
     Returns:
         A `Functional`, which unpacks to `init, step`.
@@ -118,13 +121,9 @@ def functional(
     return Functional(init, step, chunk, core.reset, core.params(), core.program.graph)
 
 
-def compile_step(net: Any, x: tuple, seed: int = 0) -> CompiledStep:
+def compile_step(net: Any, x: tuple, seed: int | None = None) -> CompiledStep:
     """The compiled step of a torch or brainstate module for inputs like these."""
-    net = wrap(net, seed=seed) if isinstance(net, torch.nn.Module) else net
-    if not isinstance(net, brainstate.nn.Module):
-        raise InputError(
-            f"`net` is a {type(net).__name__}; it must be a torch or a brainstate module."
-        )
+    net = as_brainstate(net, seed, "net")
     if not x:
         raise InputError("`functional` needs an example of one time step: `eb.functional(net, x)`.")
     return CompiledStep(net, [as_array(a) for a in _tensors(net, x)])

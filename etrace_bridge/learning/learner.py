@@ -12,10 +12,12 @@ import brainstate
 import jax
 import torch
 
+from etrace_bridge._bytes import parse_bytes
 from etrace_bridge._errors import InputError, StateError
 from etrace_bridge.compiler.graph import ETraceGraph
-from etrace_bridge.frontend import BridgedModule, wrap
+from etrace_bridge.frontend import BridgedModule
 from etrace_bridge.learning.autosave import Checkpoints
+from etrace_bridge.learning.bridging import as_brainstate
 from etrace_bridge.learning.checkpoint import save_learner
 from etrace_bridge.learning.checkpoint_restore import read_learner, restore_learner, rule_of
 from etrace_bridge.learning.export import PLATFORMS, export_learner
@@ -51,7 +53,8 @@ class OnlineLearner:
             torch, through `.grad`.
         chunk: steps in a chunk, or `"auto"`.
         reduction: `"mean"` or `"sum"` over the steps of a sequence.
-        budget: bytes that a chunk's buffers may take; None for as many as the trace takes.
+        budget: bytes that a chunk's buffers may take, or text such as `"500MB"`; None for as many
+            as the trace takes.
         clip_norm: the largest norm of all gradients, as in `torch.nn.utils.clip_grad_norm_`.
         clip_value: the largest absolute value of a gradient's element.
         accumulate: number of gradients that are averaged for one update.
@@ -66,7 +69,7 @@ class OnlineLearner:
             (`distributed_mesh()`), each process passes its own part of the batch.
         partition: an axis of `mesh` that divides hidden units instead of the batch: traces, states
             and the weights that feed them.
-        seed: seed of a torch model's random ops.
+        seed: seed of a torch model's random ops (default 0).
         loss_at: where the loss is if each sequence has one target, `(batch, …)`. `"last"`: at the
             last step, or the last that `mask` allows. `"every"`: at every step. `"model"`: on the
             output as the model's own `forward` reduces it over time (`net.reduction`). None: every
@@ -98,7 +101,7 @@ class OnlineLearner:
         chunk: int | str = "auto",
         *,
         reduction: str = "mean",
-        budget: int | None = None,
+        budget: int | float | str | None = None,
         clip_norm: float | None = None,
         clip_value: float | None = None,
         accumulate: int = 1,
@@ -109,7 +112,7 @@ class OnlineLearner:
         device: Any = None,
         mesh: Any = None,
         partition: str | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         loss_at: str | None = None,
         freeze: bool = False,
         any_length: bool = False,
@@ -123,15 +126,11 @@ class OnlineLearner:
             )
         if cache_dir is not None:
             keep_programs(cache_dir)
-        net = wrap(model, seed=seed) if isinstance(model, torch.nn.Module) else model
-        if not isinstance(net, brainstate.nn.Module):
-            raise InputError(
-                f"`model` is a {type(model).__name__}; it must be a torch or a brainstate module."
-            )
+        net = as_brainstate(model, seed, "model")
         options = Options(
             chunk,
             reduction,
-            budget,
+            None if budget is None else parse_bytes(budget),
             clip_norm,
             clip_value,
             accumulate,

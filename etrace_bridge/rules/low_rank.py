@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from etrace_bridge._bytes import parse_bytes
 from etrace_bridge._errors import InputError
 from etrace_bridge.compiler.diagnostics import Path
 from etrace_bridge.compiler.graph import ETraceGraph
@@ -84,14 +85,14 @@ class LowRankRTRL(ReverseRule):
         rank: r; 0 is D-RTRL, the number of hidden values per batch element (or more) is exact.
         hops: None follows all products; 1 follows one.
         max_bytes: weights whose `A` and `E` do not fit into this, the largest first, keep D-RTRL's
-            trace.
+            trace; a number or text such as `"500MB"`.
         trace_dtype: dtype in which factors and trace are stored, e.g. `"bfloat16"`; None keeps the
             states' dtype. Each step is computed in float32 at least.
     """
 
     rank: int = 1
     hops: int | None = None
-    max_bytes: int = 2 * 10**9
+    max_bytes: int | str = 2 * 10**9
     trace_dtype: str | None = None
     name: ClassVar[str] = "low_rank"
     follows_states: ClassVar[bool] = True
@@ -101,6 +102,7 @@ class LowRankRTRL(ReverseRule):
             raise InputError(f"`rank` is {self.rank!r}; it must be a whole number, 0 or more.")
         if self.hops not in (None, 1):
             raise InputError(f"`hops` is {self.hops!r}; it must be 1, or None for all.")
+        object.__setattr__(self, "max_bytes", parse_bytes(self.max_bytes, "max_bytes"))
 
     def variants(self) -> Iterator[LowRankRTRL]:
         """Ranks from 16 down."""
@@ -109,7 +111,7 @@ class LowRankRTRL(ReverseRule):
 
     def init(self, program: StepProgram) -> Memory:
         layout = find_layout(program)
-        ranks = family_ranks(layout, self.rank, self.max_bytes)
+        ranks = family_ranks(layout, self.rank, int(self.max_bytes))
         families = [new_family(layout, f, r) for f, r in zip(layout.families, ranks, strict=True)]
         if self.trace_dtype is not None:
             families = jax.tree.map(lambda x: x.astype(self.trace_dtype), families)
@@ -242,7 +244,7 @@ class LowRankRTRL(ReverseRule):
         if not self.rank or length == 1 or chunk >= length:
             return found
         layout = find_layout(make_program(graph))
-        ranks = family_ranks(layout, self.rank, self.max_bytes)
+        ranks = family_ranks(layout, self.rank, int(self.max_bytes))
         for family, r in zip(layout.families, ranks, strict=True):
             for block in family.blocks if r == 0 else ():
                 for path in block.contact.view.paths:
