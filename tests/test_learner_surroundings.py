@@ -65,6 +65,107 @@ def test_weight_decay_leaves_alone_what_gets_no_gradient(kind) -> None:
         assert model.held.grad is None and model.out.weight.grad is not None
 
 
+class TwoHeads(nn.Module):
+    """Two outputs, and behind the second one a layer, a state and a parameter of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.RNN(I, 3), nn.Linear(3, O)
+        self.inner, self.side, self.head = nn.Linear(3, 2), nn.RNN(2, 2), nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.rnn(x)[0]
+        return self.out(h), self.head(self.side(self.inner(h))[0])
+
+
+def of_first(outputs: tuple, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(outputs[0], target)
+
+
+def of_second(outputs: tuple, target: torch.Tensor) -> torch.Tensor:
+    return outputs[1].pow(2).mean()
+
+
+def train_in_torch(model: nn.Module, optimizer: torch.optim.Optimizer, loss) -> None:
+    optimizer.zero_grad()
+    loss(model(XS), YS).backward()
+    optimizer.step()
+
+
+def two_heads() -> TwoHeads:
+    torch.manual_seed(5)
+    return TwoHeads().double()
+
+
+UNREAD = {of_first: ("inner.", "side.", "head."), of_second: ("out.",)}
+DECAYING = [
+    functools.partial(torch.optim.AdamW, lr=0.02, weight_decay=0.5),
+    functools.partial(torch.optim.SGD, lr=0.02, weight_decay=0.5, momentum=0.9, nesterov=True),
+    functools.partial(torch.optim.NAdam, lr=0.02, weight_decay=0.5),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "loss"), [*((make, of_first) for make in DECAYING), (DECAYING[0], of_second)]
+)
+def test_weight_decay_leaves_alone_what_the_loss_does_not_read(make, loss) -> None:
+    model, reference = two_heads(), two_heads()
+    optimizer = make(reference.parameters())
+    learner = eb.OnlineLearner(model, "rtrl", loss, make(model.parameters()), chunk=6)
+    for _ in range(3):
+        learner.update(XS, YS)
+        train_in_torch(reference, optimizer, loss)
+    learner.sync_to_torch()
+    assert_same(dict(model.named_parameters()), dict(reference.named_parameters()))
+    start = dict(two_heads().named_parameters())
+    for name, p in model.named_parameters():
+        assert torch.equal(p, start[name]) is name.startswith(UNREAD[loss]), name
+        p.grad = None
+    learner.fill_grad(learner.gradients(XS, YS))
+    for name, p in model.named_parameters():
+        assert (p.grad is None) is name.startswith(UNREAD[loss]), name
+
+
+def test_an_optimizer_that_left_parameters_out_goes_on() -> None:
+    """torch keeps no state of parameters that never had a `.grad`."""
+    model = two_heads()
+    optimizer = DECAYING[0](model.parameters())
+    train_in_torch(model, optimizer, of_first)
+    reference = copy.deepcopy(model)
+    other = DECAYING[0](reference.parameters())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    learner = eb.OnlineLearner(model, "rtrl", of_first, optimizer, chunk=6)
+    for _ in range(2):
+        learner.update(XS, YS)
+        train_in_torch(reference, other, of_first)
+    learner.sync_to_torch()
+    assert_same(dict(model.named_parameters()), dict(reference.named_parameters()))
+    both = lambda outputs, target: of_first(outputs, target) + of_second(outputs, target)
+    model = copy.deepcopy(model)
+    optimizer = DECAYING[0](model.parameters())
+    train_in_torch(model, optimizer, of_first)
+    learner = eb.OnlineLearner(model, "rtrl", both, optimizer, chunk=6)
+    with pytest.raises(eb.NotSupportedError, match=r"different numbers of times: \[0, 1\]"):
+        learner.update(XS, YS)
+
+
+def test_a_loss_of_an_output_that_no_parameter_makes_is_refused() -> None:
+    class Echo(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.RNN(I, 3)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.rnn(x)[0], x * 2
+
+    model = Echo().double()
+    learner = eb.OnlineLearner(
+        model, "d_rtrl", of_second, torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    with pytest.raises(eb.InputError, match="No gradient can reach any parameter"):
+        learner.update(XS, YS)
+
+
 @pytest.fixture(scope="module")
 def learner() -> eb.OnlineLearner:
     model = make_partly()
