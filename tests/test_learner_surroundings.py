@@ -8,6 +8,7 @@ import copy
 import functools
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -213,10 +214,91 @@ def test_weights_changed_in_torch_are_noticed(learner: eb.OnlineLearner) -> None
     assert torch.allclose(taken, after + 1.0) and before.shape == after.shape
 
 
+def make_learner(model: nn.Module | eb.BridgedModule) -> eb.OnlineLearner:
+    torch_model = getattr(model, "model", model)
+    optimizer = torch.optim.SGD(torch_model.parameters(), lr=0.1)
+    return eb.OnlineLearner(model, "d_rtrl", F.mse_loss, optimizer)
+
+
+def test_weights_changed_between_wrap_and_learner_are_noticed() -> None:
+    net = eb.wrap(make_partly())
+    with torch.no_grad():
+        net.model.out.bias.add_(1.0)
+    with pytest.warns(UserWarning, match=r"`out.bias` of the torch model changed"):
+        make_learner(net).step(XS[0], YS[0])
+    net.load_state_dict(net.model.state_dict())
+    learner = make_learner(net)  # a warning would fail the test
+    learner.step(XS[0], YS[0])
+    learner.sync_to_torch()
+    made = make_learner(net)
+    made.step(XS[0], YS[0])
+    assert torch.equal(made.net.state_dict()["held"], net.model.held)
+
+
+def replace_parameter(model: Partly) -> str:
+    model.out.bias = nn.Parameter(torch.zeros_like(model.out.bias))
+    return "`out.bias` of the torch model was replaced"
+
+
+def replace_module(model: Partly) -> str:
+    model.out = nn.Linear(3, O).double()
+    return "`out` of the torch model was replaced"
+
+
+def remove_bias(model: Partly) -> str:
+    model.out.bias = None
+    return "`out.bias` of the torch model was replaced"
+
+
+@pytest.mark.parametrize("replace", [replace_parameter, replace_module, remove_bias])
+def test_what_replaces_a_parameter_is_not_ignored(replace) -> None:
+    model = make_partly()
+    out, bias = model.out, model.out.bias
+    learner = make_learner(model)
+    learner.step(XS[0], YS[0])
+    learner.step(XS[1], YS[1])
+    message = replace(model)
+    for call in (
+        lambda: learner.step(XS[0], YS[0]),
+        lambda: learner.update(XS, YS),
+        lambda: learner.predict(XS),
+    ):
+        with pytest.raises(eb.StateError, match=message):
+            call()
+    out.bias, model.out = bias, out
+    learner.step(XS[0], YS[0])
+
+
+def test_data_given_to_a_parameter_is_noticed() -> None:
+    model = make_partly()
+    learner = make_learner(model)
+    learner.step(XS[0], YS[0])
+    learner.step(XS[1], YS[1])
+    model.out.bias.data = torch.zeros_like(model.out.bias)
+    with pytest.warns(UserWarning, match="`out.bias` of the torch model changed"):
+        learner.step(XS[0], YS[0])
+
+
 def test_a_learner_is_not_copied_by_pickle(learner: eb.OnlineLearner) -> None:
-    for call in (copy.deepcopy, pickle.dumps):
+    for call in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(eb.StateError, match="cannot be copied or pickled"):
             call(learner)
+
+
+def test_what_holds_traced_programs_is_not_pickled(learner: eb.OnlineLearner) -> None:
+    net = learner.net
+    assert isinstance(net, eb.BridgedModule)
+    for thing, advice in ((net, "Pickle the torch model"), (learner.graph, "Compile it again")):
+        with pytest.raises(eb.StateError, match=f"cannot be pickled. {advice}"):
+            pickle.dumps(thing)
+    for copied in (copy.copy(learner.graph), copy.deepcopy(learner.graph)):
+        assert copied.report() == learner.graph.report()
+    net.init_state(len(XS[0]))
+    alias, copied = copy.copy(net), copy.deepcopy(net)
+    first = copied(XS[0].numpy())
+    np.testing.assert_array_equal(first, net(XS[0].numpy()))  # its states are its own
+    np.testing.assert_array_equal(alias(XS[1].numpy()), copied(XS[1].numpy()))
+    assert not np.array_equal(first, copied(XS[0].numpy()))
 
 
 def test_a_reset_takes_a_choice(learner: eb.OnlineLearner) -> None:

@@ -403,6 +403,7 @@ class OnlineLearner:
                 for name, tensor in own:
                     if name in current and tensor.shape == current[name].shape:
                         tensor.copy_(current[name])
+        self.net.note_versions()  # pyright: ignore[reportAttributeAccessIssue]
         self.runtime.torch_watch.note()
         if store.started and store.updater is not None and store.updater.translated is not None:
             store.updater.translated.export(store.state.opt)
