@@ -20,7 +20,7 @@ __all__ = [
     "Var",
     "bind_equation",
     "copy_p",
-    "depends_on",
+    "outputs_of",
     "evaluate_jaxpr",
     "is_concrete",
     "keep_source",
@@ -42,10 +42,14 @@ def bind_equation(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def depends_on(jaxpr: Jaxpr, variable: Var) -> bool:
-    """Whether any output depends on an input."""
-    _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    return used[jaxpr.invars.index(variable)]
+def outputs_of(jaxpr: Jaxpr, variable: Var) -> list[int]:
+    """Which outputs depend on an input."""
+    position, count = jaxpr.invars.index(variable), len(jaxpr.outvars)
+    return [
+        n
+        for n in range(count)
+        if partial_eval.dce_jaxpr(jaxpr, [k == n for k in range(count)])[1][position]
+    ]
 
 
 def evaluate_jaxpr(closed: ClosedJaxpr, *values: Any) -> list[Any]:

@@ -116,6 +116,8 @@ OTHER = {
     "one bad target of two": (lambda k: k.gradients(XS, (YS, "a")), "Target 1 is a `str`"),
     "mask with infinity": (lambda k: k.gradients(XS, YS, mask=torch.tensor([1.0] * 5 + [torch.inf])), "`mask` is .*infinity"),
     "mask with NaN": (lambda k: k.update(XS, YS, mask=np.array([1.0] * 5 + [np.nan])), "`mask` is .*NaN"),
+    "lengths as a mask": (lambda k: k.update(XS, YS, mask=torch.tensor([6, 2, 1, 1, 1, 1])), "has other numbers than 0 and 1"),
+    "indices in a batch": (lambda k: k.fit([(XS, YS, torch.arange(T))], progress=False), "has other numbers than 0 and 1"),
     "complex mask": (lambda k: k.update(XS, YS, mask=torch.ones(T, dtype=torch.complex64)), "`mask` is complex64"),
     "reset with NaN": (lambda k: k.reset(torch.tensor([1.0, 0.0, torch.nan])), "`mask` is .*NaN"),
     "fit on a number": (lambda k: k.fit(3), "`batches` is a int"),

@@ -146,6 +146,7 @@ OPTIMIZERS = {
         [{"params": model.rnn.parameters()}, {"params": model.out.parameters(), "lr": 0.1}]
     ),
     "in torch": lambda model: torch.optim.NAdam(model.parameters(), lr=0.05),
+    "of some, in torch": lambda model: torch.optim.NAdam(model.out.parameters(), lr=0.05),
 }
 
 
@@ -153,19 +154,41 @@ OPTIMIZERS = {
 def test_torch_optimizers_come_back(kind, tmp_path):
     batches = [make_data(seed=n) for n in range(5)]
     model, other = make_net(), make_net()
-    learner = eb.OnlineLearner(model, "bptt", mse_loss, OPTIMIZERS[kind](model), accumulate=2)
+    options = {"accumulate": 2, "clip_norm": 0.1}
+    learner = eb.OnlineLearner(model, "bptt", mse_loss, OPTIMIZERS[kind](model), **options)
     for batch in batches[:3]:
         learner.update(*batch)
     learner.runtime.optimizer.param_groups[0]["lr"] = 0.003  # as a scheduler does
     learner.save(tmp_path / "model")
     optimizer = OPTIMIZERS[kind](other)
     loaded = eb.OnlineLearner.load(
-        tmp_path / "model", other, loss=mse_loss, optimizer=optimizer, accumulate=2
+        tmp_path / "model", other, loss=mse_loss, optimizer=optimizer, **options
     )
     assert optimizer.param_groups[0]["lr"] == 0.003
     for batch in batches[3:]:
         assert learner.update(*batch).loss == loaded.update(*batch).loss
     assert_equal(everything(loaded), everything(learner))
+
+
+SGD_PAIRS = {
+    "momentum": {"momentum": 0.9},
+    "nesterov": {"momentum": 0.9, "nesterov": True},
+    "maximize": {"maximize": True},
+}
+
+
+@pytest.mark.parametrize("option", SGD_PAIRS)
+def test_an_optimizer_with_other_equations_is_told_what_differs(option, tmp_path):
+    model = make_net()
+    plain = {"momentum": 0.9} if option == "nesterov" else {}
+    saved = torch.optim.SGD(model.parameters(), lr=0.1, **plain)
+    learner = eb.OnlineLearner(model, "bptt", mse_loss, saved)
+    learner.step(*(x[0] for x in make_data()))
+    path = learner.save(tmp_path / "model")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **SGD_PAIRS[option])
+    with pytest.raises(eb.StateError, match=f"group 0: `{option}` is .* in the checkpoint, "):
+        eb.OnlineLearner.load(path, model, loss=mse_loss, optimizer=optimizer)
+    assert optimizer.param_groups[0][option] == SGD_PAIRS[option][option]
 
 
 def test_the_guard_goes_on_counting(trained, tmp_path):

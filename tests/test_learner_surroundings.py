@@ -8,6 +8,7 @@ import copy
 import functools
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -65,6 +66,107 @@ def test_weight_decay_leaves_alone_what_gets_no_gradient(kind) -> None:
         assert model.held.grad is None and model.out.weight.grad is not None
 
 
+class TwoHeads(nn.Module):
+    """Two outputs, and behind the second one a layer, a state and a parameter of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = nn.RNN(I, 3), nn.Linear(3, O)
+        self.inner, self.side, self.head = nn.Linear(3, 2), nn.RNN(2, 2), nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.rnn(x)[0]
+        return self.out(h), self.head(self.side(self.inner(h))[0])
+
+
+def of_first(outputs: tuple, target: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(outputs[0], target)
+
+
+def of_second(outputs: tuple, target: torch.Tensor) -> torch.Tensor:
+    return outputs[1].pow(2).mean()
+
+
+def train_in_torch(model: nn.Module, optimizer: torch.optim.Optimizer, loss) -> None:
+    optimizer.zero_grad()
+    loss(model(XS), YS).backward()
+    optimizer.step()
+
+
+def two_heads() -> TwoHeads:
+    torch.manual_seed(5)
+    return TwoHeads().double()
+
+
+UNREAD = {of_first: ("inner.", "side.", "head."), of_second: ("out.",)}
+DECAYING = [
+    functools.partial(torch.optim.AdamW, lr=0.02, weight_decay=0.5),
+    functools.partial(torch.optim.SGD, lr=0.02, weight_decay=0.5, momentum=0.9, nesterov=True),
+    functools.partial(torch.optim.NAdam, lr=0.02, weight_decay=0.5),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "loss"), [*((make, of_first) for make in DECAYING), (DECAYING[0], of_second)]
+)
+def test_weight_decay_leaves_alone_what_the_loss_does_not_read(make, loss) -> None:
+    model, reference = two_heads(), two_heads()
+    optimizer = make(reference.parameters())
+    learner = eb.OnlineLearner(model, "rtrl", loss, make(model.parameters()), chunk=6)
+    for _ in range(3):
+        learner.update(XS, YS)
+        train_in_torch(reference, optimizer, loss)
+    learner.sync_to_torch()
+    assert_same(dict(model.named_parameters()), dict(reference.named_parameters()))
+    start = dict(two_heads().named_parameters())
+    for name, p in model.named_parameters():
+        assert torch.equal(p, start[name]) is name.startswith(UNREAD[loss]), name
+        p.grad = None
+    learner.fill_grad(learner.gradients(XS, YS))
+    for name, p in model.named_parameters():
+        assert (p.grad is None) is name.startswith(UNREAD[loss]), name
+
+
+def test_an_optimizer_that_left_parameters_out_goes_on() -> None:
+    """torch keeps no state of parameters that never had a `.grad`."""
+    model = two_heads()
+    optimizer = DECAYING[0](model.parameters())
+    train_in_torch(model, optimizer, of_first)
+    reference = copy.deepcopy(model)
+    other = DECAYING[0](reference.parameters())
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    learner = eb.OnlineLearner(model, "rtrl", of_first, optimizer, chunk=6)
+    for _ in range(2):
+        learner.update(XS, YS)
+        train_in_torch(reference, other, of_first)
+    learner.sync_to_torch()
+    assert_same(dict(model.named_parameters()), dict(reference.named_parameters()))
+    both = lambda outputs, target: of_first(outputs, target) + of_second(outputs, target)
+    model = copy.deepcopy(model)
+    optimizer = DECAYING[0](model.parameters())
+    train_in_torch(model, optimizer, of_first)
+    learner = eb.OnlineLearner(model, "rtrl", both, optimizer, chunk=6)
+    with pytest.raises(eb.NotSupportedError, match=r"different numbers of times: \[0, 1\]"):
+        learner.update(XS, YS)
+
+
+def test_a_loss_of_an_output_that_no_parameter_makes_is_refused() -> None:
+    class Echo(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.RNN(I, 3)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.rnn(x)[0], x * 2
+
+    model = Echo().double()
+    learner = eb.OnlineLearner(
+        model, "d_rtrl", of_second, torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    with pytest.raises(eb.InputError, match="No gradient can reach any parameter"):
+        learner.update(XS, YS)
+
+
 @pytest.fixture(scope="module")
 def learner() -> eb.OnlineLearner:
     model = make_partly()
@@ -112,10 +214,91 @@ def test_weights_changed_in_torch_are_noticed(learner: eb.OnlineLearner) -> None
     assert torch.allclose(taken, after + 1.0) and before.shape == after.shape
 
 
+def make_learner(model: nn.Module | eb.BridgedModule) -> eb.OnlineLearner:
+    torch_model = getattr(model, "model", model)
+    optimizer = torch.optim.SGD(torch_model.parameters(), lr=0.1)
+    return eb.OnlineLearner(model, "d_rtrl", F.mse_loss, optimizer)
+
+
+def test_weights_changed_between_wrap_and_learner_are_noticed() -> None:
+    net = eb.wrap(make_partly())
+    with torch.no_grad():
+        net.model.out.bias.add_(1.0)
+    with pytest.warns(UserWarning, match=r"`out.bias` of the torch model changed"):
+        make_learner(net).step(XS[0], YS[0])
+    net.load_state_dict(net.model.state_dict())
+    learner = make_learner(net)  # a warning would fail the test
+    learner.step(XS[0], YS[0])
+    learner.sync_to_torch()
+    made = make_learner(net)
+    made.step(XS[0], YS[0])
+    assert torch.equal(made.net.state_dict()["held"], net.model.held)
+
+
+def replace_parameter(model: Partly) -> str:
+    model.out.bias = nn.Parameter(torch.zeros_like(model.out.bias))
+    return "`out.bias` of the torch model was replaced"
+
+
+def replace_module(model: Partly) -> str:
+    model.out = nn.Linear(3, O).double()
+    return "`out` of the torch model was replaced"
+
+
+def remove_bias(model: Partly) -> str:
+    model.out.bias = None
+    return "`out.bias` of the torch model was replaced"
+
+
+@pytest.mark.parametrize("replace", [replace_parameter, replace_module, remove_bias])
+def test_what_replaces_a_parameter_is_not_ignored(replace) -> None:
+    model = make_partly()
+    out, bias = model.out, model.out.bias
+    learner = make_learner(model)
+    learner.step(XS[0], YS[0])
+    learner.step(XS[1], YS[1])
+    message = replace(model)
+    for call in (
+        lambda: learner.step(XS[0], YS[0]),
+        lambda: learner.update(XS, YS),
+        lambda: learner.predict(XS),
+    ):
+        with pytest.raises(eb.StateError, match=message):
+            call()
+    out.bias, model.out = bias, out
+    learner.step(XS[0], YS[0])
+
+
+def test_data_given_to_a_parameter_is_noticed() -> None:
+    model = make_partly()
+    learner = make_learner(model)
+    learner.step(XS[0], YS[0])
+    learner.step(XS[1], YS[1])
+    model.out.bias.data = torch.zeros_like(model.out.bias)
+    with pytest.warns(UserWarning, match="`out.bias` of the torch model changed"):
+        learner.step(XS[0], YS[0])
+
+
 def test_a_learner_is_not_copied_by_pickle(learner: eb.OnlineLearner) -> None:
-    for call in (copy.deepcopy, pickle.dumps):
+    for call in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(eb.StateError, match="cannot be copied or pickled"):
             call(learner)
+
+
+def test_what_holds_traced_programs_is_not_pickled(learner: eb.OnlineLearner) -> None:
+    net = learner.net
+    assert isinstance(net, eb.BridgedModule)
+    for thing, advice in ((net, "Pickle the torch model"), (learner.graph, "Compile it again")):
+        with pytest.raises(eb.StateError, match=f"cannot be pickled. {advice}"):
+            pickle.dumps(thing)
+    for copied in (copy.copy(learner.graph), copy.deepcopy(learner.graph)):
+        assert copied.report() == learner.graph.report()
+    net.init_state(len(XS[0]))
+    alias, copied = copy.copy(net), copy.deepcopy(net)
+    first = copied(XS[0].numpy())
+    np.testing.assert_array_equal(first, net(XS[0].numpy()))  # its states are its own
+    np.testing.assert_array_equal(alias(XS[1].numpy()), copied(XS[1].numpy()))
+    assert not np.array_equal(first, copied(XS[0].numpy()))
 
 
 def test_a_reset_takes_a_choice(learner: eb.OnlineLearner) -> None:

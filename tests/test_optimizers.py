@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import jax
 import numpy as np
 import optax
 import pytest
 import torch
 
-from etrace_bridge import InputError, NotSupportedError
+from etrace_bridge import InputError, NotSupportedError, OnlineLearner
 from etrace_bridge.learning.inputs import as_array
 from etrace_bridge.learning.optimizers import make_updater
 from etrace_bridge.learning.torch_update import TorchUpdate
@@ -240,5 +242,42 @@ def test_what_cannot_work_says_why():
     uneven = CASES["adam"](mine.values())
     mine["b"].grad = torch.ones_like(mine["b"])
     uneven.step()
-    with pytest.raises(NotSupportedError, match="different numbers of times"):
+    with pytest.raises(NotSupportedError, match=r"different numbers of times: \[0, 1\]"):
+        bridge_steps(make_updater(uneven, mine), mine, [0])
+    for p in mine.values():
+        p.grad = torch.ones_like(p)
+    uneven.step()
+    with pytest.raises(NotSupportedError, match=r"different numbers of times: \[1, 2\]"):
         bridge_steps(make_updater(uneven, mine), mine, [])
+
+
+class Readout(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.out = torch.nn.RNN(3, 4), torch.nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.out(self.rnn(x)[0])
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.NAdam])
+def test_clipping_is_by_all_gradients_whoever_has_the_parameters(kind):
+    """As `clip_grad_norm_(model.parameters(), …)` with an optimizer of some parameters."""
+    model, mse = Readout().double(), torch.nn.functional.mse_loss
+    reference = copy.deepcopy(model)
+    learner = OnlineLearner(
+        model, "rtrl", mse, kind(model.out.parameters(), lr=0.1), clip_norm=0.1, track_norm=True
+    )
+    optimizer = kind(reference.out.parameters(), lr=0.1)
+    for _ in range(3):
+        x, y = torch.randn(4, 5, 3).double(), torch.randn(4, 5, 2).double()
+        learner.update(x, y)
+        reference.zero_grad()
+        mse(reference(x), y).backward()
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        optimizer.step()
+        assert norm > 0.2
+        assert learner.gradient_norm == pytest.approx(float(norm), rel=1e-9)
+    learner.sync_to_torch()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)

@@ -10,6 +10,7 @@ from typing import Any
 import brainstate
 import numpy as np
 
+from etrace_bridge._errors import StateError
 from etrace_bridge._jax_compat import Var
 from etrace_bridge.compiler.aligner import Alignment
 from etrace_bridge.compiler.certificate import (
@@ -119,6 +120,18 @@ class ETraceGraph:
     def report(self) -> str:
         """Return a table: parameter, contact, hidden group, and exact or what is dropped and why."""
         return render_report(self)
+
+    def __copy__(self) -> ETraceGraph:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> ETraceGraph:
+        return self  # nothing in it changes
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError(
+            "A graph holds a program of JAX, so it cannot be pickled. Compile it again in the other "
+            "process; `report()` and `certificate()` give what it says as text and plain data."
+        )
 
     def __repr__(self) -> str:
         return render_line(self)

@@ -7,8 +7,11 @@ integer arrays. Where they do not agree, an operand is a *cut*, held constant in
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from etrace_bridge._jax_compat import Literal, Var
 from etrace_bridge.compiler.aligner import Aligner, Alignment
+from etrace_bridge.compiler.diagnostics import Path
 from etrace_bridge.compiler.feeds import MANY, feeds_by_group
 from etrace_bridge.compiler.hidden_leaves import HiddenLeaf, find_hidden_leaves
 from etrace_bridge.compiler.jaxpr import variables
@@ -62,6 +65,24 @@ def states_that_matter(minfo: ModuleInfo) -> set[Var]:
 
     They are given as variables before the step.
     """
+    return _reach_back(minfo, range(minfo.num_var_out))[1]
+
+
+def weights_behind(minfo: ModuleInfo, outputs: Iterable[int]) -> set[Path]:
+    """Return the weights by which some of the outputs, now or later, can be differentiated.
+
+    Args:
+        minfo: the step.
+        outputs: positions in the list of the step's outputs.
+    """
+    reach, _ = _reach_back(minfo, outputs)
+    return {path for path, ins in minfo.weight_path_to_invars.items() if reach.intersection(ins)}
+
+
+def _reach_back(minfo: ModuleInfo, outputs: Iterable[int]) -> tuple[set[Var], set[Var]]:
+    """Return the variables by which outputs of this step or a later one can be differentiated, and
+    which of them are states before the step.
+    """
     jaxpr = minfo.jaxpr
     pairs = [
         (i, o)
@@ -69,7 +90,7 @@ def states_that_matter(minfo: ModuleInfo) -> set[Var]:
         for i, o in zip(ins, outs, strict=True)
         if i not in minfo.invar_to_weight_path
     ]
-    wanted = set(variables(jaxpr.outvars[: minfo.num_var_out]))
+    wanted = set(variables([jaxpr.outvars[n] for n in outputs]))
     matter: set[Var] = set()
     while True:
         reach = {v for v in wanted if is_float(v)}
@@ -78,6 +99,6 @@ def states_that_matter(minfo: ModuleInfo) -> set[Var]:
                 reach.update(v for v in variables(eqn.invars) if is_float(v))
         found = {i for i, _ in pairs if i in reach}
         if found == matter:
-            return matter
+            return reach, matter
         matter = found
         wanted |= {o for i, o in pairs if i in matter and not isinstance(o, Literal)}

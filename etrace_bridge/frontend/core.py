@@ -20,7 +20,13 @@ from etrace_bridge.frontend import discover, examples, layout, messages
 from etrace_bridge.frontend.attributes import tensors_of_a_run
 from etrace_bridge.frontend.borders import to_jax, to_torch
 from etrace_bridge.frontend.inputs import PLAIN, InputForm, missing_keywords
-from etrace_bridge.frontend.names import NamedTensor, named_tensors, step_tensors, to_path
+from etrace_bridge.frontend.names import (
+    NamedTensor,
+    named_tensors,
+    step_tensors,
+    to_path,
+    versions_of,
+)
 from etrace_bridge.frontend.plan import StepPlan
 from etrace_bridge.frontend.settings import Settings
 from etrace_bridge.frontend.starting import find_start_parameters
@@ -62,6 +68,7 @@ class Core:
         # a step like those of the first sequences, if they were read before there were states
         self.step_of_sequences: tuple | None = None
         self.tensors: list[NamedTensor] = named_tensors(model)
+        self.versions_read = versions_of(self.tensors)  # when a net last took the tensors' values
         self.tensor_paths = {to_path(n.name) for n in self.tensors}
         self.step_tensors = step_tensors(model)
         # What callers were told before a step's input was known

@@ -15,7 +15,7 @@ import torch
 from etrace_bridge.frontend import messages
 from etrace_bridge.frontend.borders import held_shape, to_real_jax, to_torch
 from etrace_bridge.frontend.core import Core
-from etrace_bridge.frontend.names import Path, to_path
+from etrace_bridge.frontend.names import Path, to_path, versions_of
 from etrace_bridge.frontend.plan import StateLeaf, StepPlan
 from etrace_bridge.frontend.step import TracedStep
 from etrace_bridge.frontend.tree import insert, lookup, outside_traces, remove
@@ -107,6 +107,7 @@ def load_torch_state_dict(
 ) -> None:
     """Take parameters and buffers from a torch state dict."""
     own = torch_state_dict(core, tree)
+    core.versions_read = versions_of(core.tensors)
     missing, unexpected = sorted(set(own) - set(state_dict)), sorted(set(state_dict) - set(own))
     if strict and (missing or unexpected):
         raise messages.wrong_names(missing, unexpected)

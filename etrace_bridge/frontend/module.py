@@ -28,7 +28,7 @@ from etrace_bridge.frontend.held import (
     torch_state_dict,
 )
 from etrace_bridge.frontend.inputs import InputForm, missing_keywords, read_call, read_input
-from etrace_bridge.frontend.names import Path, to_name, to_path
+from etrace_bridge.frontend.names import Path, to_name, to_path, versions_of
 from etrace_bridge.frontend.steady import SteadyStep
 from etrace_bridge.frontend.step import TracedStep, pack_output
 from etrace_bridge.frontend.tree import copied, lookup
@@ -42,8 +42,8 @@ class BridgedModule(brainstate.nn.Module):
     name.
 
     Attributes:
-        model: The torch model, never changed by the bridge (`load_into` copies weights back on
-            request).
+        model: The torch model, never changed by this module (a learner's `sync_to_torch` copies
+            weights back on request). Copies of this module share it.
         parameter_names: Names of the trained parameters, in `named_parameters()` order.
         batch_first: The model consumes sequences as `(batch, time, ...)`.
     """
@@ -459,6 +459,17 @@ class BridgedModule(brainstate.nn.Module):
 
     # ---- torch state dicts
 
+    @property
+    def versions_read(self) -> dict[str, int]:
+        """torch's count of writes into each parameter and buffer, as it was when this module last
+        took their values.
+        """
+        return self._core.versions_read
+
+    def note_versions(self) -> None:
+        """Count what was written into the torch model as known: it came from this module."""
+        self._core.versions_read = versions_of(self._core.tensors)
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Give the current parameters and buffers as copies, under all their torch names, as the
         torch model's `state_dict` does.
@@ -473,6 +484,20 @@ class BridgedModule(brainstate.nn.Module):
             strict: Raise if names are missing or unexpected.
         """
         load_torch_state_dict(self._core, self._tree, state_dict, strict)
+
+    # ---- copies
+
+    def __copy__(self) -> BridgedModule:
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise StateError(
+            "A wrapped module holds traced programs, so it cannot be pickled. Pickle the torch model "
+            "(`net.model`) and wrap it again; `torch.save(net.state_dict(), path)` stores the "
+            "weights that this module holds."
+        )
 
 
 class _NotInitialised:

@@ -4,6 +4,7 @@ have one path and many names.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +49,11 @@ class NamedTensor:
     def name(self) -> str:
         """The first name."""
         return self.names[0]
+
+
+def versions_of(tensors: Iterable[NamedTensor]) -> dict[str, int]:
+    """Give torch's count of writes into each tensor; those made in inference mode have none."""
+    return {n.name: n.tensor._version for n in tensors if not n.tensor.is_inference()}
 
 
 def named_tensors(model: nn.Module) -> list[NamedTensor]:

@@ -10,6 +10,7 @@ import torch
 from etrace_bridge._errors import StateError
 from etrace_bridge.learning.checkpoint_arrays import raise_differences
 from etrace_bridge.learning.checkpoint_packing import Tensors
+from etrace_bridge.learning.torch_rules import TORCH_RULES
 
 if TYPE_CHECKING:
     from etrace_bridge.learning.runtime import Runtime
@@ -41,7 +42,8 @@ def pack_torch_optimizer(runtime: Runtime) -> tuple[dict[str, torch.Tensor], dic
                 tensors[f"torch optimizer {name} {key}"] = value.detach().cpu().clone().contiguous()
             else:
                 plain["state"].setdefault(name, {})[key] = value
-        if update.waiting and p.grad is not None:  # pyright: ignore[reportOptionalMemberAccess]
+    for name, p in runtime.parameters.items() if update.waiting else ():  # pyright: ignore[reportOptionalMemberAccess]
+        if p.grad is not None:
             tensors[f"torch gradient {name}"] = p.grad.detach().cpu().clone().contiguous()
     return tensors, plain
 
@@ -65,10 +67,9 @@ def restore_groups(optimizer: Any, facts: Mapping[str, Any]) -> None:
         )
     else:
         for n, (own, saved) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-            lines += [
-                f"parameter group {n}: {problem}"
-                for problem in _group_problems(plain_group(own), saved, set(optimizer.defaults))
-            ]
+            problems = _group_problems(plain_group(own), saved, set(optimizer.defaults))
+            problems = problems or _other_equations(type(optimizer), own, saved)
+            lines += [f"parameter group {n}: {problem}" for problem in problems]
     raise_differences(lines)
     for own, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
@@ -107,6 +108,21 @@ def _group_problems(
     return problems
 
 
+def _other_equations(kind: type, own: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """What in a saved parameter group makes a translated optimizer another one than this."""
+    rule = TORCH_RULES.get(kind)
+    if rule is None:
+        return []
+    same = {key: bool(own.get(key)) == bool(saved.get(key)) for key in (*rule.fixed, "momentum")}
+    if rule.slots(own).keys() != rule.slots(saved).keys() or not all(same[k] for k in rule.fixed):
+        return [
+            f"`{key}` is {saved.get(key)!r} in the checkpoint, {own.get(key)!r} here"
+            for key, is_same in same.items()
+            if not is_same
+        ]
+    return []
+
+
 def unpack_torch_optimizer(
     runtime: Runtime, arrays: Tensors, plain: Mapping[str, Any] | None
 ) -> None:
@@ -137,9 +153,9 @@ def unpack_torch_optimizer(
         _, part, name, *key = full.split(" ", 3)
         p = runtime.parameters.get(name)
         if (
-            name not in state
-            or p is None
+            p is None
             or (part, len(key)) not in (("optimizer", 1), ("gradient", 0))
+            or (part == "optimizer" and name not in state)
         ):
             lines.append(f"`{full}`: in the checkpoint only")
         elif (
@@ -164,8 +180,8 @@ def unpack_torch_optimizer(
     for name, held in state.items():
         if held:
             runtime.optimizer.state[runtime.parameters[name]].update(held)
-        if name in gradients:
-            runtime.parameters[name].grad = gradients[name]
+    for name, gradient in gradients.items():
+        runtime.parameters[name].grad = gradient
 
 
 def _is_factor(tensor: torch.Tensor, p: torch.Tensor) -> bool:

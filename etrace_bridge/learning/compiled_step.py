@@ -18,6 +18,7 @@ from etrace_bridge._errors import BridgeError, InputError, StateError
 from etrace_bridge.compiler.diagnostics import Path, show_path
 from etrace_bridge.compiler.extraction import extract_module_info
 from etrace_bridge.compiler.module_info import ModuleInfo
+from etrace_bridge.compiler.positions import weights_behind
 from etrace_bridge.frontend import BridgedModule, InputRange, Settings
 from etrace_bridge.learning.inputs import show_signature, signature
 from etrace_bridge.learning.modes import evaluation_mode, in_modes, modes_of
@@ -85,6 +86,7 @@ class CompiledStep:
             self._settings = Settings(net.model)
             self.ranges = self._traced.ranges
         self.programs: dict[Hashable, Callable[..., Any]] = {}
+        self._unreached: dict[frozenset[int] | None, frozenset[str]] = {}
         self._mode = contextlib.nullcontext
 
     def _read_states(self, info: ModuleInfo) -> None:
@@ -154,18 +156,22 @@ class CompiledStep:
 
     # -- what it is -------------------------------------------------------------------------------
 
-    @cached_property
-    def is_trainable(self) -> bool:
-        """Whether a gradient can reach any parameter."""
-        return len(self.unreached) < len(self.program.graph.certificate())
+    def unreached_by(self, loss: Any) -> frozenset[str]:
+        """Names of the parameters that a loss's gradient cannot reach, whatever the data.
 
-    @cached_property
-    def unreached(self) -> frozenset[str]:
-        """Names of the parameters that no gradient can reach: torch gives them no `.grad`, and its
-        optimizers leave them alone, weight decay and all.
+        torch gives them no `.grad`, and its optimizers leave them alone, weight decay and all.
         """
-        certificates = self.program.graph.certificate().items()
-        return frozenset(show_path(path) for path, c in certificates if c.kind == "unused")
+        reads = loss.reads
+        if reads not in self._unreached:
+            info = self.program.graph.module_info
+            behind = weights_behind(info, range(info.num_var_out) if reads is None else reads)
+            self._unreached[reads] = self.parameter_names - set(map(show_path, behind))
+        return self._unreached[reads]
+
+    @property
+    def parameter_names(self) -> frozenset[str]:
+        """Names of the parameters, as in the report."""
+        return frozenset(map(show_path, self._weight_paths))
 
     @cached_property
     def serves_any_batch(self) -> bool:

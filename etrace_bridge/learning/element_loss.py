@@ -78,6 +78,7 @@ class ElementLoss:
         ranges: what the loss demands of targets that are indices.
         weights: class weights of its mean; None if it has none.
         name: what the loss is called.
+        reads: as for `JaxLoss`.
 
     Attributes:
         is_mean: the batch's loss is the mean of its elements' losses rather than their sum.
@@ -91,8 +92,9 @@ class ElementLoss:
         ranges: Sequence[InputRange],
         weights: Any,
         name: str,
+        reads: frozenset[int],
     ) -> None:
-        self.function, self.ranges = function, list(ranges)
+        self.function, self.ranges, self.reads = function, list(ranges), reads
         self._weights, self._ignored, self._name = weights, ignored_value(ranges), name
         self._shapes = output, target
         self.is_mean = self._find_kind(output, target)

@@ -52,20 +52,24 @@ class HostUpdate:
             return named
         return {n: named[n] if n in named else _zeros_like(p) for n, p in self._parameters.items()}
 
-    def apply(self, grads: Mapping[str, Any]) -> None:
-        """Runs hooks and optimizer, and takes over the new weights."""
+    def apply(self, grads: Mapping[str, Any], unreached: frozenset[str]) -> None:
+        """Runs hooks and optimizer, and takes over the new weights.
+
+        Args:
+            grads: gradients by name.
+            unreached: names of the parameters that the loss's gradient cannot reach.
+        """
         store, names = self._store, self._store.compiled.weight_names
         store.refresh_numbers()
         state = store.state
         theta = store.compiled.by_weight_name(state.theta)
         finished = run_hooks(grads, self._parameters)
-        unreached = store.compiled.unreached
         if self._torch_update is not None:
             new, opt = self._torch_update.apply(finished, theta, unreached), state.opt
             self._torch_watch.note()
         else:
             wanted = {n: to_real_jax(finished[n]) for n in names}
-            new, opt = self._programs.apply(store.updater)(wanted, state.opt, theta)  # pyright: ignore[reportArgumentType] - one of the two is there
+            new, opt = self._programs.apply(store.updater, unreached)(wanted, state.opt, theta)  # pyright: ignore[reportArgumentType] - one of the two is there
         theta = store.placement.put_weights(
             [jnp.asarray(new[n]) for n in names], store.compiled.program
         )

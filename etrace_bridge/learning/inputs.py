@@ -65,6 +65,12 @@ def read_mask(mask: Any, float_dtype: Any = None) -> Any:
             f"`mask` is {array.dtype} and must be finite real numbers; it holds complex numbers, "
             "NaN or infinity."
         )
+    if array.dtype.kind in "iu" and not np.isin(np.asarray(array), (0, 1)).all():
+        raise InputError(
+            f"`mask` is {array.dtype} and has other numbers than 0 and 1, as lengths or the numbers "
+            "of samples have. Make a mask of lengths with `length_mask(lengths)`; pass weights as "
+            "floats; leave everything else out of the batch, which is `(xs, targets, mask)`."
+        )
     return array
 
 

@@ -188,10 +188,9 @@ class JittedPrograms:
 
         return self._jit(("reset", self._store.tree), lambda: run)
 
-    def apply(self, updater: Updater) -> Callable:
+    def apply(self, updater: Updater, unreached: frozenset[str]) -> Callable:
         """`(gradients, optimizer state, weights) -> (weights, optimizer state)`, by name."""
-        unreached = self._store.compiled.unreached
-        return self._jit("apply", lambda: partial(updater.update, unreached=unreached))
+        return self._jit(("apply", unreached), lambda: partial(updater.update, unreached=unreached))
 
     def _settled(self, function: Callable, axis: int) -> Callable:
         """A program whose results lie where the next one, or the user, wants them; the batch is on

@@ -231,10 +231,11 @@ class OnlineLearner:
                 in torch.
         """
         xs, targets, mask = self._unpacked(xs, targets, mask)
-        grads, *rest, discarded = self.runtime.gradients(xs, targets, mask, carry)
+        grads, *rest, discarded, unreached = self.runtime.gradients(xs, targets, mask, carry)
         return GradientResult(
-            grads, self._after_hooks, discarded, *rest, self.runtime.batch_first, self._is_plain
-        )
+            grads, self._after_hooks, discarded, unreached, *rest, self.runtime.batch_first,
+            self._is_plain,
+        )  # fmt: skip
 
     def update(
         self, xs: Any, targets: Any, mask: Any = None, carry: bool = False, every: str = "sequence"
@@ -362,7 +363,7 @@ class OnlineLearner:
     def fill_grad(self, result: GradientResult | Mapping[str, torch.Tensor]) -> None:
         """Put gradients into `.grad` of the torch model's parameters, for a torch optimizer.
 
-        Parameters that no gradient can reach keep their `.grad`, as after torch's `backward`.
+        Parameters that the loss's gradient cannot reach keep their `.grad`, as after torch's `backward`.
         """
         if not isinstance(result, (GradientResult, Mapping)):
             raise InputError(
@@ -372,7 +373,7 @@ class OnlineLearner:
         grads = result
         if isinstance(result, GradientResult):
             compiled = self.runtime.store.compiled
-            used = set(compiled.weight_names) - compiled.unreached
+            used = set(compiled.weight_names) - result.unreached
             grads = {name: grad for name, grad in result.grads.items() if name in used}
         named = dict(self._torch_model().named_parameters(remove_duplicate=False))
         unknown = sorted(str(name) for name in set(grads) - set(named))
@@ -401,6 +402,7 @@ class OnlineLearner:
                 for name, tensor in own:
                     if name in current and tensor.shape == current[name].shape:
                         tensor.copy_(current[name])
+        self.net.note_versions()  # pyright: ignore[reportAttributeAccessIssue]
         self.runtime.torch_watch.note()
         if store.started and store.updater is not None and store.updater.translated is not None:
             store.updater.translated.export(store.state.opt)

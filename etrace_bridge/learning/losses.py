@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from etrace_bridge._errors import BridgeError, InputError, StateError
-from etrace_bridge._jax_compat import ClosedJaxpr, depends_on
+from etrace_bridge._jax_compat import ClosedJaxpr, outputs_of
 from etrace_bridge.frontend import (
     InputRange,
     to_host,
@@ -44,6 +44,8 @@ class JaxLoss:
         shapes: output and target of one step, as shapes.
         given: the loss as the user gave it.
         traced: the program of its derivative, constants and all.
+        reads: positions of the outputs by which it has a derivative; of all, for rules that do not
+            use derivatives.
     """
 
     function: Callable[[Any, Any], Any]
@@ -51,6 +53,7 @@ class JaxLoss:
     shapes: tuple[Any, Any]
     given: Callable
     traced: ClosedJaxpr
+    reads: frozenset[int]
 
     @property
     def by_element(self) -> ElementLoss:
@@ -64,7 +67,7 @@ class JaxLoss:
         """The same, or why there is none: trying takes time, and `fit` asks for every batch."""
         name, weights = _name(self.given), class_weights(self.given)
         try:
-            return ElementLoss(self.function, *self.shapes, self.ranges, weights, name)
+            return ElementLoss(self.function, *self.shapes, self.ranges, weights, name, self.reads)
         except InputError as error:
             return str(error)
 
@@ -273,7 +276,9 @@ def _checked(
         return [g for g in back(cotangent) if g.dtype != jax.dtypes.float0]
 
     closed, ranges = trace_with_ranges(slopes, result, *outputs, *targets)
-    if needs_slope and not depends_on(closed.jaxpr, closed.jaxpr.invars[0]):
+    smooth = [n for n, o in enumerate(outputs) if jnp.issubdtype(o.dtype, jnp.inexact)]
+    reads = [smooth[n] for n in outputs_of(closed.jaxpr, closed.jaxpr.invars[0])]
+    if needs_slope and not reads:
         raise InputError(
             f"The loss `{_name(loss)}` has no derivative by the model's output: it is constant, or "
             "the output was detached or rounded on the way. Nothing could be learned from it."
@@ -283,7 +288,12 @@ def _checked(
         dataclasses.replace(r, position=r.position - first) for r in ranges if r.position >= first
     ]
     return JaxLoss(
-        without_empty_steps(function, ignored_value(ranges)), ranges, (output, target), loss, closed
+        without_empty_steps(function, ignored_value(ranges)),
+        ranges,
+        (output, target),
+        loss,
+        closed,
+        frozenset(reads if needs_slope else range(len(outputs))),
     )
 
 

@@ -107,7 +107,7 @@ class Preparation:
         data = replace(data, target=place.stand_in(data.target))
         loss, data = self._weigh(lambda: self._weighting.of_step(compiled, data, mask), mask)
         if target is not None:
-            self.require_gradient()
+            self.require_gradient(compiled.unreached_by(loss))
         batch = place.put_batch((inputs, place.join(data.wanted, 0)), 0, compiled.batch)
         return PreparedStep(data, loss, *batch)
 
@@ -161,13 +161,14 @@ class Preparation:
         self._watch.look()
         return staged.data, staged.loss
 
-    def require_gradient(self) -> None:
-        """Raise if the loss's gradient is zero for every parameter, whatever the data."""
-        if not self._store.compiled.is_trainable:
+    def require_gradient(self, unreached: frozenset[str]) -> None:
+        """Raise if the loss's gradient cannot reach any parameter, whatever the data."""
+        if unreached == self._store.compiled.parameter_names:
             raise InputError(
                 "No gradient can reach any parameter of this model, so training would change "
-                "nothing: every path from the parameters to the output is detached, rounded, or a "
-                "step function without a surrogate gradient. See `learner.graph.report()`."
+                "nothing: every path from the parameters to what the loss reads of the outputs is "
+                "detached, rounded, or a step function without a surrogate gradient. See "
+                "`learner.graph.report()`."
             )
 
     def _read(

@@ -85,7 +85,10 @@ class ProgramSpec:
             return list(theta), opt
         compiled = self.core.compiled
         named, opt = self.updater.update(
-            compiled.by_weight_name(grads), opt, compiled.by_weight_name(theta), compiled.unreached
+            compiled.by_weight_name(grads),
+            opt,
+            compiled.by_weight_name(theta),
+            compiled.unreached_by(self.loss),
         )
         return [named[name] for name in compiled.weight_names], opt
 

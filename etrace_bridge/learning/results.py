@@ -156,6 +156,7 @@ class GradientResult(SequenceResult):
     Attributes:
         raw_grads: JAX arrays by torch name, without the parameters' hooks; of a complex parameter,
             real and imaginary part along a last axis.
+        unreached: names of the parameters that the loss's gradient cannot reach, whatever the data.
     """
 
     def __init__(
@@ -163,9 +164,11 @@ class GradientResult(SequenceResult):
         raw_grads: Mapping[str, Any],
         finish: Callable[[Mapping[str, Any]], dict],
         discarded: Any,
+        unreached: frozenset[str],
         *rest: Any,
     ) -> None:
         super().__init__(*rest)
+        self.unreached = unreached
         self.raw_grads, self._finish, self._discarded = raw_grads, finish, discarded
 
     @cached_property

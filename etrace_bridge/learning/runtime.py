@@ -190,7 +190,8 @@ class Runtime:
         """Compute gradients of a sequence.
 
         Returns:
-            Gradients by name, losses, outputs, the steps' weights, and what the rule discarded.
+            Gradients by name, losses, outputs, the steps' weights, what the rule discarded, and the
+            names of the parameters that the loss's gradient cannot reach.
         """
         if targets is None:
             raise InputError(
@@ -200,8 +201,9 @@ class Runtime:
         store = self.store
         with store.transaction():
             data, loss = self._preparation.sequence(xs, targets, mask, carry)
+            unreached = store.compiled.unreached_by(loss)
             if self._in_chunks.serves(loss, carry):
-                return self._gradients_in_chunks(data, loss)
+                return *self._gradients_in_chunks(data, loss), unreached
             call = self.programs.gradients(loss, self.plan(data.length), carry)
             state, compiled = store.state, store.compiled
             before = (state.hidden, state.other, state.trace)
@@ -220,7 +222,7 @@ class Runtime:
             store.steps += data.length
             named = self._host.all_gradients(grads)
             store.return_to_stream()
-            return named, losses, cut_outputs(outputs, data), weights, discarded
+            return named, losses, cut_outputs(outputs, data), weights, discarded, unreached
 
     def _gradients_in_chunks(self, data: SequenceData, loss: Any):
         """Do the work of `gradients` for a checked sequence of any length."""
@@ -252,7 +254,7 @@ class Runtime:
                     "A loss over the whole sequence allows one update for it, `every='sequence'`, "
                     f"not {every!r}."
                 )
-            self._preparation.require_gradient()
+            self._preparation.require_gradient(store.compiled.unreached_by(loss))
             plan = divide(data.length, 1) if every == "step" else self.plan(data.length)
             store.refresh_numbers()
             losses, outputs, weights = self._start_update(data, loss, plan, carry, every)
@@ -301,10 +303,10 @@ class Runtime:
                 "`every='sequence'`, or call `step` for every time step."
             )
         before = self.store.steps
-        grads, losses, outputs, weights, _ = self.gradients(xs, targets, mask, carry)
-        self._preparation.require_gradient()
+        grads, losses, outputs, weights, _, unreached = self.gradients(xs, targets, mask, carry)
+        self._preparation.require_gradient(unreached)
         self.watch.check_on_host(losses, grads, before)
-        self._host.apply(grads)
+        self._host.apply(grads, unreached)
         return losses, outputs, weights
 
     def own_slope(self, xs: tuple, targets: Any, mask: Any) -> tuple[float, float]:
@@ -315,7 +317,7 @@ class Runtime:
         store = self.store
         with store.transaction():
             data, loss = self._preparation.sequence(xs, targets, mask, False)
-            self._preparation.require_gradient()
+            self._preparation.require_gradient(store.compiled.unreached_by(loss))
             hidden, first = store.start_states()
             state, compiled = store.state, store.compiled
             call = self.programs.own_slope(loss, self.plan(data.length))
@@ -339,7 +341,7 @@ class Runtime:
         store = self.store
         with store.transaction():
             data, loss = self._preparation.sequence(xs, targets, mask, True)
-            self._preparation.require_gradient()
+            self._preparation.require_gradient(store.compiled.unreached_by(loss))
             now, state = self.programs.meter_state(window), store.state
             call = self.programs.stream_slope(loss, self.plan(data.length))
             before = state.hidden, state.other, state.trace

@@ -33,10 +33,13 @@ class LossInTorch:
 
     Attributes:
         function: the loss, on torch tensors.
+        ranges: what it demands of targets that are indices; not known.
+        reads: the outputs by which it has a derivative; not known.
     """
 
     function: Any
     ranges: ClassVar[list[InputRange]] = []
+    reads: ClassVar[None] = None
 
     def __call__(self, output: Any, target: Any) -> Any:
         """The loss, from within a compiled program."""
@@ -87,6 +90,11 @@ class SequenceLoss:
     def ranges(self) -> list[InputRange]:
         """What the loss demands of targets that are indices."""
         return self.loss.ranges
+
+    @property
+    def reads(self) -> frozenset[int] | None:
+        """Positions of the outputs by which the loss has a derivative; None if it may be all."""
+        return self.loss.reads
 
     def __call__(self, output: Any, cotangent: Sequence[Any]) -> Any:
         """The loss of one step, given the derivative by its output."""

@@ -14,7 +14,7 @@ from etrace_bridge.learning.host_update import HostUpdate
 from etrace_bridge.learning.jitted import JittedPrograms
 from etrace_bridge.learning.losses import LossTable
 from etrace_bridge.learning.options import Options
-from etrace_bridge.learning.preparation import Preparation
+from etrace_bridge.learning.preparation import Preparation, PreparedStep
 from etrace_bridge.learning.quick_step import QuickSteps
 from etrace_bridge.learning.slopes import MeterState, MeterWindow
 from etrace_bridge.learning.store import Store
@@ -106,7 +106,7 @@ class StepRunner:
         on_host = step.loss is not None and self._host.is_needed
         call = self._programs.step(step.loss, own_update=not on_host)
         if on_host:
-            return self._run_on_host(call, step.arrays, step.target)
+            return self._run_on_host(call, step)
         settled = mask is None and not self._options.freeze and not self._options.check_inputs
         if self._store.placement.is_single and settled:
             self._quick.remember(args, step.data, step.loss, call)
@@ -126,14 +126,14 @@ class StepRunner:
             self._watch.look()
         return loss, output, more
 
-    def _run_on_host(self, call: Callable, arrays: list[Any], target: Any) -> tuple[Any, Any, None]:
+    def _run_on_host(self, call: Callable, step: PreparedStep) -> tuple[Any, Any, None]:
         """Run a step whose update passes through torch."""
         store = self._store
-        leaves, (loss, output, grads) = store.try_out(call, arrays, target)
+        leaves, (loss, output, grads) = store.try_out(call, step.arrays, step.target)
         named = self._host.all_gradients(grads)
         self._watch.check_on_host(loss, named, store.steps)
         store.keep(leaves)
-        self._host.apply(named)
+        self._host.apply(named, store.compiled.unreached_by(step.loss))
         store.steps += 1
         return loss, output, None
 

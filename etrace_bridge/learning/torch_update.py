@@ -91,23 +91,24 @@ class TorchUpdate:
     ) -> dict[str, Any]:
         """New weights; the model's parameters hold them too."""
         # torch too leaves alone what the step does not use, or no gradient can reach
-        mine = [name for name in self.names if name in theta and name not in unreached]
+        reached = [name for name in self.parameters if name in theta and name not in unreached]
+        mine = [name for name in self.names if name in reached]
         with torch.no_grad():
             for name in mine:
                 self.parameters[name].copy_(to_torch(theta[name], self.parameters[name]))
         if self.track_norm:
-            self.norm = float(torch.nn.utils.get_total_norm([grads[name] for name in mine]))
-        for name in mine:
+            self.norm = float(torch.nn.utils.get_total_norm([grads[name] for name in reached]))
+        for name in reached:  # the norm is that of the optimizer's parameters and all others
             p, share = self.parameters[name], grads[name] / self.accumulate
             p.grad = share.clone() if self.waiting == 0 or p.grad is None else p.grad + share
         self.waiting += 1
         if self.waiting < self.accumulate:
             return dict(theta)
         self.waiting = 0
-        changed = [self.parameters[name] for name in mine]
+        clipped = [self.parameters[name] for name in reached]
         if self.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(changed, self.clip_norm)
+            torch.nn.utils.clip_grad_norm_(clipped, self.clip_norm)
         if self.clip_value is not None:
-            torch.nn.utils.clip_grad_value_(changed, self.clip_value)
+            torch.nn.utils.clip_grad_value_(clipped, self.clip_value)
         self.optimizer.step()
         return dict(theta) | {name: to_real_jax(self.parameters[name]) for name in mine}

@@ -9,7 +9,7 @@ schedulers work on it.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,7 @@ class Translated:
         self.group_of = group_indices(optimizer, parameters)
         self._held = optimizer.state
         self._fixed = self._structure()
+        self._left_out: set[str] = set()
         self._names = list(self.rule.numbers(optimizer.param_groups[0]))
         self.transform = optax.GradientTransformationExtraArgs(self._init, self._update)
 
@@ -100,24 +101,31 @@ class Translated:
     def _init(self, theta: Arrays) -> TranslatedState:
         self._held = self.optimizer.state
         slots: dict[str, Arrays] = {}
-        counts = set()
+        counts: dict[str, int] = {}
         for name, value in theta.items():
             if name not in self.group_of:
                 continue
             held = self.optimizer.state.get(self.tensors[name], {})
             group = self.optimizer.param_groups[self.group_of[name]]
-            counts.add(_count_in(held))
+            counts[name] = _count_in(held)
             for slot, start in self.rule.slots(group).items():
                 old = held.get(slot)
                 array = jnp.full_like(value, start) if old is None else to_real_jax(old)
                 slots.setdefault(slot, {})[name] = array
-        if len(counts) > 1:
-            raise NotSupportedError(
-                f"The parameters of this `{type(self.optimizer).__name__}` were updated different "
-                f"numbers of times: {sorted(counts)}. Make a new optimizer, or step all parameters "
-                "equally often."
-            )
-        return TranslatedState(jnp.asarray(counts.pop() if counts else 0, jnp.int32), slots)
+        count = max(counts.values(), default=0)
+        # As torch does, the optimizer may have left out parameters that no gradient reaches.
+        self._left_out = {name for name, n in counts.items() if n != count}
+        if any(counts[name] for name in self._left_out):
+            self._refuse_counts()
+        return TranslatedState(jnp.asarray(count, jnp.int32), slots)
+
+    def _refuse_counts(self) -> NoReturn:
+        counts = {_count_in(self.optimizer.state.get(self.tensors[n], {})) for n in self.group_of}
+        raise NotSupportedError(
+            f"The parameters of this `{type(self.optimizer).__name__}` were updated different "
+            f"numbers of times: {sorted(counts)}. Make a new optimizer, or step all parameters "
+            "equally often."
+        )
 
     def _update(
         self,
@@ -139,6 +147,8 @@ class Translated:
                 # the optimizer does not have this parameter, or torch would give it no `.grad`
                 changes[name] = jnp.zeros_like(params[name])
                 continue
+            if name in self._left_out:
+                self._refuse_counts()
             index = self.group_of[name]
             group = self.optimizer.param_groups[index]
             n = {key: numbers[index, i].astype(g.dtype) for i, key in enumerate(self._names)}
