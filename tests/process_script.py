@@ -21,9 +21,6 @@ from torch.nn.functional import mse_loss
 from share import in_turn
 
 BATCH, STEPS, LENGTH = 8, 50, 6
-# Their noise depends on the bits of the states (`uoro.draw_key`), which differ by rounding with the
-# number of devices, so that another number of them draws other noise (docs/limits.md).
-RANDOM = ("uoro", "kf_rtrl", "ok_rtrl")
 GROUPS = [(4, "float32"), (2, "float64"), (4, "float64"), (2, "float32")]  # processes, dtype
 
 
@@ -36,7 +33,7 @@ def cases(count: int) -> list[tuple[str, str]]:
     turns = len(GROUPS)
     every = [
         (rule, *GROUPS[(n + more) % turns])
-        for n, rule in enumerate(r for r in rule_names() if r not in RANDOM)
+        for n, rule in enumerate(rule_names())
         for more in range(turns)
     ]
     return [(rule, kind) for rule, processes, kind in in_turn(every, turns) if processes == count]

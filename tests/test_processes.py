@@ -123,7 +123,7 @@ def compare(group: Group, rule: str, kind: str) -> None:
     expected = process_script.run_case(rule, kind)
     parts = [group.read(f"{rule}-{kind}", n) for n in range(group.count)]
     names = ["losses", "weights", "hidden", "trace"]
-    if (rule, kind) == ("low_rank", "float32"):
+    if (rule, kind) == ("low_rank", "float32") or rule == "ok_rtrl":
         # Its trace consists of singular vectors, which turn by more than rounding errors where
         # singular values are close. The weights depend on their products.
         names.remove("trace")
@@ -147,9 +147,9 @@ def test_two_processes_of_two_devices_equal_one_device(two: Group, rule: str, ki
     compare(two, rule, kind)
 
 
-def test_every_rule_that_draws_nothing_is_run() -> None:
+def test_every_rule_is_run() -> None:
     ran = {rule for count in (2, 4) for rule, _ in process_script.cases(count)}
-    assert ran == set(eb.rules.rule_names()) - set(process_script.RANDOM)
+    assert ran == set(eb.rules.rule_names())
 
 
 def test_every_call(two: Group) -> None:

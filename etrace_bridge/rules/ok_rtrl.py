@@ -33,8 +33,8 @@ import numpy as np
 from etrace_bridge._errors import InputError
 from etrace_bridge.rules.base import register_rule
 from etrace_bridge.rules.best_rank import singular_columns
+from etrace_bridge.rules.draws import Draws, draw_key
 from etrace_bridge.rules.kf_rtrl import KFRTRL, Factors, find_sums
-from etrace_bridge.rules.uoro import draw_key
 from etrace_bridge.step.influence import Influence
 from etrace_bridge.step.program import StepProgram
 from etrace_bridge.step.units import Layout, Piece, Sum
@@ -75,11 +75,10 @@ class OKRTRL(KFRTRL):
             terms.append(super().past(program, theta, {**memory, "factors": factors}, h0))
         return {n: sum(term[n] for term in terms) for n in terms[0]}
 
-    def pairs(self, layout: Layout, draws: jax.Array, hidden, args) -> Any:
+    def pairs(self, layout: Layout, draws: Draws) -> Any:
         """Return the signs `c` of every sum and row, (sums, rows, r + 1)."""
         shape = len(find_sums(layout)), layout.rows, self.rank + 1
-        key = draw_key(self.seed, draws, [*hidden, *args])
-        return jax.random.rademacher(key, shape, hidden[0].dtype)
+        return jax.random.rademacher(draw_key(self.seed, draws), shape, layout.dtype)
 
     def letters(self, layout: Layout, summed: Sum, piece: Piece) -> str:
         """Return the letter of the rows first, also for a bias: every row has terms of its own."""
@@ -138,6 +137,7 @@ def mixed_columns(
     grams = (jnp.moveaxis(gram, (-2, -1), (0, 1)) for gram in (left, right))
     found = singular_columns(*grams)  # Z Y is orthonormal, L X as long as sigma
     X, Y = (jnp.moveaxis(x, (0, 1), (-2, -1)) for x in found)
+    X, Y = _with_signs(X, Y)
     square = jnp.sum(X * (left @ X), -2)
     sigma = jnp.sqrt(jnp.maximum(square, 0))
     r = sigma.shape[-1] - 1
@@ -156,6 +156,17 @@ def mixed_columns(
     length = jnp.where(sigma > 0, sigma, 1)
     scale = jnp.where(is_mixed, s / (k * length), 1)
     return (X * scale[..., None, :]) @ Q, Y @ Q
+
+
+def _with_signs(X: jax.Array, Y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the columns with signs that rounding does not decide, as an eigenvector's are.
+
+    Terms that are orthogonal already have Gram matrices whose other elements are rounding errors.
+    A sum of all elements of a column with unlike factors is far from zero.
+    """
+    factors = 1 / (jnp.arange(X.shape[-2], dtype=X.dtype) + 1.618)
+    sign = jnp.where(jnp.einsum("...qk,q->...k", X, factors) < 0, -1, 1).astype(X.dtype)
+    return X * sign[..., None, :], Y * sign[..., None, :]
 
 
 def _row_letter(layout: Layout, summed: Sum, piece: Piece) -> str:
