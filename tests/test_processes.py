@@ -179,6 +179,27 @@ def test_errors_reach_every_process(two: Group) -> None:
         assert ok == "True", "check_gradients"
 
 
+@pytest.mark.parametrize("units", ["within", "across"])
+def test_units_are_divided_over_processes(two: Group, units: str) -> None:
+    """Beside the batch, on two by two devices, with the units of a batch element in one process and
+    in both; the checkpoint is read by a single process, bit for bit.
+    """
+    _, expected = process_script.divided_units()
+    parts = [two.read(units, n) for n in range(2)]
+    for name in ("losses", "synced", "weights", "hidden", "trace"):
+        assert apart(parts[0][name], expected[name]) <= 1e-12, name
+        assert apart(parts[0][name], parts[1][name]) == 0, name
+    outputs = [p["outputs"][0] for p in parts]
+    outputs = [np.concatenate(outputs)] if units == "within" else outputs
+    assert all(apart([output], expected["outputs"]) <= 1e-12 for output in outputs)
+    model = make_net(torch.float64, hidden=4)
+    options = {"loss": mse_loss, "optimizer": optax.adam(0.01)}
+    loaded = eb.OnlineLearner.load(two.folder / f"checkpoint-{units}", model, **options)
+    here = process_script.whole_state(loaded)
+    for name in ("weights", "hidden", "trace"):
+        assert apart(parts[0][name], here[name]) == 0, name
+
+
 # -- checkpoints and death ------------------------------------------------------------------------
 
 
@@ -262,6 +283,8 @@ def test_the_usual_mesh_of_one_process() -> None:
         eb.InputError, match="`process` is missing: give `coordinator`, `processes` and `process`"
     ):
         eb.distributed_mesh("host:1", 2)
+    with pytest.raises(eb.InputError, match="`units` is 2; it must divide .* devices, which is 1"):
+        eb.distributed_mesh(units=2)
 
 
 def test_a_lost_process_is_named_as_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
