@@ -89,15 +89,17 @@ class OKRTRL(KFRTRL):
     def move(
         self, layout: Layout, summed: Sum, made: Influence, old: Factors, signs: jax.Array
     ) -> Factors:
-        r, q, rows = self.rank, self.rank + 1, layout.rows
+        # Gram matrices have the squares of what they are made of, so float32 at least
+        wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        r, q, rows, signs = self.rank, self.rank + 1, layout.rows, wide(signs)
         if any(not _row_letter(layout, summed, piece) for piece in summed.pieces):
             rows, signs = 1, signs[:1]  # one row, or pieces that all rows share: mix them alike
-        A = old["A"].reshape(r, layout.size, layout.rows, -1)
-        moved = jnp.einsum("ejk,rkeu->rjeu", made.F, A)
-        G = made.G[summed.var].reshape(1, *A.shape[1:])
+        A = wide(old["A"].reshape(r, layout.size, layout.rows, -1))
+        moved = jnp.einsum("ejk,rkeu->rjeu", wide(made.F), A)
+        G = wide(made.G[summed.var]).reshape(1, *A.shape[1:])
         A = jnp.concatenate([moved, G]).reshape(q, layout.size, rows, -1)
         pairs = zip(old["u"], self.features(layout, summed, made), strict=True)
-        u = [jnp.concatenate([old, x[None]]).reshape(q, rows, -1) for old, x in pairs]
+        u = [wide(jnp.concatenate([old, x[None]])).reshape(q, rows, -1) for old, x in pairs]
         left = jnp.einsum("ineu,jneu->eij", A, A)
         right = sum(jnp.einsum("ief,jef->eij", x, x) for x in u)
         X, Y = mixed_columns(left, right, signs)
