@@ -112,6 +112,26 @@ def divided(rule: str) -> dict:
     }
 
 
+def low_rank() -> dict:
+    """Steps of `low_rank` on two by two devices and on one, and what a step moves."""
+    xs, _ = make_data(batch=BATCH, dtype=torch.float32)
+    ys = torch.zeros(*xs.shape[:2], UNITS)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2), ("batch", "units"))
+    weights = []
+    for where in ({}, {"mesh": mesh, "partition": "units"}):
+        torch.manual_seed(0)
+        rule, optimizer = eb.rules.LowRankRTRL(rank=3), optax.sgd(0.1)
+        learner = eb.OnlineLearner(torch.nn.RNN(2, UNITS), rule, mse_loss, optimizer, **where)
+        for n in range(6):
+            learner.step(xs[n], ys[n])
+        weights.append([np.array(w) for w in learner.runtime.store.state.theta])
+    return {
+        "apart": apart(*weights),
+        "collectives": collectives(learner, "step", xs[0], ys[0]),
+        "factor": learner.runtime.store.state.trace["families"][0]["A"].size // mesh.size,
+    }
+
+
 def chunk_collectives(
     learner: eb.OnlineLearner, xs: torch.Tensor, ys: torch.Tensor
 ) -> list[tuple[str, int]]:
@@ -192,6 +212,7 @@ def main() -> None:
         "error": message,
         "batch only": collectives(learner, "step", xs[0], ys[0]),
         "divided": {rule: divided(rule) for rule in RULES},
+        "low rank": low_rank(),
     }
     print(json.dumps(report))
 

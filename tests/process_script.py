@@ -21,9 +21,6 @@ from torch.nn.functional import mse_loss
 from share import in_turn
 
 BATCH, STEPS, LENGTH = 8, 50, 6
-# Their noise depends on the bits of the states (`uoro.draw_key`), which differ by rounding with the
-# number of devices, so that another number of them draws other noise (docs/limits.md).
-RANDOM = ("uoro", "kf_rtrl", "ok_rtrl")
 GROUPS = [(4, "float32"), (2, "float64"), (4, "float64"), (2, "float32")]  # processes, dtype
 
 
@@ -36,7 +33,7 @@ def cases(count: int) -> list[tuple[str, str]]:
     turns = len(GROUPS)
     every = [
         (rule, *GROUPS[(n + more) % turns])
-        for n, rule in enumerate(r for r in rule_names() if r not in RANDOM)
+        for n, rule in enumerate(rule_names())
         for more in range(turns)
     ]
     return [(rule, kind) for rule, processes, kind in in_turn(every, turns) if processes == count]
@@ -50,11 +47,11 @@ def run_case(rule: str, kind: str, part: slice = slice(None), **where: Any) -> d
         return run_steps(learner, *data(dtype, part), STEPS) | whole_state(learner)
 
 
-def make_learner(rule: str, dtype: torch.dtype, **where: Any):
+def make_learner(rule: str, dtype: torch.dtype, hidden: int = 3, **where: Any):
     import etrace_bridge as eb
     from learner_models import make_net
 
-    model = make_net(dtype)
+    model = make_net(dtype, hidden=hidden)
     return eb.OnlineLearner(
         model, rule=rule, loss=mse_loss, optimizer=optax.adam(0.01), chunk=2, **where
     )
@@ -119,6 +116,16 @@ def all_calls(learner: Any, xs: torch.Tensor, ys: torch.Tensor, rows: slice) -> 
     return found
 
 
+def divided_units(part: slice = slice(None), **where: Any) -> tuple[Any, dict[str, list]]:
+    """Steps and a sequence of a model whose 4 units can be divided; weights back in torch."""
+    learner, (xs, ys) = make_learner("d_rtrl", torch.float64, 4, **where), data(torch.float64, part)
+    found = run_steps(learner, xs, ys, 5)
+    found["losses"].append(learner.update(xs, ys).loss)
+    learner.sync_to_torch()
+    found["synced"] = [t.clone() for t in learner.runtime.net.model.state_dict().values()]
+    return learner, found | whole_state(learner)
+
+
 def save(path: Path, found: dict[str, list]) -> None:
     np.savez(
         path,
@@ -146,6 +153,14 @@ def main() -> None:
         run_steps(learner, xs, ys, 3)
         save(folder / f"calls-{index}.npz", all_calls(learner, xs, ys, rows))
         messages(eb, mesh, learner, xs, ys, index, folder)
+        meshes = mesh.devices.reshape(2, 2), mesh.devices.reshape(2, 2).T
+        for name, devices, part in zip(
+            ("within", "across"), meshes, (rows, slice(None)), strict=True
+        ):
+            grid = jax.sharding.Mesh(devices, ("batch", "units"))
+            learner, found = divided_units(part, mesh=grid, partition="units")
+            save(folder / f"{name}-{index}.npz", found)
+            learner.save(folder / f"checkpoint-{name}")
     elif index == count - 1:  # the last process dies while the others go on
         os.kill(os.getpid(), 9)
     else:

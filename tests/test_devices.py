@@ -20,7 +20,7 @@ import etrace_bridge as eb
 from etrace_bridge.learning.placement import Placement, find_device
 from etrace_bridge.lowering import CPUTuning, Tuning
 from learner_models import make_data, make_net
-from mesh_script import RULES
+from mesh_script import BATCH, RULES, UNITS
 from share import path_of_scripts
 
 
@@ -153,6 +153,14 @@ def test_no_collective_moves_a_trace(on_four_devices, rule):
     found = on_four_devices["divided"][rule]
     sizes = [size for _, size in found["collectives"]]
     assert sizes and max(sizes) < found["largest trace"], found["collectives"]
+
+
+def test_low_rank_moves_no_factor(on_four_devices):
+    """Only the step's Jacobian, n × n of each batch element, whatever the rank; `A` was gathered."""
+    found = on_four_devices["low rank"]
+    assert found["apart"] <= 1e-6
+    jacobian = BATCH // 2 * UNITS * UNITS
+    assert max(size for _, size in found["collectives"]) <= jacobian < found["factor"]
 
 
 def test_what_is_no_partition():

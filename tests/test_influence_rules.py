@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import etrace_bridge as eb
 from etrace_bridge.learning.compiled_step import CompiledStep
 from etrace_bridge.rules import DRTRL, KFRTRL, OKRTRL, OSTL, UORO, Rule, SnApN
+from etrace_bridge.rules.draws import after_draw, digest, no_draws, read_data
 from etrace_bridge.rules.ok_rtrl import mixed_columns
 from quick_jit import quick_jit
 from sequences import sequence_gradient
@@ -295,8 +296,8 @@ def assert_unbiased(make_rule: Any) -> np.ndarray:
 class Given(UORO):
     """UORO with the signs of this file."""
 
-    def signs(self, draws: Any, hidden: Any, args: Any) -> list[Any]:
-        return [jnp.asarray(signs())[draws]]
+    def signs(self, draws: Any, hidden: Any) -> list[Any]:
+        return [jnp.asarray(signs())[draws["count"]]]
 
 
 @cache
@@ -329,19 +330,46 @@ def test_random_rules_have_no_bias():
     assert kf_error.mean() < 0.5 * uoro_error.mean(), "what the Kronecker form is for"
 
 
-def test_uoro_draws_new_signs():
-    """For another seed, later in the stream, and for another sequence; the same ones for the same
-    data.
+def draws_after(theta: Any, *inputs: Any) -> Any:
+    """The numbers of the last of some draws."""
+    draws = no_draws()
+    for n, x in enumerate(inputs):
+        draws = read_data(after_draw(draws) if n else draws, [theta], [jnp.asarray(x)])
+    return draws
+
+
+def test_random_rules_draw_new_signs():
+    """For another seed, later in the stream, for other inputs and for other weights at its start;
+    the same ones for the same data.
     """
-    rule, hidden, args = UORO(), [jnp.ones((B, 40))], [jnp.ones((1, B, IN))]
-    first = rule.signs(jnp.uint32(0), hidden, args)[0]
+    w, hidden, x, blank = (
+        jnp.ones(3),
+        [jnp.ones((B, 40))],
+        np.ones((1, B, IN)),
+        np.zeros((1, B, IN)),
+    )
+    signs = lambda draws, rule=UORO(): np.asarray(rule.signs(draws, hidden)[0])  # noqa: B008
+    first, later = signs(draws_after(w, x)), signs(draws_after(w, x, blank))
     assert set(np.unique(first)) == {-1.0, 1.0}
-    for other in (
-        UORO(seed=1).signs(jnp.uint32(0), hidden, args), rule.signs(jnp.uint32(1), hidden, args),
-        rule.signs(jnp.uint32(0), hidden, [2 * a for a in args]),
-    ):  # fmt: skip
-        assert 20 < (np.asarray(other[0]) != np.asarray(first)).sum() < 60
-    assert (rule.signs(jnp.uint32(0), hidden, args)[0] == first).all()
+    pairs = [
+        (first, signs(draws_after(w, x), UORO(seed=1))),
+        (first, signs(draws_after(w, 2 * x))),
+        (first, signs(draws_after(w + 1e-6, x))),
+        (first, signs(after_draw(draws_after(w, x)))),
+        (later, signs(draws_after(w, 2 * x, blank))),  # what came before is not forgotten
+    ]
+    for one, other in pairs:
+        assert 20 < (one != other).sum() < 60
+    assert (signs(draws_after(w, x)) == first).all()
+
+
+def test_sparse_inputs_draw_signs_of_their_own():
+    """Zeros and ones differ in few bits; the digests of all one-hot sequences differ."""
+    hot = np.eye(1200, dtype=np.float32).reshape(1200, 30, 40)
+    found = jax.vmap(lambda x: digest([x]))(np.concatenate([hot, hot[:600] + hot[600:]]))
+    assert len(np.unique(np.asarray(found))) == 1800
+    tokens = jax.vmap(lambda x: digest([x]))(np.arange(1000).reshape(-1, 1))
+    assert len(np.unique(np.asarray(tokens))) == 1000
 
 
 def test_uoro_goes_on_where_it_was_saved(tmp_path):
@@ -365,8 +393,8 @@ def test_uoro_goes_on_where_it_was_saved(tmp_path):
 class GivenPairs(KFRTRL):
     """KF-RTRL with the signs of this file."""
 
-    def pairs(self, layout: Any, draws: Any, hidden: Any, args: Any) -> Any:
-        return jnp.asarray(signs())[draws][:1, :2]
+    def pairs(self, layout: Any, draws: Any) -> Any:
+        return jnp.asarray(signs())[draws["count"]][:1, :2]
 
 
 def test_kf_rtrl_by_definition():
@@ -443,8 +471,8 @@ def test_mixed_columns_have_no_bias_and_the_least_variance(r):
 class GivenSigns(OKRTRL):
     """OK-RTRL whose seed is its signs, (T, B, 2)."""
 
-    def pairs(self, layout: Any, draws: Any, hidden: Any, args: Any) -> Any:
-        return self.seed[draws][None]
+    def pairs(self, layout: Any, draws: Any) -> Any:
+        return self.seed[draws["count"]][None]
 
 
 def ok_rtrl(row: int, signs: np.ndarray) -> np.ndarray:

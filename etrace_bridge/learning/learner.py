@@ -405,7 +405,7 @@ class OnlineLearner:
         self.net.note_versions()  # pyright: ignore[reportAttributeAccessIssue]
         self.runtime.torch_watch.note()
         if store.started and store.updater is not None and store.updater.translated is not None:
-            store.updater.translated.export(store.state.opt)
+            store.updater.translated.export(store.placement.whole(store.state.opt))
 
     def sync_from_torch(self) -> None:
         """Read weights and buffers from the torch model, e.g. after `optimizer.step()` in torch."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 import jax
@@ -37,7 +38,8 @@ class Placement:
         mesh: devices over which the batch is divided; all axes of the mesh divide it. They may
             belong to several processes, each of which then passes its own part of the batch.
         partition: an axis of the mesh that divides hidden units, and with them weights and traces,
-            and not the batch.
+            and not the batch. Processes that have units of the same batch elements pass the same
+            part of the batch.
 
     Attributes:
         spans_processes: the mesh has devices of other processes.
@@ -63,16 +65,19 @@ class Placement:
             raise InputError(
                 f"`partition` is {partition!r}; it must name an axis of the mesh, and {known}."
             )
-        if partition is not None and self.spans_processes:
-            raise InputError(
-                "`partition` divides units over the devices of one process; this mesh spans "
-                "several. Leave it out."
-            )
         self.partition = partition
         self._batch_axes = tuple(name for name in axes if name != partition)
         self._parts = (
             math.prod(mesh.shape[name] for name in self._batch_axes) if mesh is not None else 1
         )
+
+    @cached_property
+    def _own_parts(self) -> int:
+        """How many parts of the batch lie on this process's devices."""
+        mesh: Any = self.mesh
+        sharding = NamedSharding(mesh, PartitionSpec(self._batch_axes))
+        places = sharding.addressable_devices_indices_map((self._parts,)).values()
+        return len({place[0].indices(self._parts) for place in places if place is not None})
 
     @property
     def is_single(self) -> bool:
@@ -230,6 +235,13 @@ class Placement:
 
     # -- each process's own part -------------------------------------------------------------------
 
+    def whole(self, tree: Any) -> Any:
+        """Weights, and what an optimizer keeps of their shapes, so that this process can read them.
+
+        Where units are divided, every process must call it.
+        """
+        return self.put(tree) if self.spans_processes and self.partition is not None else tree
+
     def join(self, tree: Any, axis: int) -> Any:
         """Whole batches from the parts that each process has; arrays that are whole already stay.
 
@@ -243,13 +255,13 @@ class Placement:
         if np.ndim(x) <= axis or (isinstance(x, jax.Array) and not x.is_fully_addressable):
             return x
         mesh: Any = self.mesh
-        each, rows = len(mesh.local_devices), np.shape(x)[axis]
+        each, rows = self._own_parts, np.shape(x)[axis]
         if rows % each:
             raise InputError(
                 f"This process's part of the batch has {rows} elements, which cannot be divided "
                 f"over its {each} devices. Use a multiple of {each}."
             )
-        sharding = NamedSharding(mesh, PartitionSpec(*(None,) * axis, mesh.axis_names))
+        sharding = NamedSharding(mesh, PartitionSpec(*(None,) * axis, self._batch_axes))
         return jax.make_array_from_process_local_data(sharding, np.asarray(x))
 
     def stand_in(self, tree: Any) -> Any:
@@ -258,8 +270,7 @@ class Placement:
         """
         if not self.spans_processes:
             return tree
-        mesh: Any = self.mesh
-        times = mesh.size // len(mesh.local_devices)
+        times = self._parts // self._own_parts
 
         def whole(x: Any) -> Any:
             if isinstance(x, jax.Array) and not x.is_fully_addressable:

@@ -27,9 +27,13 @@ def distributed_mesh(
     processes: int | None = None,
     process: int | None = None,
     *,
+    units: int = 1,
     heartbeat_seconds: int = HEARTBEAT_SECONDS,
 ) -> Mesh:
     """The mesh over the devices of all processes, along which a learner divides its batch.
+
+    With `units` above 1 it has a second axis, `"units"`, of as many devices, for
+    `OnlineLearner(..., partition="units")`. Devices of one process are next to each other along it.
 
     Joins the processes first, if `jax.distributed` is not initialised yet. Without arguments that
     is left to JAX, which knows SLURM, Open MPI and Kubernetes, or to `JAX_COORDINATOR_ADDRESS`,
@@ -43,6 +47,7 @@ def distributed_mesh(
         coordinator: `"host:port"` of process 0.
         processes: how many there are.
         process: which one this is, from 0.
+        units: devices that share the units of a model.
         heartbeat_seconds: after which a silent process counts as dead.
     """
     given = {"coordinator": coordinator, "processes": processes, "process": process}
@@ -54,7 +59,14 @@ def distributed_mesh(
         )
     if not jax.distributed.is_initialized():
         _join(coordinator, processes, process, heartbeat_seconds)
-    return Mesh(np.array(jax.devices()), ("batch",))
+    devices = np.array(jax.devices())
+    if units == 1:
+        return Mesh(devices, ("batch",))
+    if units < 1 or devices.size % units:
+        raise InputError(
+            f"`units` is {units}; it must divide the number of devices, which is {devices.size}."
+        )
+    return Mesh(devices.reshape(-1, units), ("batch", "units"))
 
 
 def _join(

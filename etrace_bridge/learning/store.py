@@ -228,7 +228,8 @@ class Store:
         compiled, state = self.compiled, self.state
         hidden, first = compiled.initial
         other = compiled.join_other(first, state.other)
-        compiled.write(*jax.tree.map(private_copy, (state.theta, hidden, other)))
+        theta = self.placement.whole(state.theta)
+        compiled.write(*jax.tree.map(private_copy, (theta, hidden, other)))
 
     def return_to_stream(self) -> None:
         """Return to the stream after sequences of another shape."""
@@ -367,7 +368,8 @@ class Store:
             self.take_back()
             state, compiled = self.state, self.compiled
             hidden, other = jax.tree.map(readable, (state.hidden, state.other), compiled.initial)
-            compiled.write(*jax.tree.map(private_copy, (state.theta, hidden, other)))
+            theta = self.placement.whole(state.theta)
+            compiled.write(*jax.tree.map(private_copy, (theta, hidden, other)))
             self._loan = Loan(compiled, compiled.read())
 
     def take_back(self) -> None:

@@ -10,7 +10,7 @@ For the sum `y` of some products (a gate's pre-activation) with inputs `x`, `dh_
 `c1`, `c2` are random signs, drawn for every sum and step and shared by the batch; `F_t` is the
 Jacobian of the whole step. Since only two terms are mixed, the noise is far below UORO's. A bias is
 a column whose input is 1. Within a chunk the gradient is exact reverse mode; the factors move step
-by step. `rules/uoro.py` says where the signs come from.
+by step. `rules.draws` says where the signs come from.
 
 Memory: B·(n·U + I) for each sum of U units and I inputs, n hidden values. Time per step: n vjps of
 the step and B·n²·U for `F A`. Exact in the mean, not for a single draw.
@@ -18,7 +18,6 @@ the step and B·n²·U for `F A`. Exact in the mean, not for a single draw.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,7 +26,8 @@ import jax.numpy as jnp
 
 from etrace_bridge._errors import InputError
 from etrace_bridge.rules.base import Carry, Chunk, register_rule
-from etrace_bridge.rules.uoro import UORO, draw_key, root_ratio
+from etrace_bridge.rules.draws import Draws, after_draw, draw_key, no_draws, read_data
+from etrace_bridge.rules.uoro import UORO, root_ratio
 from etrace_bridge.step.influence import Influence, step_influence, weights_of_views
 from etrace_bridge.step.program import StepProgram
 from etrace_bridge.step.time import scan_time
@@ -49,7 +49,7 @@ class KFRTRL(UORO):
     name: ClassVar[str] = "kf_rtrl"
 
     def init(self, program: StepProgram) -> dict[str, Any]:
-        """For each sum `A` (n, units) and, for each of its pieces, `u`; how many draws were made."""
+        """For each sum `A` (n, units) and, for each of its pieces, `u`; and the draws made."""
         layout = find_layout(program)
         factors = [
             {
@@ -63,7 +63,7 @@ class KFRTRL(UORO):
             }
             for summed in find_sums(layout)
         ]
-        return {"factors": factors, "draws": jnp.zeros((), jnp.uint32)}
+        return {"factors": factors, "draws": no_draws()}
 
     def past(self, program: StepProgram, theta, memory: dict[str, Any], h0) -> dict[int, jax.Array]:
         """Return `(b A) ⊗ u`."""
@@ -94,27 +94,22 @@ class KFRTRL(UORO):
 
         def step(state: Any, args: Any) -> tuple[Any, None]:
             hidden, other, factors, draws = state
-            signs = self.pairs(layout, draws, hidden, args)
+            draws = read_data(draws, theta, args)
+            signs = self.pairs(layout, draws)
             made, hidden, other = step_influence(program, layout, theta, hidden, other, args)
             moved = zip(find_sums(layout), factors, signs, strict=True)
             factors = [self.move(layout, summed, made, old, c) for summed, old, c in moved]
-            return (hidden, other, factors, draws + jnp.uint32(1)), None
+            return (hidden, other, factors, after_draw(draws)), None
 
         old = memory or self.init(program)
         start = list(carry.hidden), list(carry.other), old["factors"], old["draws"]
         (*_, factors, draws), _ = scan_time(step, start, list(data.args), data.args[0].shape[0])
         return {"factors": factors, "draws": draws}
 
-    def pairs(
-        self,
-        layout: Layout,
-        draws: jax.Array,
-        hidden: Sequence[jax.Array],
-        args: Sequence[jax.Array],
-    ) -> Any:
+    def pairs(self, layout: Layout, draws: Draws) -> Any:
         """Return `c1` and `c2` of every sum, (sums, 2)."""
-        key = draw_key(self.seed, draws, [*hidden, *args])
-        return jax.random.rademacher(key, (len(find_sums(layout)), 2), hidden[0].dtype)
+        shape = len(find_sums(layout)), 2
+        return jax.random.rademacher(draw_key(self.seed, draws), shape, layout.dtype)
 
     def move(
         self, layout: Layout, summed: Sum, made: Influence, old: Factors, signs: jax.Array

@@ -117,6 +117,12 @@ class LowRankRTRL(ReverseRule):
             families = jax.tree.map(lambda x: x.astype(self.trace_dtype), families)
         return {"families": families, "lost": nothing_lost(layout)}
 
+    def unit_axes(self, program: StepProgram) -> Memory:
+        """`A` lies with its units, so that `F A` of a unit needs no column of another one."""
+        memory = jax.eval_shape(lambda: self.init(program))
+        families = [{**jax.tree.map(lambda _: 2, f), "A": 3} for f in memory["families"]]
+        return {"families": families, "lost": jax.tree.map(lambda _: 1, memory["lost"])}
+
     def past(self, program: StepProgram, theta, memory: Memory, h0) -> dict[int, Any]:
         """`b · (e eps + A E^T)`."""
         layout = find_layout(program)

@@ -33,8 +33,8 @@ import numpy as np
 from etrace_bridge._errors import InputError
 from etrace_bridge.rules.base import register_rule
 from etrace_bridge.rules.best_rank import singular_columns
+from etrace_bridge.rules.draws import Draws, draw_key
 from etrace_bridge.rules.kf_rtrl import KFRTRL, Factors, find_sums
-from etrace_bridge.rules.uoro import draw_key
 from etrace_bridge.step.influence import Influence
 from etrace_bridge.step.program import StepProgram
 from etrace_bridge.step.units import Layout, Piece, Sum
@@ -75,11 +75,10 @@ class OKRTRL(KFRTRL):
             terms.append(super().past(program, theta, {**memory, "factors": factors}, h0))
         return {n: sum(term[n] for term in terms) for n in terms[0]}
 
-    def pairs(self, layout: Layout, draws: jax.Array, hidden, args) -> Any:
+    def pairs(self, layout: Layout, draws: Draws) -> Any:
         """Return the signs `c` of every sum and row, (sums, rows, r + 1)."""
         shape = len(find_sums(layout)), layout.rows, self.rank + 1
-        key = draw_key(self.seed, draws, [*hidden, *args])
-        return jax.random.rademacher(key, shape, hidden[0].dtype)
+        return jax.random.rademacher(draw_key(self.seed, draws), shape, layout.dtype)
 
     def letters(self, layout: Layout, summed: Sum, piece: Piece) -> str:
         """Return the letter of the rows first, also for a bias: every row has terms of its own."""
@@ -90,15 +89,17 @@ class OKRTRL(KFRTRL):
     def move(
         self, layout: Layout, summed: Sum, made: Influence, old: Factors, signs: jax.Array
     ) -> Factors:
-        r, q, rows = self.rank, self.rank + 1, layout.rows
+        # Gram matrices have the squares of what they are made of, so float32 at least
+        wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        r, q, rows, signs = self.rank, self.rank + 1, layout.rows, wide(signs)
         if any(not _row_letter(layout, summed, piece) for piece in summed.pieces):
             rows, signs = 1, signs[:1]  # one row, or pieces that all rows share: mix them alike
-        A = old["A"].reshape(r, layout.size, layout.rows, -1)
-        moved = jnp.einsum("ejk,rkeu->rjeu", made.F, A)
-        G = made.G[summed.var].reshape(1, *A.shape[1:])
+        A = wide(old["A"].reshape(r, layout.size, layout.rows, -1))
+        moved = jnp.einsum("ejk,rkeu->rjeu", wide(made.F), A)
+        G = wide(made.G[summed.var]).reshape(1, *A.shape[1:])
         A = jnp.concatenate([moved, G]).reshape(q, layout.size, rows, -1)
         pairs = zip(old["u"], self.features(layout, summed, made), strict=True)
-        u = [jnp.concatenate([old, x[None]]).reshape(q, rows, -1) for old, x in pairs]
+        u = [wide(jnp.concatenate([old, x[None]])).reshape(q, rows, -1) for old, x in pairs]
         left = jnp.einsum("ineu,jneu->eij", A, A)
         right = sum(jnp.einsum("ief,jef->eij", x, x) for x in u)
         X, Y = mixed_columns(left, right, signs)
@@ -138,6 +139,7 @@ def mixed_columns(
     grams = (jnp.moveaxis(gram, (-2, -1), (0, 1)) for gram in (left, right))
     found = singular_columns(*grams)  # Z Y is orthonormal, L X as long as sigma
     X, Y = (jnp.moveaxis(x, (0, 1), (-2, -1)) for x in found)
+    X, Y = _with_signs(X, Y)
     square = jnp.sum(X * (left @ X), -2)
     sigma = jnp.sqrt(jnp.maximum(square, 0))
     r = sigma.shape[-1] - 1
@@ -156,6 +158,17 @@ def mixed_columns(
     length = jnp.where(sigma > 0, sigma, 1)
     scale = jnp.where(is_mixed, s / (k * length), 1)
     return (X * scale[..., None, :]) @ Q, Y @ Q
+
+
+def _with_signs(X: jax.Array, Y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the columns with signs that rounding does not decide, as an eigenvector's are.
+
+    Terms that are orthogonal already have Gram matrices whose other elements are rounding errors.
+    A sum of all elements of a column with unlike factors is far from zero.
+    """
+    factors = 1 / (jnp.arange(X.shape[-2], dtype=X.dtype) + 1.618)
+    sign = jnp.where(jnp.einsum("...qk,q->...k", X, factors) < 0, -1, 1).astype(X.dtype)
+    return X * sign[..., None, :], Y * sign[..., None, :]
 
 
 def _row_letter(layout: Layout, summed: Sum, piece: Piece) -> str:

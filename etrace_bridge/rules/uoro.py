@@ -11,9 +11,8 @@ vanish in the mean: the gradient is noisy and has no bias. `F_t = dh_t/dh_(t-1)`
 In chunks of K steps the gradient within the chunk is exact, and `F` and `dh/dtheta` are those of
 the chunk: one draw of `ν` per chunk, and less noise the longer the chunk is.
 
-The signs come from `seed`, from a counter in the memory, and from the numbers of the chunk itself,
-so that sequences which all begin with an empty memory do not share their noise. The same seed,
-weights and data give the same gradient.
+The signs come from `seed`, from how many were drawn before, and from the data (`rules.draws`). The
+same seed, weights and data give the same gradient, on any number of devices.
 
 Memory: B·H + P, less than any trace. Time per step: one more reverse pass and one forward
 derivative per chunk. Exact in the mean; a single gradient is not, unless one chunk covers the
@@ -28,7 +27,6 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from etrace_bridge.rules.base import (
     APPROXIMATE,
@@ -39,6 +37,7 @@ from etrace_bridge.rules.base import (
     ReverseRule,
     register_rule,
 )
+from etrace_bridge.rules.draws import Draws, after_draw, draw_key, no_draws, read_data
 from etrace_bridge.rules.rtrl import chunk_function, reaching_weights
 from etrace_bridge.step.program import StepProgram
 
@@ -59,7 +58,7 @@ class UORO(ReverseRule):
     mixes_batch: ClassVar[bool] = True
 
     def init(self, program: StepProgram) -> dict[str, Any]:
-        """Return `s` by hidden leaf, `theta` by weight, and the number of draws.
+        """Return `s` by hidden leaf, `theta` by weight, and the draws made.
 
         Only weights that reach a state have one.
         """
@@ -68,7 +67,7 @@ class UORO(ReverseRule):
         return {
             "s": [jnp.zeros(h.shape, h.dtype) for h in hidden],
             "theta": [jnp.zeros(w.shape, w.dtype) for w in weights],
-            "draws": jnp.zeros((), jnp.uint32),
+            "draws": no_draws(),
         }
 
     def past(self, program: StepProgram, theta, memory: dict[str, Any], h0) -> dict[int, jax.Array]:
@@ -88,7 +87,8 @@ class UORO(ReverseRule):
         reaching, old = reaching_weights(program), memory or self.init(program)
         run = chunk_function(program, theta, carry, data)
         _, pull = jax.vjp(run, [theta[n] for n in reaching], list(carry.hidden))
-        noise = self.signs(old["draws"], carry.hidden, data.args)
+        draws = read_data(old["draws"], theta, data.args)
+        noise = self.signs(draws, carry.hidden)
         by_theta = pull(noise)[0]
         # Surrogate gradients have no forward mode: the transpose of the reverse pass is one.
         (moved,) = jax.linear_transpose(lambda h: pull(h)[1], noise)(old["s"])
@@ -96,14 +96,12 @@ class UORO(ReverseRule):
         rho1 = root_ratio(by_theta, noise)
         s = [rho0 * m + rho1 * v for m, v in zip(moved, noise, strict=True)]
         rows = [x / rho0 + y / rho1 for x, y in zip(old["theta"], by_theta, strict=True)]
-        new = {"s": s, "theta": rows, "draws": old["draws"] + jnp.uint32(1)}
+        new = {"s": s, "theta": rows, "draws": after_draw(draws)}
         return jax.tree.map(lambda x, like: x.astype(like.dtype), new, old)
 
-    def signs(
-        self, draws: jax.Array, hidden: Sequence[jax.Array], args: Sequence[jax.Array]
-    ) -> list[Any]:
+    def signs(self, draws: Draws, hidden: Sequence[jax.Array]) -> list[Any]:
         """Return `ν`, one array per hidden leaf."""
-        keys = jax.random.split(draw_key(self.seed, draws, [*hidden, *args]), len(hidden))
+        keys = jax.random.split(draw_key(self.seed, draws), len(hidden))
         return [
             jax.random.rademacher(k, h.shape, h.dtype) for k, h in zip(keys, hidden, strict=True)
         ]
@@ -130,20 +128,3 @@ def root_ratio(left: Sequence[Any], right: Sequence[jax.Array]) -> jax.Array:
 
 def _norm(arrays: Sequence[jax.Array]) -> jax.Array:
     return jnp.sqrt(sum(jnp.sum(x * x) for x in arrays))
-
-
-def draw_key(seed: int, draws: jax.Array, arrays: Sequence[jax.Array]) -> jax.Array:
-    """Return the key of one draw: of the seed, the draws before it, and what the arrays hold."""
-    key = jax.random.fold_in(jax.random.PRNGKey(seed), draws)
-    return jax.random.fold_in(key, _digest(arrays))
-
-
-def _digest(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Return a number that changes with any of the arrays' bits."""
-    total = jnp.zeros((), jnp.uint32)
-    for x in arrays:
-        x = x.astype(jnp.float32)
-        bits = lax.bitcast_convert_type(x, jnp.uint32).reshape(-1)
-        place = jnp.arange(1, 2 * bits.size, 2, dtype=jnp.uint32)
-        total = total * jnp.uint32(31) + jnp.sum(bits * place, dtype=jnp.uint32)
-    return total
