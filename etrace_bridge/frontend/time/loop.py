@@ -16,7 +16,7 @@ import torch
 from jax import lax
 from torch import nn
 
-from etrace_bridge._errors import NotSupportedError, StateError
+from etrace_bridge._errors import BridgeError, NotSupportedError, StateError
 from etrace_bridge._jax_compat import module_scope
 from etrace_bridge.frontend.borders import to_jax, to_torch
 from etrace_bridge.frontend.names import NamedTensor, to_path
@@ -25,6 +25,7 @@ from etrace_bridge.frontend.plan import StateLeaf, StepPlan, TimeAxis
 from etrace_bridge.frontend.snapshot import restored
 from etrace_bridge.frontend.state import Path
 from etrace_bridge.frontend.time.comparison import find_difference
+from etrace_bridge.frontend.time.cut import origin_of
 from etrace_bridge.frontend.time.graph import Graph, Node, evaluate, keys_of
 from etrace_bridge.frontend.time.reduction import divide_by_count, divisors, find_addends
 from etrace_bridge.frontend.time.rows import Reduced, Row, Value
@@ -33,6 +34,7 @@ from etrace_bridge.frontend.time.split import (
     Column,
     State,
     TooShort,
+    UnlikeSteps,
     check_joins,
     split_steps,
 )
@@ -63,13 +65,15 @@ def find_loop(
         given: The user's initial state of the root's state arguments.
         batch: The batch size, or None.
     """
-    problem = None
+    problem: BridgeError | None = None
     for length in LENGTHS:
         finder = _Finder(model, tensors, inputs, plan, given, batch, length)
         try:
             return finder.find()
         except TooShort:
             problem = problem or finder.problem
+        except UnlikeSteps as error:  # steps that still read what stands before the sequence
+            problem = problem or error
     raise problem or NotSupportedError(
         f"`{type(model).__name__}.forward` reads values that are more than {LENGTHS[-1] // 2 - 2} "
         "steps old, or its state grows with the sequence (attention over all past steps, a list "
@@ -138,7 +142,7 @@ class _Finder:
             ]
             # Earlier values of these too: with the inputs since, they would be cheaper than a state
             unknown = {
-                id(node)
+                id(origin_of(node))
                 for s in split.states
                 if s.column[0] is None
                 for node in s.column[: self.step]

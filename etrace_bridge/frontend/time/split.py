@@ -24,6 +24,10 @@ class TooShort(Exception):
     """The sequence is too short to see the state's next value."""
 
 
+class UnlikeSteps(NotSupportedError):
+    """Steps that do something else than the one that was read; those of a longer sequence may not."""
+
+
 @dataclass
 class State:
     """A value that is carried from step to step.
@@ -269,9 +273,9 @@ def counts_steps(node: Node) -> BridgeError:
     )
 
 
-def unequal_steps(a: Node, b: Node) -> BridgeError:
+def unequal_steps(a: Node, b: Node) -> UnlikeSteps:
     """The error for steps that are not alike."""
-    return NotSupportedError(
+    return UnlikeSteps(
         f"The steps of the loop over time are not alike: `{a.kind}`{place_of(a)} at one step "
         f"stands where another step has `{b.kind}`{place_of(b)} (an `if` on the step's number, a "
         "clock, a list that grows). One step is compiled for all steps. Write the choice with "
