@@ -625,6 +625,28 @@ def test_what_needs_all_steps_at_once_is_refused_with_the_line(how: str) -> None
         eb.wrap(AtOnce().double()).init_state(B)
 
 
+READS_AGAIN: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "variance": (lambda ys: ys.var(1), "`sub` at"),
+    "softmax": (lambda ys: (ys.softmax(1) * ys).sum(1), "`sub` at"),
+    "logsumexp": (lambda ys: ys.logsumexp(1), "`sub` at"),
+    "first and last": (lambda ys: torch.cat([ys[:, 0], ys[:, -1]], -1), "`concatenate` at"),
+    "first": (lambda ys: ys[:, 0], "that of step 1 at"),
+    "third": (lambda ys: 2 * ys[:, 2], "that of step 3 at"),
+}
+
+
+@pytest.mark.parametrize("how", list(READS_AGAIN))
+def test_what_reads_early_steps_at_the_end_is_refused_with_the_line(how: str) -> None:
+    reads, reason = READS_AGAIN[how]
+
+    class ReadsAgain(Inline):
+        def forward(self, x: Tensor) -> Tensor:
+            return reads(super().forward(x))
+
+    with pytest.raises(eb.NotSupportedError, match=rf"{reason} .*test_frontend_loops\.py:\d+"):
+        eb.wrap(ReadsAgain().double()).init_state(B)
+
+
 def test_no_reduction_where_every_step_is_given() -> None:
     net = eb.wrap(Inline().double())
     net.init_state(B)
@@ -898,7 +920,7 @@ class TimeMajor(Inline):
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"), [("both directions", "later inputs"), ("attention", "state grows")]
+    ("how", "reason"), [("both directions", "later inputs"), ("attention", "the state would grow")]
 )
 def test_the_reason_is_that_of_the_layout_that_keeps_samples_apart(how: str, reason: str) -> None:
     """In the other layout the loop runs over samples, and what fails there says nothing."""

@@ -36,6 +36,8 @@ from etrace_bridge.frontend.time.split import (
     TooShort,
     UnlikeSteps,
     check_joins,
+    fixed_output,
+    grows,
     split_steps,
 )
 from etrace_bridge.frontend.time.step import LoopStep
@@ -74,11 +76,7 @@ def find_loop(
             problem = problem or finder.problem
         except UnlikeSteps as error:  # steps that still read what stands before the sequence
             problem = problem or error
-    raise problem or NotSupportedError(
-        f"`{type(model).__name__}.forward` reads values that are more than {LENGTHS[-1] // 2 - 2} "
-        "steps old, or its state grows with the sequence (attention over all past steps, a list "
-        "of all states). A step needs a state of fixed size."
-    )
+    raise problem or grows(type(model).__name__, finder.outputs)  # type: ignore[possibly-undefined]
 
 
 class _Finder:
@@ -99,6 +97,7 @@ class _Finder:
         self.axis = 1 if plan.layout == "batch_first" else 0
         self.attempt = 0  # which of the attempts was right
         self.problem: StateError | None = None  # why the first one was not
+        self.outputs: list[Node] = []  # of the last step
         self.step = length // 2 + 1  # the step that is read: late enough to be like all later ones
         self.reader = Reader(self.graph, length)
         self.tensor_nodes = [
@@ -110,6 +109,7 @@ class _Finder:
         """Give the first step that agrees with torch, of those that `_attempts` makes."""
         traced, outputs = self._read(self.length)
         columns = [self._column(i, output) for i, output in enumerate(outputs)]
+        self.outputs = [node for column, _, _ in columns if (node := column[-1]) is not None]
         for number, step in enumerate(self._attempts(traced, columns)):
             self.attempt = number
             found = find_difference(
@@ -283,6 +283,8 @@ class _Finder:
             except Exception:
                 if shorter > 2:
                     raise
+        if by_length[length - 1] is output:
+            raise fixed_output(type(self.model).__name__, index, output, length)
         by_length = self._with_count(by_length)
         return tuple(by_length.get(t) for t in range(1, length + 1)), None, "last"
 
