@@ -312,6 +312,21 @@ class CausalConvolution(nn.Module):
         return torch.stack(out, 1)
 
 
+class TwoConvolutions(nn.Module):
+    """Two causal convolutions: past inputs are fewer numbers than past features, but before the
+    first step the features are zeros, and not what the first convolution makes of zeros.
+    """
+
+    def __init__(self, bias: float = 0.5) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv1d(IN, H, 3), nn.Conv1d(H, H, 2, dilation=2)
+        nn.init.constant_(self.first.bias, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.first(F.pad(x.mT, (2, 0))))
+        return self.second(F.pad(y, (2, 0))).mT
+
+
 class Mixed(nn.Module):
     """`nn.GRU`, an own loop and an `nn.LSTM`."""
 
@@ -396,6 +411,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool, set[str]]] = {
     "first differs": (FirstDiffers, False, {"h"}),
     "token shift": (TokenShift, False, set()),
     "causal convolution": (CausalConvolution, True, set()),
+    "two convolutions": (TwoConvolutions, True, set()),
     "mixed": (Mixed, True, set()),
     "layer starts from input": (LayerStartsFromInput, False, set()),
     "running": (Running, True, set()),
@@ -457,6 +473,20 @@ def test_online_gradients_of_a_loop_equal_bptt(name: str) -> None:
         assert row.norm > 1e-6, f"the gradient of {name} vanishes"
         assert row.relative_error < 1e-9, report
         assert row.torch_gradient.shape == tuple(parameter.shape)
+
+
+def test_a_start_that_is_right_while_a_bias_is_negative_is_not_taken() -> None:
+    """`relu(bias)` is zero at first, and another number once the bias was trained."""
+    torch.manual_seed(1)
+    model, x = TwoConvolutions(bias=-3.0).double(), torch.randn(B, T, IN, dtype=torch.float64)
+    net = eb.wrap(model, example_input=x[:, 0])
+    net.init_state(B)
+    with torch.no_grad():
+        model.first.bias.fill_(0.5)
+        wanted = model(x).numpy()
+    net.load_state_dict(model.state_dict())
+    found = np.stack([np.asarray(net(x[:, t])) for t in range(T)], 1)
+    np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 # ---- outputs that are reduced over time
@@ -593,6 +623,28 @@ def test_what_needs_all_steps_at_once_is_refused_with_the_line(how: str) -> None
         eb.NotSupportedError, match=r"test_frontend_loops\.py:\d+.* reads all steps of the sequence"
     ):
         eb.wrap(AtOnce().double()).init_state(B)
+
+
+READS_AGAIN: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "variance": (lambda ys: ys.var(1), "`sub` at"),
+    "softmax": (lambda ys: (ys.softmax(1) * ys).sum(1), "`sub` at"),
+    "logsumexp": (lambda ys: ys.logsumexp(1), "`sub` at"),
+    "first and last": (lambda ys: torch.cat([ys[:, 0], ys[:, -1]], -1), "`concatenate` at"),
+    "first": (lambda ys: ys[:, 0], "that of step 1 at"),
+    "third": (lambda ys: 2 * ys[:, 2], "that of step 3 at"),
+}
+
+
+@pytest.mark.parametrize("how", list(READS_AGAIN))
+def test_what_reads_early_steps_at_the_end_is_refused_with_the_line(how: str) -> None:
+    reads, reason = READS_AGAIN[how]
+
+    class ReadsAgain(Inline):
+        def forward(self, x: Tensor) -> Tensor:
+            return reads(super().forward(x))
+
+    with pytest.raises(eb.NotSupportedError, match=rf"{reason} .*test_frontend_loops\.py:\d+"):
+        eb.wrap(ReadsAgain().double()).init_state(B)
 
 
 def test_no_reduction_where_every_step_is_given() -> None:
@@ -868,7 +920,7 @@ class TimeMajor(Inline):
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"), [("both directions", "later inputs"), ("attention", "state grows")]
+    ("how", "reason"), [("both directions", "later inputs"), ("attention", "the state would grow")]
 )
 def test_the_reason_is_that_of_the_layout_that_keeps_samples_apart(how: str, reason: str) -> None:
     """In the other layout the loop runs over samples, and what fails there says nothing."""
@@ -1005,3 +1057,81 @@ class ResetsItself(nn.Module):
             self.v = 0.8 * self.v + self.inp(x_t)
             total = total + self.out(torch.tanh(self.v))
         return total / len(x)
+
+
+# ---- time on the third axis
+
+
+class ChannelsFirst(nn.Module):
+    """A loop over `(batch, channels, time)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.rec = nn.Linear(IN, H), nn.Linear(H, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, out = x.new_zeros(len(x), H), []
+        for x_t in x.unbind(2):
+            h = torch.tanh(self.inp(x_t) + self.rec(h))
+            out.append(h)
+        return torch.stack(out, 2)
+
+
+class ChannelsFirstMaps(nn.Module):
+    """A leaky sum over `(batch, channels, time, width)` that also runs on one step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay = nn.Parameter(torch.rand(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, out = torch.zeros_like(x[:, :, 0]), []
+        for t in range(x.shape[2]):
+            h = self.decay * h + x[:, :, t]
+            out.append(h)
+        return torch.stack(out, 2)
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_time_on_the_third_axis_is_refused_with_the_axis(shown: bool) -> None:
+    model, x = ChannelsFirst().double(), torch.randn(B, IN, T, dtype=torch.float64)
+    with pytest.raises(eb.NotSupportedError, match=r"loops over axis 2.*movedim\(1, 2\)"):
+        if shown:
+            eb.wrap(model, example_input=x[:, :, 0]).init_state(B)
+        else:
+            learner = eb.OnlineLearner(model, "bptt", F.mse_loss)
+            learner.gradients(x, torch.randn(B, H, T, dtype=torch.float64))
+
+
+def test_a_stateless_step_with_time_on_the_third_axis_warns() -> None:
+    net = eb.wrap(ChannelsFirstMaps().double(), example_input=torch.randn(B, 2, 5).double())
+    with pytest.warns(UserWarning, match="loops over axis 2 of its input"):
+        net.init_state(B)
+    assert not net.hidden_paths
+
+
+class Transformed(Inline):
+    """A transform of `torch.func` inside a loop."""
+
+    def __init__(self, transform: Callable) -> None:
+        super().__init__()
+        self.transform = transform
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, out = torch.zeros(x.shape[0], H, dtype=x.dtype), []
+        for x_t in x.unbind(1):
+            h = self.transform(lambda h: torch.tanh(self.rec.weight @ h))(h) + self.inp(x_t)
+            out.append(h)
+        return torch.stack(out, 1)
+
+
+TRANSFORMS: dict[str, Callable] = {
+    "vmap": torch.vmap,
+    "grad": lambda f: torch.vmap(torch.func.grad(lambda h: f(h).sum())),
+}
+
+
+@pytest.mark.parametrize("how", list(TRANSFORMS))
+def test_a_transform_of_torch_func_is_refused_with_the_line(how: str) -> None:
+    with pytest.raises(eb.NotSupportedError, match=r"torch\.vmap.*test_frontend_loops\.py:\d+"):
+        eb.wrap(Transformed(TRANSFORMS[how]).double()).init_state(B)

@@ -13,10 +13,9 @@ from etrace_bridge.frontend import messages
 from etrace_bridge.frontend.examples import (
     random_like,
     scaled,
-    share_changed,
     with_sample_changed,
 )
-from etrace_bridge.frontend.layout import repeat_in_time, unused_length
+from etrace_bridge.frontend.layout import unused_length
 from etrace_bridge.frontend.plan import StepPlan, native_call
 from etrace_bridge.frontend.recorder import Recorder, call_root
 from etrace_bridge.frontend.returned import same_tensors
@@ -219,22 +218,3 @@ def check_batch(model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple | 
             rows = [(plain != other).reshape(size, -1).any(1).tolist() for other in others]
             if rows == [[row >= sample for row in range(size)] for sample in (0, 1, size - 1)]:
                 raise messages.reads_batch_in_order(type(model).__name__)
-
-
-def keeps_samples_apart(
-    model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple | None
-) -> bool:
-    """Tell whether a change of one sample changes no other sample's output, in a plan's layout."""
-    axis = int(plan.layout == "time_major")
-    whole = inputs if plan.layout is None else repeat_in_time(inputs, plan.layout, 5)
-    size = next(x.shape[axis] for x in whole if isinstance(x, torch.Tensor) and x.dim() > axis)
-    base = tuple(random_like(x, 0) for x in whole)
-    changed = tuple(with_sample_changed(x, axis, size) for x in base)
-    if size < 2:
-        return False
-    try:
-        runs = [call_root(model, plan, given, x, Recorder()) for x in (base, changed)]
-    except Exception:  # the model does not take this layout
-        return False
-    tensors = [[t for _, t in flatten_state(plan.output_of(model, r))[0]] for r in runs]
-    return share_changed(*tensors) <= 1 / size + 1e-9

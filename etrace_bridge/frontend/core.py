@@ -67,6 +67,7 @@ class Core:
         self.form_is_fixed = options.example_input is not None
         # a step like those of the first sequences, if they were read before there were states
         self.step_of_sequences: tuple | None = None
+        self._steps_along_later_axes: dict[int, tuple] = {}  # and if time is at a later axis
         self.tensors: list[NamedTensor] = named_tensors(model)
         self.versions_read = versions_of(self.tensors)  # when a net last took the tensors' values
         self.tensor_paths = {to_path(n.name) for n in self.tensors}
@@ -94,6 +95,11 @@ class Core:
                 examples.example_tensor((2, *x.shape[2:]), self.as_input(x[:1, :1]).dtype)
                 for x in sequences
             )
+            shape, dtype = sequences[0].shape, self.as_input(sequences[0][:1, :1]).dtype
+            self._steps_along_later_axes = {
+                axis: (examples.example_tensor((2, *shape[1:axis], *shape[axis + 1 :]), dtype),)
+                for axis in range(2, len(shape) if len(sequences) == 1 else 0)
+            }
             self._guessed_batch_first = None
 
     def tell_batch_first(self) -> bool:
@@ -124,8 +130,18 @@ class Core:
                 contextlib.suppress(Exception),  # a wrong guess; the first input will tell
             ):
                 warnings.simplefilter("ignore")
-                return self.find_plan(inputs, 2).layout == "batch_first"
+                plan = self.find_plan(inputs, 2)
+                if not plan.leaves:  # nothing to learn online: the layout may be another
+                    break
+                return plan.layout == "batch_first"
+        self._refuse_later_time_axis()
         return False
+
+    def _refuse_later_time_axis(self) -> None:
+        """Raise if the sequences that were read have time behind their second axis."""
+        for axis, step in self._steps_along_later_axes.items():
+            if discover.takes_time_at(self.model, self.step_tensors, step, self.form, axis):
+                raise messages.time_on_a_later_axis(type(self.model).__name__, axis)
 
     def check_layout(self, plan: StepPlan) -> None:
         """Raise if a sequence was cut into steps before its layout was known, and along the wrong

@@ -21,11 +21,15 @@ from etrace_bridge.frontend.calls import LOCK, DefinedMemory, as_written
 from etrace_bridge.frontend.chaining import (
     check_batch,
     check_chaining,
-    keeps_samples_apart,
     reads_state,
 )
 from etrace_bridge.frontend.inputs import PLAIN, InputForm
-from etrace_bridge.frontend.layout import find_layout, find_time_axes, repeat_in_time
+from etrace_bridge.frontend.layout import (
+    find_layout,
+    find_time_axes,
+    keeps_samples_apart,
+    repeat_in_time,
+)
 from etrace_bridge.frontend.names import NamedTensor
 from etrace_bridge.frontend.plan import StepPlan, add_time_axis, native_call, time_axis_of
 from etrace_bridge.frontend.recorder import Recorder, call_root, call_without_state
@@ -89,7 +93,7 @@ def find_plan(
             batch_first = probe.layout == "batch_first" if sequence else batch_first
     batched, given = batch_size is not None, state(batch_size)
     with _trying(model):
-        layout = find_layout(model, inputs, sequence, batch_first, form)
+        layout = find_layout(model, inputs, sequence, batch_first, form, batched)
         layout = layout if batched or layout is None else "time_major"
         try:
             plan = _plan_in_layout(model, inputs, layout, given, batched, form)
@@ -239,7 +243,7 @@ def _plan_loop(
             plan.loop = find_loop(model, tensors, inputs, plan, given, batch)
         except Exception as error:  # the model does not take this layout, or looks ahead in it
             reasons.append(error)
-            if batched and keeps_samples_apart(model, inputs, plan, given):
+            if batched and _keeps_apart(model, inputs, plan, given):
                 likely.append(error)
             continue
         plan.output_time_axes = plan.loop.axes
@@ -251,17 +255,22 @@ def _plan_loop(
         for error in (*likely, *reasons)
         if isinstance(error, BridgeError) and not isinstance(error, InputError)
     ]
+    later = _later_time_axis(model, tensors, inputs, form) if batched else None
     if failure is None:
         about_time = [
             error for error in known if isinstance(error, (NotSupportedError, StateError))
         ]
+        if later is not None:
+            about_time = [messages.time_on_a_later_axis(type(model).__name__, later)]
+        elif about_time and likely and not _keeps_apart(model, inputs, StepPlan(form=form), None):
+            raise about_time[0]
         if about_time:
-            if likely and not keeps_samples_apart(model, inputs, StepPlan(form=form), None):
-                raise about_time[0]
             warnings.warn(
                 messages.stateless_step(type(model).__name__, about_time[0]), stacklevel=2
             )
         return None
+    if later is not None:
+        raise messages.time_on_a_later_axis(type(model).__name__, later) from failure
     if stateless is not None and not known and not isinstance(failure, messages.UnclearState):
         return stateless
     if isinstance(failure, BridgeError) and not isinstance(
@@ -269,6 +278,59 @@ def _plan_loop(
     ):
         raise failure
     raise (known[0] if known else failure)
+
+
+def takes_time_at(
+    model: nn.Module,
+    tensors: Sequence[NamedTensor],
+    inputs: tuple,
+    form: InputForm,
+    axis: int,
+) -> bool:
+    """Tell whether a model with one input loops over a later axis, as in `(batch, channels,
+    time)`: samples stay apart, and there is a state.
+    """
+    from etrace_bridge.frontend.time.loop import find_loop  # which imports the plan
+
+    moved, plan = _TimeMoved(model, axis), StepPlan(layout="batch_first", form=form)
+    # a model that does not take time there raises, most often
+    with contextlib.suppress(Exception), warnings.catch_warnings(), _trying(model):
+        warnings.simplefilter("ignore")
+        if _keeps_apart(moved, inputs, plan, None):
+            found = find_loop(moved, tensors, inputs, plan, None, inputs[0].shape[0])
+            return bool(found.leaves) and not found.first_differs
+    return False
+
+
+def _later_time_axis(
+    model: nn.Module, tensors: Sequence[NamedTensor], inputs: tuple, form: InputForm
+) -> int | None:
+    """Give the axis behind the second along which a model loops over time; None if none is."""
+    if not form.is_plain or len(inputs) != 1 or not isinstance(inputs[0], torch.Tensor):
+        return None
+    axes = range(2, inputs[0].dim() + 1)
+    return next((a for a in axes if takes_time_at(model, tensors, inputs, form, a)), None)
+
+
+class _TimeMoved(nn.Module):
+    """A model that takes time along a later axis, as one that takes it along the second."""
+
+    def __init__(self, model: nn.Module, axis: int) -> None:
+        super().__init__()
+        self.model, self.axis = model, axis
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """Run the model on a sequence `(batch, time, ...)`."""
+        return self.model(x.movedim(1, self.axis))
+
+
+def _keeps_apart(model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple | None) -> bool:
+    """Whether samples stay apart in a plan's layout, from the state that the user gave."""
+
+    def call(x: tuple) -> Any:
+        return plan.output_of(model, call_root(model, plan, given, x, Recorder()))
+
+    return keeps_samples_apart(model, inputs, plan.layout, call)
 
 
 def _find_attribute_slots(

@@ -88,7 +88,7 @@ def with_sample_changed(x: Any, axis: int, size: int, sample: int | None = 0) ->
     part = changed.select(axis, sample)
     part.add_(1)
     if not (x.is_floating_point() or x.is_complex()):
-        part.remainder_(int(x.max()) + 1)
+        part.remainder_(max(int(x.max()), 1) + 1)
     return changed
 
 

@@ -1,17 +1,24 @@
-"""Whether `forward` consumes sequences, in which layout, and where the time axes of its outputs are:
-found by giving it sequences and watching its layers.
-"""
+"""In which layout a model takes sequences, and where the time axes of its outputs are."""
 
 from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
-from etrace_bridge._errors import BridgeError
-from etrace_bridge.frontend.calls import intercepted_calls
+from etrace_bridge.frontend.examples import (
+    random_like,
+    share_changed,
+    with_batch,
+    with_sample_changed,
+)
 from etrace_bridge.frontend.inputs import PLAIN, InputForm
 from etrace_bridge.frontend.plan import StepPlan, TimeAxis
 from etrace_bridge.frontend.recorder import Recorder, call_root, call_without_state
+from etrace_bridge.frontend.returned import copied_state
 from etrace_bridge.frontend.snapshot import restored
 from etrace_bridge.frontend.state import find_adapter, flatten_state
 
@@ -24,84 +31,93 @@ def find_layout(
     sequence: bool | None,
     batch_first: bool | None,
     form: InputForm = PLAIN,
+    batched: bool = True,
 ) -> str | None:
-    """Tell whether a model consumes sequences, and in which layout, by giving it one and watching
-    its recurrent layers.
+    """Tell whether layers inside a model read whole sequences, and the layout in which the model
+    takes them; None for one time step, and for a model without such layers.
+
+    The batch axis is the one along which samples stay apart: of the layouts that the model runs
+    in, it is the first in which a change of one sample changes no other sample's output.
     """
     adapter = find_adapter(model)
     own = adapter.sequence(model) if adapter is not None else None
-    inner = [
-        found
-        for m in model.modules()
-        if (a := find_adapter(m)) is not None and (found := a.sequence(m)) is not None
-    ]
     if sequence is False:
         return None
     if own is not None:
         return own
+    inner = _layouts_of_layers(model)
     chosen = None if batch_first is None else "batch_first" if batch_first else "time_major"
     if sequence:
-        return chosen or (inner[0] if inner else "time_major")
-    if adapter is not None and adapter.arguments(model):
+        return chosen or next(iter(inner), "time_major")
+    if not inner or (adapter is not None and adapter.arguments(model)):
         return None
-    candidates = [chosen] if chosen else list(dict.fromkeys([*inner, "time_major", "batch_first"]))
-    if inner:
-        return next(
-            (layout for layout in candidates if _layers_see_time(model, inputs, layout, form)), None
-        )
-    return "time_major" if _loops_over_first_axis(model, inputs, form) else None
+    layouts = [chosen] if chosen else list(dict.fromkeys([*inner, "time_major", "batch_first"]))
+    return next(
+        (
+            layout
+            for layout in layouts
+            if keeps_samples_apart(
+                model, inputs, layout, lambda x: call_without_state(model, x, form), batched
+            )
+        ),
+        None,
+    )
+
+
+def _layouts_of_layers(model: nn.Module) -> list[str]:
+    """The layouts of a model's layers that read whole sequences."""
+    found = [a.sequence(m) for m in model.modules() if (a := find_adapter(m)) is not None]
+    return [layout for layout in found if layout is not None]
+
+
+def keeps_samples_apart(
+    model: nn.Module,
+    inputs: tuple,
+    layout: str | None,
+    call: Callable[[tuple], Any],
+    batched: bool = True,
+) -> bool:
+    """Tell whether a model runs in a layout, and a change of the first or the last sample then
+    changes no other sample's output.
+
+    Args:
+        model: The model, which is left as it was.
+        inputs: One time step of each input.
+        layout: The layout of what the model is called with.
+        call: Calls the model on such inputs.
+        batched: Whether the inputs have a batch axis; if not, the model only has to run.
+    """
+    axis = int(layout == "time_major")
+    size = _usable_batch(inputs) if batched else 0
+    steps = tuple(with_batch(x, size) for x in inputs) if batched else inputs
+    whole = steps if layout is None else repeat_in_time(steps, layout, unused_length(steps))
+    base = tuple(random_like(x, 0) for x in whole)
+    runs = []
+    for sample in (None, 0, size - 1) if batched else (None,):
+        changed = tuple(with_sample_changed(x, axis, size, sample) for x in base)
+        try:
+            with restored(model, values=False), torch.no_grad():
+                model.eval()  # dropout differs from run to run
+                runs.append([t for _, t in flatten_state(copied_state(call(changed)))[0]])
+        except Exception:  # the model does not take this layout
+            return False
+    return all(share_changed(runs[0], run) <= 1 / size + 1e-9 for run in runs[1:])
+
+
+def _usable_batch(inputs: tuple) -> int:
+    """The batch size, or another one where it is one or that of another axis."""
+    tensors = [x for x in inputs if isinstance(x, torch.Tensor) and x.dim()]
+    others = {1, *(size for x in tensors for size in x.shape[1:])}
+    own = [x.shape[0] for x in tensors[:1]]
+    candidates = itertools.chain(own, itertools.count(3))
+    return next(size for size in candidates if size not in others)
 
 
 def static_batch_first(model: nn.Module, batch_first: bool | None) -> bool | None:
     """Tell from the layers alone whether sequences are batch-first; None if no layer tells."""
     if batch_first is not None:
         return batch_first
-    found = [a.sequence(m) for m in model.modules() if (a := find_adapter(m)) is not None]
-    return next((layout == "batch_first" for layout in found if layout is not None), None)
-
-
-def _layers_see_time(model: nn.Module, inputs: tuple, layout: str, form: InputForm) -> bool:
-    """Tell whether a sequence in this layout reaches a recurrent layer as one of the same length."""
-    length = unused_length(inputs)
-    recorder = Recorder()
-    try:
-        with restored(model, values=False), intercepted_calls(recorder):
-            call_without_state(model, repeat_in_time(inputs, layout, length), form)
-    except BridgeError:
-        raise
-    except Exception:  # the model does not take this layout; what it raises is its own affair
-        return False
-    for call in recorder.calls:
-        own = call.adapter.sequence(call.module)
-        if own is not None and call.inputs and isinstance(call.inputs[0], torch.Tensor):
-            x = call.inputs[0]
-            if x.shape[1 if own == "batch_first" and x.dim() == 3 else 0] == length:
-                return True
-    return False
-
-
-def _loops_over_first_axis(model: nn.Module, inputs: tuple, form: InputForm) -> bool:
-    """Tell whether `forward` calls its cells once for each entry of the first axis: then that axis
-    is time.
-    """
-    if not any((a := find_adapter(m)) is not None and a.arguments(m) for m in model.modules()):
-        return False
-    counts = []
-    for size in (2, 3):
-        recorder = Recorder()
-        try:
-            with restored(model, values=False), intercepted_calls(recorder):
-                first = [
-                    x[:1].expand(size, *x.shape[1:]).contiguous()
-                    if isinstance(x, torch.Tensor) and x.dim()
-                    else x
-                    for x in inputs
-                ]
-                call_without_state(model, tuple(first), form)
-        except Exception:  # another call convention; the step itself will tell
-            return False
-        counts.append(recorder.total)
-    return counts[0] != counts[1]
+    return next((layout == "batch_first" for layout in _layouts_of_layers(model)), None)
 
 
 def repeat_in_time(inputs: tuple, layout: str | None, length: int) -> tuple:

@@ -248,6 +248,17 @@ def reads_batch_in_order(model: str) -> BatchInOrder:
     )
 
 
+def time_on_a_later_axis(model: str, axis: int) -> NotSupportedError:
+    """A model that loops over the third axis of its input, or a later one."""
+    shape = f"(batch, {'channels' if axis == 2 else '...'}, time{', ...' if axis == 2 else ''})"
+    return NotSupportedError(
+        f"`{model}.forward` loops over axis {axis} of its input: it takes sequences as {shape}. "
+        "The bridge takes time on the first or second axis. Wrap a module that brings it there: "
+        "its `forward(self, x)`, with `x` as (batch, time, ...), returns "
+        f"`self.model(x.movedim(1, {axis}))`; move the output's time axis to the second too."
+    )
+
+
 def other_layout(model: str, batch_first: bool) -> InputError:
     """A model whose layout was not known when its sequence was cut into steps."""
     layout = "(batch, time, ...)" if batch_first else "(time, batch, ...)"
@@ -360,6 +371,16 @@ def context_attribute(name: str, place: str) -> NotSupportedError:
         f"An `autograd.Function` uses `ctx.{name}`, in {place}, which the bridge does not have: "
         "JAX differentiates the traced step, and there is no torch graph to ask about. Save what "
         "`backward` needs with `ctx.save_for_backward` or as an attribute of `ctx`."
+    )
+
+
+def inside_a_transform(place: str) -> NotSupportedError:
+    """A tensor of `torch.vmap` or a transform of `torch.func`."""
+    return NotSupportedError(
+        f"`forward` uses `torch.vmap`, or `torch.func.grad` or another transform of `torch.func`, "
+        f"in {place}. The bridge traces torch calls on tensors that these transforms cannot wrap. "
+        "Write the extra axis into the operations (`torch.einsum`, `torch.matmul`, broadcasting), "
+        "and a derivative as its formula. `torch.func.functional_call` is fine."
     )
 
 

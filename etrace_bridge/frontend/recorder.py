@@ -38,12 +38,10 @@ class Recorder:
 
     def __init__(self, root: nn.Module | None = None, root_adapter: Adapter | None = None) -> None:
         self.calls: list[Call] = []
-        self.total = 0
         self._root, self._root_adapter = root, root_adapter
         self._counts: dict[int, int] = {}
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
-        self.total += 1
         adapter = self._root_adapter if module is self._root else find_adapter(module)
         if adapter is None:
             return plain_call(module, *args, **kwargs)

@@ -99,7 +99,10 @@ class Tracer:
         found = self._tracked.get(id(tensor))
         if found is not None:
             return found[1]
-        storage = _storage(tensor) if self._storages else None
+        try:
+            storage = _storage(tensor) if self._storages else None
+        except NotImplementedError as error:
+            raise messages.inside_a_transform(self.place()) from error
         owner = None if storage is None else self._storages.get(storage)
         return None if owner is None else self._alias(tensor, *owner)
 

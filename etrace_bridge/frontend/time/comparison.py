@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +52,9 @@ def find_difference(
 
     Where a start is guessed, the states after the first step are compared as well, since spikes may
     hide a difference between membrane potentials; and derivatives: a running maximum of spikes,
-    say, has the same values from zeros as from its first spikes, but not the same derivatives.
+    say, has the same values from zeros as from its first spikes, but not the same derivatives. And
+    the weights are moved far: a state that starts at `relu(bias)` starts at zero while the bias is
+    negative.
     """
     steps = [tuple(random_like(x, 100 + t) for x in inputs) for t in range(_CHECKED)]
     pair = _Pair(model, tensors, plan, given, step)
@@ -61,7 +64,12 @@ def find_difference(
             problem = pair.difference_of_states(scaled(steps[0], scale))
         if problem is None and step.start_is_guessed:
             problem = pair.difference_of_derivatives([scaled(x, scale) for x in steps])
-        return problem
+    if problem is None and step.start_is_guessed:
+        for signs in (1, -1):
+            with _moved_weights(tensors, signs), contextlib.suppress(Exception):
+                found = _difference_of_values(pair, steps)[0]  # raises if torch cannot run on these
+                problem = problem or (None if isinstance(found, _Exploded) else found)
+    return problem
 
 
 def _difference_of_values(pair: _Pair, steps: list[tuple]) -> tuple[StateError | None, float]:
@@ -80,16 +88,17 @@ def _difference_of_values(pair: _Pair, steps: list[tuple]) -> tuple[StateError |
 
 
 @contextlib.contextmanager
-def _moved_weights(tensors: Sequence[NamedTensor]) -> Iterator[None]:
+def _moved_weights(tensors: Sequence[NamedTensor], signs: int = 0) -> Iterator[None]:
     """Within this, all trained parameters differ by a few percent, and at least by a little, in
-    memory of their own.
+    memory of their own; with `signs`, 1 or -1, they have random signs, or the opposite ones.
     """
     generator = torch.Generator().manual_seed(0)
     saved = [(named.tensor, named.tensor.data) for named in tensors if named.trained]
     try:
         for tensor, data in saved:
             noise = torch.randn(data.shape, generator=generator, dtype=torch.float64)
-            tensor.data = data + (_MOVED * noise * data.abs().clamp(min=0.5)).to(data.dtype)
+            moved = data + (_MOVED * noise * data.abs().clamp(min=0.5)).to(data.dtype)
+            tensor.data = moved * (signs * noise.sign()).to(data.dtype) if signs else moved
         yield
     finally:
         for tensor, data in saved:
@@ -110,14 +119,19 @@ class _Pair:
     given: tuple | None
     step: LoopStep
 
+    @functools.cached_property
+    def _run(self) -> Callable:
+        """The compiled step, on values of tensors, states and inputs."""
+        step = self.step
+        return jit(lambda t, s, x: step(t, s, lambda: jnp.zeros(2, jnp.uint32), x), one_step=True)
+
     def difference(self, steps: list[tuple]) -> tuple[StateError | None, bool]:
         """Compare one sequence; give the first difference, and whether an output is all zeros."""
         model, tensors, step, silent = self.model, self.tensors, self.step, False
         values = [to_jax(named.tensor) for named in tensors]
-        run = jit(lambda t, s, x: step(t, s, lambda: jnp.zeros(2, jnp.uint32), x), one_step=True)
         states, outputs = [to_jax(leaf.initial) for leaf in step.leaves], []
         for x in steps:
-            now, states = run(values, states, [to_jax(v) for v in x])
+            now, states = self._run(values, states, [to_jax(v) for v in x])
             outputs.append([np.asarray(y) for y in now])
         lengths = [_CHECKED] if all(axis is not None for axis in step.axes) else [1, 2, 3, _CHECKED]
         for length in lengths:

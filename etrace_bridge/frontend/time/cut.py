@@ -13,6 +13,7 @@ from etrace_bridge.frontend.time.graph import Node
 
 _UNIT = 16  # one element of state; preferences below are smaller than that
 _INFINITE = 1 << 60
+_RESHAPES = ("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim")
 
 
 def find_cut(
@@ -28,7 +29,7 @@ def find_cut(
         demands: What has to be computed at this step and later ones.
         step: The first step after the border.
         named: `id`s of nodes that have a name in the code.
-        avoided: `id`s of nodes that must not be in the cut.
+        avoided: `id`s of nodes that must not be in the cut, in whatever shape (`origin_of`).
 
     Returns:
         The nodes of the cut, in the order in which they were made; None if the first step itself is
@@ -44,7 +45,7 @@ def find_cut(
         unit = _UNIT if jnp.issubdtype(node.dtype, jnp.inexact) else 1000 * _UNIT
         # The first step stands for an endless past: to carry all inputs along instead of a state is
         # no way out. So does the second one where code leaves the first out (`x[1:]`, padded).
-        fixed = node.level <= 2 or id(node) in avoided
+        fixed = node.level <= 2 or id(origin_of(node)) in avoided
         room = _INFINITE if fixed else max(1, node.size) * unit + preference
         network.edge((id(node), 0), (id(node), 1), room)
         if node.kind == "input":
@@ -58,6 +59,13 @@ def find_cut(
         return None
     behind = network.reaching("sink")
     return [node for node in past if (id(node), 1) in behind and (id(node), 0) not in behind]
+
+
+def origin_of(node: Node) -> Node:
+    """Give the node with the same elements in the shape in which they were computed."""
+    while node.kind in _RESHAPES and node.size == node.operands[0].size:
+        node = node.operands[0]
+    return node
 
 
 def _earlier(demands: Sequence[Node], step: int) -> tuple[list[Node], set[int]]:

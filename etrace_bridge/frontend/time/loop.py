@@ -16,7 +16,7 @@ import torch
 from jax import lax
 from torch import nn
 
-from etrace_bridge._errors import NotSupportedError, StateError
+from etrace_bridge._errors import BridgeError, NotSupportedError, StateError
 from etrace_bridge._jax_compat import module_scope
 from etrace_bridge.frontend.borders import to_jax, to_torch
 from etrace_bridge.frontend.names import NamedTensor, to_path
@@ -25,6 +25,7 @@ from etrace_bridge.frontend.plan import StateLeaf, StepPlan, TimeAxis
 from etrace_bridge.frontend.snapshot import restored
 from etrace_bridge.frontend.state import Path
 from etrace_bridge.frontend.time.comparison import find_difference
+from etrace_bridge.frontend.time.cut import origin_of
 from etrace_bridge.frontend.time.graph import Graph, Node, evaluate, keys_of
 from etrace_bridge.frontend.time.reduction import divide_by_count, divisors, find_addends
 from etrace_bridge.frontend.time.rows import Reduced, Row, Value
@@ -33,7 +34,10 @@ from etrace_bridge.frontend.time.split import (
     Column,
     State,
     TooShort,
+    UnlikeSteps,
     check_joins,
+    fixed_output,
+    grows,
     split_steps,
 )
 from etrace_bridge.frontend.time.step import LoopStep
@@ -63,18 +67,16 @@ def find_loop(
         given: The user's initial state of the root's state arguments.
         batch: The batch size, or None.
     """
-    problem = None
+    problem: BridgeError | None = None
     for length in LENGTHS:
         finder = _Finder(model, tensors, inputs, plan, given, batch, length)
         try:
             return finder.find()
         except TooShort:
             problem = problem or finder.problem
-    raise problem or NotSupportedError(
-        f"`{type(model).__name__}.forward` reads values that are more than {LENGTHS[-1] // 2 - 2} "
-        "steps old, or its state grows with the sequence (attention over all past steps, a list "
-        "of all states). A step needs a state of fixed size."
-    )
+        except UnlikeSteps as error:  # steps that still read what stands before the sequence
+            problem = problem or error
+    raise problem or grows(type(model).__name__, finder.outputs)  # type: ignore[possibly-undefined]
 
 
 class _Finder:
@@ -95,6 +97,7 @@ class _Finder:
         self.axis = 1 if plan.layout == "batch_first" else 0
         self.attempt = 0  # which of the attempts was right
         self.problem: StateError | None = None  # why the first one was not
+        self.outputs: list[Node] = []  # of the last step
         self.step = length // 2 + 1  # the step that is read: late enough to be like all later ones
         self.reader = Reader(self.graph, length)
         self.tensor_nodes = [
@@ -106,6 +109,7 @@ class _Finder:
         """Give the first step that agrees with torch, of those that `_attempts` makes."""
         traced, outputs = self._read(self.length)
         columns = [self._column(i, output) for i, output in enumerate(outputs)]
+        self.outputs = [node for column, _, _ in columns if (node := column[-1]) is not None]
         for number, step in enumerate(self._attempts(traced, columns)):
             self.attempt = number
             found = find_difference(
@@ -138,7 +142,7 @@ class _Finder:
             ]
             # Earlier values of these too: with the inputs since, they would be cheaper than a state
             unknown = {
-                id(node)
+                id(origin_of(node))
                 for s in split.states
                 if s.column[0] is None
                 for node in s.column[: self.step]
@@ -279,6 +283,8 @@ class _Finder:
             except Exception:
                 if shorter > 2:
                     raise
+        if by_length[length - 1] is output:
+            raise fixed_output(type(self.model).__name__, index, output, length)
         by_length = self._with_count(by_length)
         return tuple(by_length.get(t) for t in range(1, length + 1)), None, "last"
 

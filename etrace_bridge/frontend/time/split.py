@@ -24,6 +24,10 @@ class TooShort(Exception):
     """The sequence is too short to see the state's next value."""
 
 
+class UnlikeSteps(NotSupportedError):
+    """Steps that do something else than the one that was read; those of a longer sequence may not."""
+
+
 @dataclass
 class State:
     """A value that is carried from step to step.
@@ -269,9 +273,9 @@ def counts_steps(node: Node) -> BridgeError:
     )
 
 
-def unequal_steps(a: Node, b: Node) -> BridgeError:
+def unequal_steps(a: Node, b: Node) -> UnlikeSteps:
     """The error for steps that are not alike."""
-    return NotSupportedError(
+    return UnlikeSteps(
         f"The steps of the loop over time are not alike: `{a.kind}`{place_of(a)} at one step "
         f"stands where another step has `{b.kind}`{place_of(b)} (an `if` on the step's number, a "
         "clock, a list that grows). One step is compiled for all steps. Write the choice with "
@@ -302,4 +306,39 @@ def check_joins(output: Node, joins: Mapping[int, tuple[Node, JaxprEqn]]) -> Non
         "online learner sees one after the other. Over time, these can be computed step by step: "
         "the last step, a sum or mean, the values of a maximum or minimum (not the step where it "
         "is), `cumsum` and its like. Use one of them, or train this model offline with torch."
+    )
+
+
+def fixed_output(model: str, index: int, output: Node, length: int) -> NotSupportedError:
+    """The error for an output that a longer sequence does not change."""
+    return NotSupportedError(
+        f"Output {index} of `{model}.forward` is that of step {output.level}{place_of(output)}, for "
+        f"sequences of {length - 1} steps as for those of {length}. A learner gets an output at "
+        "every step, or that of the last one. Return all steps, and select the one that counts in "
+        "the loss (`mask=`)."
+    )
+
+
+def grows(model: str, outputs: Sequence[Node]) -> NotSupportedError:
+    """The error for an output that reads steps of any age."""
+    seen: set[int] = set()
+    stack, readings = list(outputs), []
+    while stack:
+        node = stack.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        stack.extend(node.operands)
+        levels = [o.level for o in node.operands if o.level]
+        if node.eqn is not None and levels:
+            readings.append((min(levels) - node.level, node.number, node))
+    _, _, node = min(readings, key=lambda reading: reading[:2])
+    oldest = min(o.level for o in node.operands if o.level)
+    return NotSupportedError(
+        f"`{node.kind}`{place_of(node)}, in `{model}.forward`, reads a value of step {oldest} "
+        f"together with one of step {node.level}, and the state would grow with the sequence. A "
+        "step has a state of fixed size. What reads all past steps again (a variance, a softmax, "
+        "logsumexp or attention over time, a list of all states, the first step's value) has none; "
+        "sums, means, extrema and running totals over time have one: of `x` and `x ** 2` for a "
+        "variance, of `exp(x)` for logsumexp."
     )
