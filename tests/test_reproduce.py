@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from benchmarks.reproduce import __main__ as main
+from benchmarks.reproduce import along
 from benchmarks.reproduce.__main__ import TASKS
 from benchmarks.reproduce.diagnostics import random_rotation, rotation
-from benchmarks.reproduce.match_to_sample import VARIANTS, CurrentNet, match_batch
+from benchmarks.reproduce.match_to_sample import VARIANTS, make_network, match_batch
 from benchmarks.reproduce.methods import all_methods, methods_for
 from benchmarks.reproduce.page import _section, draw, normalised
 from benchmarks.reproduce.results import Results
@@ -59,6 +60,14 @@ def test_a_task_runs_in_miniature_and_learns(key):
     )
     if bound is not None:
         assert outcome.score < bound if task.lower_is_better else outcome.score >= bound
+
+
+def test_rules_are_compared_on_the_weights_of_one_run(capsys):
+    """40 steps after 20 of training, in which `low_rank 4` is closer to exact than `d_rtrl`."""
+    along.measure("d_rtrl", ["d_rtrl", "low_rank 4"], 0, 20, 40)
+    _, _, norm, _, cosine, ratio, *low_rank = capsys.readouterr().out.split()
+    assert float(norm) > 1e-4 and 0.5 < float(cosine) < 1 and 0.5 < float(ratio) < 1.5
+    assert float(cosine) < float(low_rank[2]) <= 1
 
 
 def test_every_rule_is_a_method_and_bad_names_are_refused():
@@ -154,11 +163,7 @@ def test_spiking_networks_fire_before_training(task):
         net, (xs, _) = AdaptiveNet(40, 50, 50, 2, 2000, 5), evidence_batch(Size(), generator)
         assert float(net.beta.max()) == pytest.approx(0.0174, rel=0.01)  # of the published network
     else:
-        net = (
-            AdaptiveNet(100, 64, 64, 2, 1000, 2)
-            if task == "LIF + ALIF"
-            else CurrentNet(100, 100, 2)
-        )
+        net = make_network(task, Size())
         xs, _ = match_batch(VARIANTS[task], 300, Size(), generator)
     with torch.no_grad():
         spikes = net(xs[:400, :16])[1]

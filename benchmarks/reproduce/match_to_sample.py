@@ -82,10 +82,10 @@ VARIANTS = {"LIF + ALIF": Variant(0, 200, 4.0), "GIF": Variant(10, 0, 3.0)}
 
 
 def match_batch(
-    variant: Variant, delay: int, size: Size, generator: torch.Generator
+    variant: Variant, delay: int, size: Size, generator: torch.Generator, batch: int = 64
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """One of 8 directions, a delay, the same or another direction: is it the same?"""
-    batch, sample, inputs = size.pick(64, 8), size.pick(500, 8), 100
+    batch, sample, inputs = size.pick(batch, 8), size.pick(500, 8), 100
     answer = size.pick(variant.answer, 6 if variant.answer else 0)
     centres = torch.arange(inputs) * 2 * math.pi / inputs
     first = torch.randint(8, (batch,), generator=generator)
@@ -117,17 +117,23 @@ def answer_loss(output: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]) ->
     return (F.cross_entropy(output[0], label, reduction="none") * counts).mean()
 
 
+def make_network(name: str, size: Size) -> nn.Module:
+    """The network of a variant."""
+    if name == "GIF":
+        return CurrentNet(100, size.pick(100, 24), 2)
+    return AdaptiveNet(100, size.pick(64, 12), size.pick(64, 12), 2, size.pick(1000, 40), 2)
+
+
 def match(setting: str, method: Method, seed: int, size: Size) -> Outcome:
     """Train on fresh batches; the score is the share of right answers in the last tenth."""
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     name, _, wait = setting.partition(", delay ")
     delay = size.pick(int(wait.split()[0]), 4)
+    model = make_network(name, size)
     if name == "GIF":
-        model: nn.Module = CurrentNet(100, size.pick(100, 24), 2)
         learner = make_learner(model, method, 1e-3, answer_loss, clip_norm=1.0)
     else:
-        model = AdaptiveNet(100, size.pick(64, 12), size.pick(64, 12), 2, size.pick(1000, 40), 2)
         learner = make_learner(model, method, 3e-3, loss_with_rate)
     right = []
     for _ in range(size.steps(MATCH.steps[setting], 2)):
