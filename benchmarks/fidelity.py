@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +32,7 @@ def shown_rules() -> dict[str, Callable[[], Any]]:
     """Makers of the rules by their name in the tables: every registered one, and other kinds of
     credit.
     """
-    from etrace_bridge.rules import DRTRL, PPProp, make_rule, rule_names
+    from etrace_bridge.rules import DRTRL, LowRankRTRL, PPProp, make_rule, rule_names
 
     found: dict[str, Callable[[], Any]] = {}
     for name in rule_names():
@@ -43,6 +42,10 @@ def shown_rules() -> dict[str, Callable[[], Any]]:
             found["d_rtrl chunk"] = lambda: DRTRL("chunk")
         elif name == PPProp.name:
             found["pp_prop step"] = lambda: PPProp(credit="step")
+        elif name == LowRankRTRL.name:
+            found["low_rank hops=1"] = lambda: LowRankRTRL(hops=1)
+            found["low_rank rank=2"] = lambda: LowRankRTRL(2)
+            found["low_rank rank=4"] = lambda: LowRankRTRL(4)
     return found
 
 
@@ -94,14 +97,16 @@ def measure_zoo(results: dict[str, Any], every: int, only: str) -> None:
         print(f"{case.name}  meter {found['meter']:.0e}  {shown}", flush=True)
 
 
-def measure_costs(results: dict[str, Any]) -> None:
+def measure_costs(results: dict[str, Any], clock_name: str) -> None:
     """Memory and time of an online step, all rules in turn: the least of several rounds."""
     import optax
     import torch
 
     import etrace_bridge as eb
+    from benchmarks.loop_cost import CLOCKS
     from etrace_bridge.learning.footprint import tree_bytes
 
+    clock, results["clock"] = CLOCKS[clock_name], clock_name
     steppers, x = {}, torch.randn(1, WIDTH)
     for name, make in shown_rules().items():
         rule = make()
@@ -129,9 +134,9 @@ def measure_costs(results: dict[str, Any]) -> None:
     seconds = dict.fromkeys(steppers, np.inf)
     for _ in range(ROUNDS):
         for name, call in steppers.items():
-            begun = time.perf_counter()
+            begun = clock()
             call()
-            seconds[name] = min(seconds[name], time.perf_counter() - begun)
+            seconds[name] = min(seconds[name], clock() - begun)
     for name, value in seconds.items():
         results["costs"].setdefault(name, {})["seconds"] = value
         print(f"{name}: {value * 1e6:,.0f} us", flush=True)
@@ -144,6 +149,10 @@ def save(results: dict[str, Any]) -> None:
 
 def main() -> None:
     """Measure what is missing and write the page."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    from benchmarks.fidelity_page import write_page
+    from benchmarks.loop_cost import CLOCKS
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument(
         "--every", type=int, default=20, metavar="N", help="measure every N-th module (default 20)"
@@ -153,17 +162,18 @@ def main() -> None:
     )
     parser.add_argument("--fresh", action="store_true", help="measure everything again")
     parser.add_argument("--costs", action="store_true", help="measure memory and time again")
+    parser.add_argument(
+        "--clock", choices=CLOCKS, default="wall", help="time of costs: cpu is processor time"
+    )
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    from benchmarks.fidelity_page import write_page
 
     results = {"modules": {}, "costs": {}}
     if RESULTS.exists() and not options.fresh:
         results = json.loads(RESULTS.read_text())
     online = {name for name, make in shown_rules().items() if not make().truncates}
     if options.costs or not set(results["costs"]) >= online:
-        measure_costs(results)
+        measure_costs(results, options.clock)
         save(results)
     jax.config.update("jax_enable_x64", True)
     measure_zoo(results, options.every, options.only)

@@ -29,8 +29,8 @@ ABOUT = """
 *Cosine* and *relative error* (the norm of the difference over the norm of BPTT's gradient) are means over
 {count} modules, a share of the zoo's {zoo} (`--every N` measures more); *exact on* counts the modules with a
 relative error below 1e-6. *Memory* is what the rule carries from step to step, in units of the model's
-weights, and *time* that of a whole online step with its update, in units of a step without learning: a GRU of
-{layers} layers, {width} units, one sequence, float32.
+weights, and *time* the {clock} of a whole online step with its update, in units of a step without learning: a GRU of
+{layers} layers, {width} units, one sequence, float32. `low_rank` has rank 1 where nothing else is said.
 `bptt` and `fptt` stop where a chunk of four begins, so a single step has nothing to compare; with fixed weights
 they are the same. `uoro` and `kf_rtrl` are random: this is the error of a single draw, and their mean over
 draws is exact. So is `ok_rtrl`, but its four products hold the four steps of a first chunk, so that nothing is
@@ -55,7 +55,10 @@ def write_page(results: dict[str, Any]) -> list[Path]:
 
     modules, rules = results["modules"], _rules(results)
     text = HEAD + _summary(results, rules)
-    text += ABOUT.format(count=len(modules), zoo=results["zoo"], layers=LAYERS, width=WIDTH)
+    clock = "processor time" if results["clock"] == "cpu" else "time"
+    text += ABOUT.format(
+        count=len(modules), zoo=results["zoo"], clock=clock, layers=LAYERS, width=WIDTH
+    )
     text += f"The meter's slope along `d_rtrl`'s gradient differs from BPTT's by at most {_meter(modules)}\n\n"
     text += "## Cosine\n\n*exact* counts the parameters whose certificate says that `d_rtrl` equals BPTT.\n\n"
     text += _by_module(modules, rules, 0, "{:.4f}", ["exact"])

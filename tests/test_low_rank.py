@@ -100,6 +100,16 @@ def test_equals_the_definition_and_its_error_is_bounded(name, rank, hops):
         assert bound < 80 * error
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_a_memory_of_few_bits_claims_no_bound(dtype):
+    """At full rank nothing is cut off, and the error is that of the memory's rounding."""
+    ref = reference("lif stack")
+    found, lost = engine(ref, LowRankRTRL(1000, trace_dtype=dtype))
+    error = relative(found, ref.bptt())
+    assert (1e-4 < error < 0.1 and lost is None) if dtype == "bfloat16" else error < 1e-12
+    assert dtype == "bfloat16" or (lost is not None and lost[1] == 0)
+
+
 @cache
 def compiled(name: str, rule: LowRankRTRL) -> tuple[nn.Module, Engine]:
     model = MODELS[name]().double()

@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from benchmarks.reproduce import __main__ as main
+from benchmarks.reproduce import along
 from benchmarks.reproduce.__main__ import TASKS
 from benchmarks.reproduce.diagnostics import random_rotation, rotation
+from benchmarks.reproduce.match_to_sample import VARIANTS, make_network, match_batch
 from benchmarks.reproduce.methods import all_methods, methods_for
 from benchmarks.reproduce.page import _section, draw, normalised
 from benchmarks.reproduce.results import Results
 from benchmarks.reproduce.sequences import PADDING, one_level
-from benchmarks.reproduce.spiking import AdaptiveNet, evidence_batch, match_batch
+from benchmarks.reproduce.spiking import AdaptiveNet, evidence_batch
 from benchmarks.reproduce.tasks import Outcome, Size
 from etrace_bridge.rules import rule_names
 
@@ -28,7 +30,7 @@ FIRST = {
     "A": ("Hénon", 0.95),
     "D": ("GRU", None),
     "E": ("50 LIF + 50 ALIF", None),
-    "G": ("delay 300 ms", None),
+    "G": ("GIF, delay 300 ms", None),
     "H": ("GRU-32", 2),
     "I": ("2 GRU layers", 0.2),
 }
@@ -58,6 +60,14 @@ def test_a_task_runs_in_miniature_and_learns(key):
     )
     if bound is not None:
         assert outcome.score < bound if task.lower_is_better else outcome.score >= bound
+
+
+def test_rules_are_compared_on_the_weights_of_one_run(capsys):
+    """40 steps after 20 of training, in which `low_rank 4` is closer to exact than `d_rtrl`."""
+    along.measure("d_rtrl", ["d_rtrl", "low_rank 4"], 0, 20, 40)
+    _, _, norm, _, cosine, ratio, *low_rank = capsys.readouterr().out.split()
+    assert float(norm) > 1e-4 and 0.5 < float(cosine) < 1 and 0.5 < float(ratio) < 1.5
+    assert float(cosine) < float(low_rank[2]) <= 1
 
 
 def test_every_rule_is_a_method_and_bad_names_are_refused():
@@ -144,16 +154,31 @@ def test_rotation_turns_by_one_orthogonal_matrix():
     assert not episode.xs[1:].any()
 
 
-@pytest.mark.parametrize("task", ["evidence", "match"])
+@pytest.mark.parametrize("task", ["evidence", *VARIANTS])
 def test_spiking_networks_fire_before_training(task):
     """A silent network at the start learns nothing with any rule; 10 Hz is what rates are pulled to."""
     generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
     if task == "evidence":
         net, (xs, _) = AdaptiveNet(40, 50, 50, 2, 2000, 5), evidence_batch(Size(), generator)
         assert float(net.beta.max()) == pytest.approx(0.0174, rel=0.01)  # of the published network
     else:
-        net, (xs, _) = AdaptiveNet(100, 64, 64, 2, 1000, 2), match_batch(300, Size(), generator)
+        net = make_network(task, Size())
+        xs, _ = match_batch(VARIANTS[task], 300, Size(), generator)
     with torch.no_grad():
         spikes = net(xs[:400, :16])[1]
     assert 0.002 < float(spikes.mean()) < 0.08
     assert float((spikes.mean((0, 1)) > 0).float().mean()) > 0.8
+
+
+@pytest.mark.parametrize(("name", "start", "asked"), [("LIF + ALIF", 0, 200), ("GIF", 10, 500)])
+def test_a_trial_of_match_to_sample_shows_what_its_label_says(name, start, asked):
+    xs, (label, counts) = match_batch(VARIANTS[name], 300, Size(), torch.Generator().manual_seed(0))
+    rates = xs.unflatten(2, (10, 10)).mean(-1)  # ten groups of neighbouring inputs
+    sample = rates[start : start + 500].mean(0)
+    test = rates[start + 800 : start + 1300].mean(0)
+    assert rates[start + 500 : start + 800].mean() < 0.003  # nothing is shown in the delay
+    assert torch.equal((sample - test).abs().amax(1) < 0.02, label[0].bool())
+    assert 0.2 < label[0].float().mean() < 0.8
+    assert not counts[:-asked].any() and (counts[-asked:] > 0).all()
+    assert counts.mean() == pytest.approx(1)

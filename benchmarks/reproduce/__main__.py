@@ -12,7 +12,15 @@ import time
 
 import jax
 
-from benchmarks.reproduce import chaotic, diagnostics, patterning, sequences, spiking, t_maze
+from benchmarks.reproduce import (
+    chaotic,
+    diagnostics,
+    match_to_sample,
+    patterning,
+    sequences,
+    spiking,
+    t_maze,
+)
 from benchmarks.reproduce.methods import methods_for
 from benchmarks.reproduce.page import write_page
 from benchmarks.reproduce.results import Results
@@ -27,7 +35,7 @@ TASKS: dict[str, Task] = {
         patterning.TASK,
         spiking.EVIDENCE,
         sequences.COPY_WITH_LRU,
-        spiking.MATCH,
+        match_to_sample.MATCH,
         sequences.CURRICULUM,
         sequences.DIGITS,
     )

@@ -51,23 +51,36 @@ def returns_of(xs: np.ndarray) -> np.ndarray:
     return found
 
 
-def _block_program(pure: eb.Functional, optimizer: Any) -> Callable:
-    """TD(λ): the gradient of the value, by the online rule, decays in an eligibility trace."""
+def value_and_grad(pure: eb.Functional, params: Any, carry: Any, x: Any) -> tuple[Any, Any]:
+    """The value of a step with what to carry on, and its gradient by the online rule."""
 
-    def value(params: Any, carry: Any, x: Any) -> tuple[Any, Any]:
-        output, carry = pure.step(params, carry, x)
+    def value(params: Any, carry: Any) -> tuple[Any, Any]:
+        output, carry = pure.step(params, carry, x[None])
         return output[0, 0], carry
+
+    return jax.value_and_grad(value, has_aux=True)(params, carry)
+
+
+def td_step(pure: eb.Functional, optimizer: Any) -> Callable:
+    """One step of TD(λ): the gradient of the value decays in an eligibility trace."""
 
     def one(state: Any, x: Any) -> tuple[Any, Any]:
         params, opt, carry, before, eligibility = state
-        (now, carry), grads = jax.value_and_grad(value, has_aux=True)(params, carry, x[None])
+        (now, carry), grads = value_and_grad(pure, params, carry, x)
         error = x[STIMULI] + GAMMA * now - before
         moved, opt = optimizer.update(jax.tree.map(lambda e: -error * e, eligibility), opt, params)
         params = optax.apply_updates(params, moved)
         eligibility = jax.tree.map(lambda e, g: GAMMA * LAMBDA * e + g, eligibility, grads)
         return (params, opt, carry, now, eligibility), now
 
-    return jax.jit(lambda state, xs: jax.lax.scan(one, state, xs))
+    return one
+
+
+def first_state(pure: eb.Functional, optimizer: Any) -> tuple:
+    """What `td_step` carries, before the first step."""
+    params = pure.params
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    return params, optimizer.init(params), pure.init(params), jnp.float32(0), zeros
 
 
 def run(setting: str, method: Method, seed: int, size: Size) -> Outcome:
@@ -78,10 +91,9 @@ def run(setting: str, method: Method, seed: int, size: Size) -> Outcome:
     torch.manual_seed(seed)
     model = Readout(setting.lower(), xs.shape[1], size.pick(20, 8), 1)
     pure = eb.functional(model, torch.zeros(1, xs.shape[1]), rule=method.rule)
-    optimizer, params = optax.adam(RATE), pure.params
-    eligibility = jax.tree.map(jnp.zeros_like, params)
-    state = (params, optimizer.init(params), pure.init(params), jnp.float32(0), eligibility)
-    program, curve = _block_program(pure, optimizer), []
+    optimizer, curve = optax.adam(RATE), []
+    state, one = first_state(pure, optimizer), td_step(pure, optimizer)
+    program = jax.jit(lambda state, xs: jax.lax.scan(one, state, xs))
     for start in range(0, steps, block):
         state, values = program(state, xs[start : start + block])
         curve.append(float(np.mean((np.asarray(values) - wanted[start : start + block]) ** 2)))

@@ -16,7 +16,7 @@ from benchmarks.reproduce.training import Method, Readout
 from etrace_bridge.rules import make_rule
 
 
-def make_learner(model: nn.Module, method: Method, rate: float, loss=F.cross_entropy):
+def make_learner(model: nn.Module, method: Method, rate: float, loss=F.cross_entropy, **options):
     """A learner with Adam; a window is its chunk, a whole sequence for full BPTT.
 
     Rules with a trace give the same gradient in chunks of any length, as weights are fixed within a
@@ -25,7 +25,9 @@ def make_learner(model: nn.Module, method: Method, rate: float, loss=F.cross_ent
     rule = make_rule(method.rule)
     chunk = 10**6 if method.whole else "auto" if rule.schedule != "reverse" else method.window
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
-    return eb.OnlineLearner(eb.wrap(model, sequence=True), rule, loss, optimizer, chunk=chunk)
+    return eb.OnlineLearner(
+        eb.wrap(model, sequence=True), rule, loss, optimizer, chunk=chunk, **options
+    )
 
 
 # -- F: copying with linear recurrent units -------------------------------------------------------

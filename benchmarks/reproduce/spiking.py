@@ -1,4 +1,4 @@
-"""Tasks for spiking networks: accumulation of evidence (E) and delayed match to sample (G)."""
+"""Accumulation of evidence (E) by a spiking network."""
 
 from __future__ import annotations
 
@@ -156,72 +156,6 @@ EVIDENCE = Task(
         "time nothing is learned. `bptt` learns fastest and is at 0.02 to 0.05 from a third to four "
         "fifths of training, then gets worse again; why was not looked into (the learning rate is "
         "constant and gradients are not clipped)."
-    ),
-    without={"tbptt 1": "is `immediate` with one update per sequence"},
-)
-
-
-def match_batch(
-    delay: int, size: Size, generator: torch.Generator
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """One of 8 directions, a delay, the same or another direction: is it the same?"""
-    batch, sample, ask = size.pick(64, 8), size.pick(500, 8), size.pick(200, 6)
-    inputs = 100
-    centres = torch.arange(inputs) * 2 * math.pi / inputs
-    first = torch.randint(8, (batch,), generator=generator)
-    other = (first + torch.randint(1, 8, (batch,), generator=generator)) % 8
-    same = torch.rand(batch, generator=generator) < 0.5
-    second = torch.where(same, first, other)
-
-    def rates(direction: Tensor) -> Tensor:
-        angle = direction[:, None] * 2 * math.pi / 8
-        return 0.1 * torch.exp(4 * (torch.cos(centres - angle) - 1))
-
-    steps = sample + delay + sample + ask
-    chance = torch.full((steps, batch, inputs), 0.001)
-    chance[:sample] += rates(first)
-    chance[sample + delay : sample + delay + sample] += rates(second)
-    xs = (torch.rand(steps, batch, inputs, generator=generator) < chance).float()
-    counts = (torch.arange(steps) >= steps - ask).float()[:, None].expand(-1, batch) * steps / ask
-    return xs, (same.long().expand(steps, -1).contiguous(), counts.contiguous())
-
-
-def match(setting: str, method: Method, seed: int, size: Size) -> Outcome:
-    """Train on fresh batches; the score is the share of right answers in the last tenth."""
-    torch.manual_seed(seed)
-    generator = torch.Generator().manual_seed(seed)
-    delay = size.pick(int(setting.split()[1]), 4)
-    model = AdaptiveNet(100, size.pick(64, 12), size.pick(64, 12), 2, size.pick(1000, 40), 2)
-    learner = make_learner(model, method, 3e-3, loss_with_rate)
-    right = []
-    for _ in range(size.steps(MATCH.steps[setting], 2)):
-        xs, targets = match_batch(delay, size, generator)
-        result = learner.update(xs, targets)
-        asked = targets[1][:, 0] > 0
-        answer = result.outputs[0][asked].mean(0).argmax(-1)
-        right.append(float((answer == targets[0][-1]).float().mean()))
-    return Outcome(float(np.mean(right[-max(len(right) // 10, 1) :])), np.array(right), len(right))
-
-
-MATCH = Task(
-    key="G",
-    title="Delayed match to sample, shortened",
-    measure="share of right answers, last tenth of training",
-    lower_is_better=False,
-    steps={"delay 300 ms": 300, "delay 1000 ms": 300},
-    unit="batches",
-    source="the D-RTRL and pp-prop project; its set-up reaches 95%",
-    published={"d_rtrl": (0.95, None), "pp_prop": (0.95, None)},
-    setup=(
-        "8 directions, 100 Poisson inputs at up to 100 Hz over 1 Hz, 500 ms of sample, a delay of "
-        "300 or 1000 ms (the original: longer), 500 ms of test, 200 ms for the answer; 64 LIF and "
-        "64 ALIF neurons, Adam 3e-3, batch of 64, 300 iterations."
-    ),
-    run=match,
-    notes=(
-        "One seed; half is chance, and the standard error of a score is 0.018. In the full training "
-        "`bptt` learns the task in good part, and the rules with a trace are still at chance: here "
-        "the published 95% of the original's set-up is not reached. Why was not looked into."
     ),
     without={"tbptt 1": "is `immediate` with one update per sequence"},
 )

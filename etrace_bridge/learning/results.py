@@ -20,6 +20,8 @@ from etrace_bridge.learning.processes import own_part
 class Discarded:
     """How far a gradient is from exact RTRL's, by what the rule cut off; rounding aside.
 
+    A rule that stores its memory in fewer bits than the states gives None instead.
+
     Norms are those of all weights' gradients together. Exact RTRL means the same states and weights
     at every step; while weights do not change, its gradient is that of BPTT.
 

@@ -207,6 +207,8 @@ class LowRankRTRL(ReverseRule):
 
     def discarded(self, program: StepProgram, memory: Memory | None, h0) -> Any:
         layout = find_layout(program)
+        if self._rounds(layout):
+            return None  # each step adds an error that `rules.discarded` does not follow
         b = flat_rows(layout, h0)
         if memory is None:
             return jnp.zeros(2, b.dtype)
@@ -215,6 +217,11 @@ class LowRankRTRL(ReverseRule):
         return jnp.stack(
             [square, bound * factor if factor < math.inf else jnp.full_like(bound, math.inf)]
         )
+
+    def _rounds(self, layout: Layout) -> bool:
+        """Whether the memory has fewer bits than the states."""
+        stored = self.trace_dtype or layout.dtype
+        return jnp.finfo(stored).bits < jnp.finfo(layout.dtype).bits
 
     def reset(self, program: StepProgram, memory: Memory, keep: Any) -> Memory:
         layout = find_layout(program)
