@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import etrace_bridge as eb
 from etrace_bridge.learning.compiled_step import CompiledStep
 from etrace_bridge.rules import DRTRL, KFRTRL, OKRTRL, OSTL, UORO, Rule, SnApN
-from etrace_bridge.rules.draws import after_draw, digest, no_draws, read_data
+from etrace_bridge.rules.noise import after_draw, digest, no_draws, read_data
 from etrace_bridge.rules.ok_rtrl import mixed_columns
 from quick_jit import quick_jit
 from sequences import sequence_gradient

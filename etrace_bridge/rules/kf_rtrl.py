@@ -10,7 +10,7 @@ For the sum `y` of some products (a gate's pre-activation) with inputs `x`, `dh_
 `c1`, `c2` are random signs, drawn for every sum and step and shared by the batch; `F_t` is the
 Jacobian of the whole step. Since only two terms are mixed, the noise is far below UORO's. A bias is
 a column whose input is 1. Within a chunk the gradient is exact reverse mode; the factors move step
-by step. `rules.draws` says where the signs come from.
+by step. `rules.noise` says where the signs come from.
 
 Memory: B·(n·U + I) for each sum of U units and I inputs, n hidden values. Time per step: n vjps of
 the step and B·n²·U for `F A`. Exact in the mean, not for a single draw.
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from etrace_bridge._errors import InputError
 from etrace_bridge.rules.base import Carry, Chunk, register_rule
-from etrace_bridge.rules.draws import Draws, after_draw, draw_key, no_draws, read_data
+from etrace_bridge.rules.noise import Draws, after_draw, draw_key, no_draws, read_data
 from etrace_bridge.rules.uoro import UORO, root_ratio
 from etrace_bridge.step.influence import Influence, step_influence, weights_of_views
 from etrace_bridge.step.program import StepProgram

@@ -33,8 +33,8 @@ import numpy as np
 from etrace_bridge._errors import InputError
 from etrace_bridge.rules.base import register_rule
 from etrace_bridge.rules.best_rank import singular_columns
-from etrace_bridge.rules.draws import Draws, draw_key
 from etrace_bridge.rules.kf_rtrl import KFRTRL, Factors, find_sums
+from etrace_bridge.rules.noise import Draws, draw_key
 from etrace_bridge.step.influence import Influence
 from etrace_bridge.step.program import StepProgram
 from etrace_bridge.step.units import Layout, Piece, Sum

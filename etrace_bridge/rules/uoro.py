@@ -11,7 +11,7 @@ vanish in the mean: the gradient is noisy and has no bias. `F_t = dh_t/dh_(t-1)`
 In chunks of K steps the gradient within the chunk is exact, and `F` and `dh/dtheta` are those of
 the chunk: one draw of `ν` per chunk, and less noise the longer the chunk is.
 
-The signs come from `seed`, from how many were drawn before, and from the data (`rules.draws`). The
+The signs come from `seed`, from how many were drawn before, and from the data (`rules.noise`). The
 same seed, weights and data give the same gradient, on any number of devices.
 
 Memory: B·H + P, less than any trace. Time per step: one more reverse pass and one forward
@@ -37,7 +37,7 @@ from etrace_bridge.rules.base import (
     ReverseRule,
     register_rule,
 )
-from etrace_bridge.rules.draws import Draws, after_draw, draw_key, no_draws, read_data
+from etrace_bridge.rules.noise import Draws, after_draw, draw_key, no_draws, read_data
 from etrace_bridge.rules.rtrl import chunk_function, reaching_weights
 from etrace_bridge.step.program import StepProgram
 
