@@ -13,25 +13,29 @@ from jax._src.lax.lax import copy_p
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 __all__ = [
+    "Atom",
     "ClosedJaxpr",
     "Jaxpr",
     "JaxprEqn",
     "Literal",
     "Var",
     "bind_equation",
+    "called_jaxpr",
     "copy_p",
-    "outputs_of",
     "evaluate_jaxpr",
     "is_concrete",
     "keep_source",
     "make_jaxpr_closed",
     "module_scope",
+    "outputs_of",
     "remove_dead_equations",
     "same_trace",
     "scan_sizes",
     "sub_jaxpr",
     "user_line",
 ]
+
+Atom = Var | Literal  # an operand of an equation
 
 
 def bind_equation(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
@@ -40,6 +44,12 @@ def bind_equation(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     with eqn.ctx.manager:
         out = eqn.primitive.bind(*operands, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def called_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr:
+    """Return the jaxpr that a call (of `jit`, `custom_jvp_call`, …) runs."""
+    inner = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
+    return inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
 
 
 def outputs_of(jaxpr: Jaxpr, variable: Var) -> list[int]:

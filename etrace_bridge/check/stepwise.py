@@ -81,8 +81,9 @@ class _Sum(NamedTuple):
 def _sum_gradients() -> optax.GradientTransformation:
     """Make an optimizer that adds up gradients and does not change the weights."""
 
-    def update(grads: Any, state: _Sum, params: Any = None) -> tuple[Any, _Sum]:
-        return jax.tree.map(jnp.zeros_like, grads), _Sum(jax.tree.map(jnp.add, state.total, grads))
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        total = jax.tree.map(jnp.add, state.total, updates)
+        return jax.tree.map(jnp.zeros_like, updates), _Sum(total)
 
     return optax.GradientTransformation(
         lambda params: _Sum(jax.tree.map(jnp.zeros_like, params)), update

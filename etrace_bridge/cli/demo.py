@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import jax
 import numpy as np
@@ -228,7 +229,7 @@ def learn_from_stream(
     runs = [Run("online, d_rtrl"), Run(f"torch BPTT, window {_WINDOW}")]
     window = torch.zeros(_WINDOW, 1, 1)
     runs[0].memory, runs[1].memory = trace_of(graph) // _BATCH, saved_bytes(model, window)
-    calls, power = (lambda x, y: float(learner.step(x, y).loss), windowed.step), []
+    calls, power = (lambda x, y: cast(float, learner.step(x, y).loss), windowed.step), []
     samples = track(channel(steps, steps // 2), "stream", steps, console=console)
     for n, (x, y) in enumerate(samples):
         power.append(float(y**2))

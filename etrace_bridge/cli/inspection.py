@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from typing import Any
 
 import brainstate
@@ -46,9 +47,9 @@ def run_check(args: argparse.Namespace) -> int:
         )
     rules = [make_rule(name) for name in split_names(args.rule) or ["d_rtrl"]]
     chunk = as_chunk(args.chunk)
-    found = check_gradients(
-        model, xs, targets, loss, rules if len(rules) > 1 else rules[0], chunk, state=state, dtype=None if args.dtype == "model" else args.dtype
-    )  # fmt: skip
+    dtype = None if args.dtype == "model" else args.dtype
+    run = partial(check_gradients, model, xs, targets, loss, state=state, dtype=dtype)
+    found = run(rule=rules if len(rules) > 1 else rules[0], chunk=chunk)
     content = found.to_dict()
     if args.html:
         found.to_html(args.html)

@@ -16,7 +16,7 @@ import platform
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import brainstate
 import jax
@@ -257,8 +257,9 @@ def _memory() -> bool:
     module.register_buffer("state", torch.zeros(2))
     state = module.get_buffer("state")
     before = state._version
-    module.state.add_(1)
-    return state is module._buffers["state"] is module.state and state._version > before
+    attribute = cast(torch.Tensor, module.state)
+    attribute.add_(1)
+    return state is module._buffers["state"] is attribute and state._version > before
 
 
 # ---- JAX, all in `_jax_compat.py`

@@ -4,7 +4,8 @@ user.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -127,5 +128,5 @@ def given_state(state: Any, batch_size: int | None, dtype: torch.dtype, detach: 
     return unflatten_state(skeleton, tensors)
 
 
-def _is_maker(state: Any) -> bool:
+def _is_maker(state: Any) -> TypeGuard[Callable[[int | None], Any]]:
     return callable(state) and not isinstance(state, (torch.Tensor, nn.Module))

@@ -267,14 +267,12 @@ class CompiledStep:
         if isinstance(self.net, BridgedModule):
             fit_bridged_states(self.net, self._examples, self.batch)
             return
-        states = self._states()
-        hidden, other = self.initial
+        states, (hidden, other) = self._states(), self.initial
         for leaf, start in zip(self.program.leaves, hidden, strict=True):
             if array_of(states[leaf.path]).shape != start.shape:
                 set_array(states[leaf.path], jax.numpy.asarray(start))
         starts = iter(other)
-        for path, state in self._other_states:
-            state = states.get(path, state)
+        for state in self._other(states):
             leaves, tree = jax.tree.flatten(state.value)
             fresh = [next(starts) for _ in leaves]
             if [np.shape(x) for x in leaves] != [x.shape for x in fresh]:
@@ -286,7 +284,7 @@ class CompiledStep:
         return (
             [x for p in self._weight_paths for x in jax.tree.leaves(states[p].value)],
             [array_of(states[leaf.path]) for leaf in self.program.leaves],
-            [x for p, s in self._other_states for x in jax.tree.leaves(states.get(p, s).value)],
+            [x for state in self._other(states) for x in jax.tree.leaves(state.value)],
         )
 
     def write(self, theta: Sequence[Any], hidden: Sequence[Any], other: Sequence[Any]) -> None:
@@ -295,9 +293,7 @@ class CompiledStep:
         states = self._states()
         for path, leaf in zip((leaf.path for leaf in self.program.leaves), hidden, strict=True):
             set_array(states[path], leaf)
-        targets = [states[p] for p in self._weight_paths] + [
-            states.get(p, s) for p, s in self._other_states
-        ]
+        targets = [*(states[p] for p in self._weight_paths), *self._other(states)]
         at, arrays = 0, [*theta, *other]
         for state in targets:
             tree = jax.tree.structure(state.value)
@@ -306,6 +302,10 @@ class CompiledStep:
 
     def _states(self) -> dict[Path, Any]:
         return dict(self.net.states().items())
+
+    def _other(self, states: Mapping[Path, Any]) -> list[Any]:
+        """The model's other States; one that the model does not list is the one it was traced with."""
+        return [s if p is None else states.get(p, s) for p, s in self._other_states]
 
     def _initial(self) -> tuple[list[Any], list[Any]]:
         current = self.read()

@@ -22,14 +22,14 @@ class FrozenStep(brainstate.nn.Module):
 
     Args:
         net: the module.
-        batch: size of the batch axis.
+        batch: size of the batch axis; None: no state has one, so none is frozen.
         belongs: whether a State at a path belongs to a sequence rather than to the model.
     """
 
     def __init__(
         self,
         net: brainstate.nn.Module,
-        batch: int,
+        batch: int | None,
         belongs: Callable[[Any, brainstate.State], bool],
     ) -> None:
         super().__init__()

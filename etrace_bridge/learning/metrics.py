@@ -120,13 +120,13 @@ def measure(
 
     given, wanted = jax.tree.map(flat, given), jax.tree.map(flat, wanted)
     count = len(jax.tree.leaves(wanted)[0])
-    found = {
-        name: (as_number(name, metric(given, wanted)) if count else 0.0, count)
+    values = {
+        name: (as_number(name, metric(given, wanted)) if count else 0.0, float(count))
         for name, metric in metrics.items()
     }
-    found = runtime.store.placement.mean(found)
-    counted = max((count for _, count in found.values()), default=0)
-    return {name: value for name, (value, _) in found.items()} if counted else {}, counted
+    means = runtime.store.placement.mean(values)
+    counted = max((count for _, count in means.values()), default=0)
+    return {name: value for name, (value, _) in means.items()} if counted else {}, counted
 
 
 def as_number(name: str, value: Any) -> float:

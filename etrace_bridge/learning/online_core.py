@@ -90,7 +90,7 @@ class OnlineCore:
         """`sequence`, and what the rule left out of the gradients, as in `ReverseRule.discarded`."""
 
         def chunk(state: tuple, part: tuple, fresh: bool, final: bool):
-            result = self.chunk(theta, Carry(*state), Chunk(*part, data.loss), fresh, final)
+            result = self.chunk(theta, Carry(*state), Chunk(*part, loss=data.loss), fresh, final)
             new, rows = result.carry, None
             # A row per step, as losses are joined: the first one is the chunk's
             if result.discarded is not None:
@@ -233,7 +233,7 @@ class NamedCore:
         outputs, hidden, other = scan_steps(
             self.program, self._theta(params), *self._states(carry), list(args)
         )
-        return outputs, self._named(Carry(hidden, other, None))
+        return outputs, self._named(Carry(list(hidden), list(other), None))
 
     def gradients(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -189,7 +189,7 @@ def make_gradients(spec: ProgramSpec, plan: ChunkPlan, carry: bool) -> Callable:
 
     def run(theta: Sequence[Any], state: tuple, args: Sequence[Any], targets: Any, mask: Any):
         weights = step_weights(args[0].shape[0], mask, spec.reduction).astype(theta[0].dtype)
-        before = Carry(*state) if carry else Carry(*state[:2], spec.core.zero_trace())
+        before = Carry(*state) if carry else Carry(*state[:2], trace=spec.core.zero_trace())
         targets, whole = spec.prepare(theta, before, args, targets)
         data = spec.data(args, targets, weights)
         grads, losses, outputs, new, lost = spec.core.sequence_with_discarded(
@@ -293,14 +293,10 @@ def _update_by_chunk(
         result = spec.core.chunk(
             now.theta, now.carry, spec.data(args, targets, weights), fresh, final
         )
-        theta, opt = spec.apply(result.grads, now.opt, now.theta)  # pyright: ignore[reportArgumentType] - there is a loss
+        grads = cast(list[jax.Array], result.grads)  # an update has a loss
+        theta, opt = spec.apply(grads, now.opt, now.theta)
         new = now.with_carry(result.carry).replace(theta=theta, opt=opt)
-        return (
-            None,
-            result.losses,
-            result.outputs,
-            spec.checked(now, new, result.losses, result.grads),
-        )
+        return None, result.losses, result.outputs, spec.checked(now, new, result.losses, grads)
 
     arrays = list(data.args), data.targets, data.weights
     _, losses, outputs, done = run_sequence(chunk, state, arrays, plan, not carry, not carry)

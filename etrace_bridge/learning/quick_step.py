@@ -12,7 +12,6 @@ from etrace_bridge.learning.losses import JaxLoss
 from etrace_bridge.learning.online_core import OnlineCore
 from etrace_bridge.learning.reader import StepData
 from etrace_bridge.learning.store import Store
-from etrace_bridge.lowering import Program
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class QuickSteps:
             return None
         return quick.call, arrays, wanted
 
-    def remember(self, args: tuple, data: StepData, loss: JaxLoss | None, call: Program) -> None:
+    def remember(self, args: tuple, data: StepData, loss: JaxLoss | None, call: Callable) -> None:
         """Lets further steps of this kind take the quick way, if every argument is one array."""
         if not all(map(is_array, args if data.target is None else (*args, data.target))):
             return

@@ -22,6 +22,7 @@ from etrace_bridge.learning.inputs import (
 )
 from etrace_bridge.learning.losses import JaxLoss
 from etrace_bridge.learning.masks import blank_masked, check_mask
+from etrace_bridge.learning.sequence_loss import LossInTorch
 from etrace_bridge.learning.store import Store
 
 
@@ -155,7 +156,10 @@ class DataReader:
 
 
 def check_indices(
-    compiled: CompiledStep, args: Sequence[Any], loss: JaxLoss | None, targets: Any
+    compiled: CompiledStep,
+    args: Sequence[Any],
+    loss: JaxLoss | LossInTorch | None,
+    targets: Any,
 ) -> None:
     """Raises if an input or a target that is used as an index is out of range."""
     check_ranges(compiled.ranges, args, "input")

@@ -81,7 +81,7 @@ def make_own_slope(spec: ProgramSpec, plan: ChunkPlan) -> Callable:
 
     def run(theta: Sequence[Any], states: tuple, args: Sequence[Any], targets: Any, mask: Any):
         weights = step_weights(args[0].shape[0], mask, spec.reduction).astype(theta[0].dtype)
-        before = Carry(*states, spec.core.zero_trace())
+        before = Carry(*states, trace=spec.core.zero_trace())
         targets, _ = spec.prepare(theta, before, args, targets)
         data = spec.data(args, targets, weights)
         grads = spec.core.sequence(theta, before, data, plan, True, True)[0]

@@ -16,6 +16,7 @@ from etrace_bridge._jax_compat import (
     JaxprEqn,
     Literal,
     bind_equation,
+    called_jaxpr,
     keep_source,
 )
 from etrace_bridge.frontend import messages
@@ -199,10 +200,7 @@ def _apply(eqn: JaxprEqn, operands: list[Any], call: JaxprEqn) -> list[Any]:
         return bind_equation(eqn, operands)
     name = eqn.primitive.name
     if name in _CALLS:
-        closed = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-        return _evaluate(
-            closed if isinstance(closed, ClosedJaxpr) else ClosedJaxpr(closed, ()), operands, call
-        )
+        return _evaluate(called_jaxpr(eqn), operands, call)
     rule = _RULES.get(name)
     if rule is None:
         raise messages.complex_op(name, equation_line(call))
@@ -226,13 +224,13 @@ def _linear(eqn: JaxprEqn, *operands: Any) -> Any:
     """An equation that treats real and imaginary parts alike: once for each."""
     params, primitive = _real_params(eqn), eqn.primitive
     real = primitive.bind(*(v.re if isinstance(v, Pair) else v for v in operands), **params)
+    several = primitive.multiple_results
     if all(v.im is None for v in operands if isinstance(v, Pair)):
-        imaginary = [None] * len(real) if primitive.multiple_results else None
-    else:
-        imaginary = primitive.bind(
-            *(pairs.full(v).im if isinstance(v, Pair) else v for v in operands), **params
-        )
-    if primitive.multiple_results:
+        return [Pair(re, None) for re in real] if several else Pair(real, None)
+    imaginary = primitive.bind(
+        *(pairs.full(v).im if isinstance(v, Pair) else v for v in operands), **params
+    )
+    if several:
         return [Pair(re, im) for re, im in zip(real, imaginary, strict=True)]
     return Pair(real, imaginary)
 

@@ -171,7 +171,7 @@ def _find_input(jaxpr: Jaxpr, index: Any, found: IndexRange) -> InputRange | Non
     """Follow an index back to an input; None if it is computed from values."""
     makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     steps: list[tuple[Any, Var]] = []
-    while index in makers if not isinstance(index, Literal) else False:
+    while isinstance(index, Var) and index in makers:
         eqn = makers[index]
         if eqn.primitive.name != "convert_element_type":
             if eqn.primitive.name not in _REARRANGING or len(eqn.invars) != 1:

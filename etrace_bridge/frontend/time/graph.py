@@ -55,6 +55,13 @@ class Node:
     group: Any = None  # the outputs of one equation share it
 
     @property
+    def equation(self) -> JaxprEqn:
+        """The equation that computes it; an input or a constant has none."""
+        if self.eqn is None:
+            raise KeyError(f"no equation computes an {self.kind}")
+        return self.eqn
+
+    @property
     def size(self) -> int:
         """The number of elements."""
         return int(np.prod(self.shape, dtype=np.int64))
@@ -259,7 +266,7 @@ def evaluate(nodes: Sequence[Node], known: dict[int, Any]) -> list[Any]:
     """Compute nodes, given the values of some by `id`; inside a JAX trace this writes their
     equations.
     """
-    values = dict(known)
+    values: dict[Any, Any] = dict(known)
     stack = list(reversed(nodes))
     while stack:
         node = stack[-1]
@@ -276,9 +283,9 @@ def evaluate(nodes: Sequence[Node], known: dict[int, Any]) -> list[Any]:
             continue
         shared = ("outputs", id(node.group))
         if shared not in values:
-            if node.eqn is None:
-                raise KeyError(f"the value of an {node.kind} is missing")
-            values[shared] = _bind(node.eqn, node.params, [values[id(o)] for o in node.operands])
+            values[shared] = _bind(
+                node.equation, node.params, [values[id(o)] for o in node.operands]
+            )
         values[id(node)] = values[shared][node.output]
     return [values[id(node)] for node in nodes]
 

@@ -208,22 +208,13 @@ class _Finder:
         leaves, starts, guessed = [], [], not step.split.first_is_alike
         for leaf, state in zip(step.leaves, step.split.states, strict=True):
             start = state.column[0]
-            fits = (
-                start is not None
-                and start.level <= 1
-                and (start.shape, start.dtype) == (state.before.shape, state.before.dtype)
-            )
-            fixed = (
-                start is not None
-                and fits
-                and not (start.level or start.trained or keys_of([start]))
-            )
-            if fixed:
-                leaf = dataclasses.replace(
-                    leaf, initial=to_torch(np.asarray(evaluate([start], self._values())[0]))
-                )
-            guessed |= not fits
-            starts.append(start if fits and not fixed else None)
+            here = state.before.shape, state.before.dtype
+            if start is None or start.level > 1 or (start.shape, start.dtype) != here:
+                guessed, start = True, None
+            elif not (start.level or start.trained or keys_of([start])):
+                (initial,) = evaluate([start], self._values())
+                leaf, start = dataclasses.replace(leaf, initial=to_torch(np.asarray(initial))), None
+            starts.append(start)
             leaves.append(leaf)
         return dataclasses.replace(step, leaves=leaves, starts=starts, start_is_guessed=guessed)
 

@@ -103,10 +103,12 @@ class Rows:
             source = node.operands[0]
             if axis not in dims or source.shape[dims.index(axis)] == 1:
                 return self.graph.apply(
-                    node.eqn, [source], [shape], {**node.params, "shape": shape}
+                    node.equation, [source], [shape], {**node.params, "shape": shape}
                 )[0]
             inner = self.part(source, dims.index(axis), outer, count, index)
-            return self.graph.apply(node.eqn, [inner], [shape], {**node.params, "shape": shape})[0]
+            return self.graph.apply(
+                node.equation, [inner], [shape], {**node.params, "shape": shape}
+            )[0]
         if node.kind == "constant":
             rows = node.value.reshape(
                 *node.shape[:axis], outer, count, -1, *node.shape[axis + 1 :]
@@ -124,7 +126,7 @@ class Rows:
                 else self.part(o, axis, outer, count, index)
                 for o in node.operands
             ]
-            return self.graph.apply(node.eqn, operands, [shape], node.params)[0]
+            return self.graph.apply(node.equation, operands, [shape], node.params)[0]
         if node.kind == "random_bits":
             return self._random_part(node, shape, index)
         inner = size // outer
@@ -141,11 +143,13 @@ class Rows:
         """Draw the random numbers of one part by themselves, with a key of their own."""
         key = self.graph.random_key((node.number, index))
         wrapped = (
-            self.graph.apply(node.operands[0].eqn, [key])[0]
+            self.graph.apply(node.operands[0].equation, [key])[0]
             if node.operands[0].kind == "random_wrap"
             else key
         )
-        return self.graph.apply(node.eqn, [wrapped], [shape], {**node.params, "shape": shape})[0]
+        return self.graph.apply(node.equation, [wrapped], [shape], {**node.params, "shape": shape})[
+            0
+        ]
 
     def aligned(self, value: Value, like: Row) -> list[Node] | None:
         """Give the parts of a value along another row's axis; None if it is a row of another

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from etrace_bridge._jax_compat import ClosedJaxpr, JaxprEqn, Literal
+from etrace_bridge._jax_compat import ClosedJaxpr, JaxprEqn, Literal, called_jaxpr
 from etrace_bridge.frontend.time import folds, mixing, moves
 from etrace_bridge.frontend.time.graph import Graph, Node, keys_of
 from etrace_bridge.frontend.time.rows import Row, Rows, Value, acts_by_element
@@ -68,7 +68,7 @@ class Reader(Rows):
             found = folds.pick(self, eqn, operands[0], self.read)
             if found is not None:
                 return found
-        return self.read(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")), operands)
+        return self.read(called_jaxpr(eqn), operands)
 
     def _drawn_step(self, eqn: JaxprEqn, node: Node) -> Node | None:
         """Give one step of random numbers that were drawn for the whole sequence; None if an
