@@ -133,10 +133,10 @@ def check_sample(op: Any, args: tuple, kwargs: dict) -> None:
         step = jax.jit(jax.value_and_grad(run, has_aux=True), compiler_options=QUICK)
         (_, outputs), found = step([arrays[n] for n in floats])
     else:
-        outputs, found = (
-            jax.jit(lambda some: run(some)[1], compiler_options=QUICK)([arrays[n] for n in floats]),
-            [],
+        outputs = jax.jit(lambda some: run(some)[1], compiler_options=QUICK)(
+            [arrays[n] for n in floats]
         )
+        found = []
     for n, (a, b) in enumerate(zip(outputs, wanted, strict=True)):
         _compare(f"output {n}", np.asarray(a), b.detach())
     for n, (a, b) in enumerate(zip(found, grads, strict=False)):

@@ -112,10 +112,8 @@ def _draw_cuts(axes: Any, graph: ETraceGraph, at: dict[int, float]) -> None:
     seen: dict[tuple[int, int], str] = {}
     for certificate in graph.certificate().values():
         for drop in certificate.drops:
-            source, into = (
-                graph.hid_path_to_group.get(drop.source),
-                graph.hid_path_to_group.get(drop.into),
-            )
+            source = graph.hid_path_to_group.get(drop.source)
+            into = graph.hid_path_to_group.get(drop.into)
             if source is not None and into is not None:
                 seen.setdefault((source.index, into.index), drop.cut.reason.replace("`", ""))
     right = _right("group", 0)[0]

@@ -311,11 +311,9 @@ def test_upstream_half_of_a_fused_weight():
     gate's has a trace.
     """
     name = "GRUCell"
-    found, upstream, traced = (
-        run(name, DRTRL()).grads,
-        dense(name).upstream("step", K),
-        dense(name).d_rtrl(),
-    )
+    found = run(name, DRTRL()).grads
+    upstream = dense(name).upstream("step", K)
+    traced = dense(name).d_rtrl()
     fused = [n for n, g in enumerate(found) if g.shape[-1] == 2 * H]
     assert fused
     for n in fused:

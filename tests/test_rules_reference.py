@@ -482,10 +482,8 @@ def _braintrace_rnn(
     """
     import braintrace
 
-    xs, targets = (
-        jnp.asarray(np.random.default_rng(4).standard_normal((T, I))),
-        jnp.linspace(-1.0, 1.0, T),
-    )
+    xs = jnp.asarray(np.random.default_rng(4).standard_normal((T, I)))
+    targets = jnp.linspace(-1.0, 1.0, T)
     theirs = braintrace.nn.ValinaRNNCell(I, H, activation="tanh")
     learner = braintrace.compile(theirs, algorithm, xs[0])
     expected = learner.etrace_grad(xs, targets, step_fn=functools.partial(step_fn, learner))[

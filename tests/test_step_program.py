@@ -329,10 +329,8 @@ def test_other_devices_get_plain_programs_that_compute_the_same(name, rule, step
             rng.standard_normal((*lead, *v.aval.shape)), v.aval.dtype
         )
         if not found:
-            theta, xs = (
-                [draw(v) for v in program.weight_vars],
-                [draw(v, steps) for v in program.arg_vars],
-            )
+            theta = [draw(v) for v in program.weight_vars]
+            xs = [draw(v, steps) for v in program.arg_vars]
             hidden = [draw(leaf.invar) for leaf in program.leaves]
             trace = jax.tree.map(
                 lambda x: jnp.asarray(rng.random(x.shape), x.dtype), rule.init(program)

@@ -164,10 +164,8 @@ def _losses(
     for step, (output, weight) in enumerate(zip(read, weights, strict=True)):
         if weight == 0:
             continue
-        call, target = (
-            functools.partial(_torch_loss if is_torch else _jax_loss, function),
-            data.target(step),
-        )
+        call = functools.partial(_torch_loss if is_torch else _jax_loss, function)
+        target = data.target(step)
         if data.factors is None:
             number, tensor = call(output, target)
         else:

@@ -45,11 +45,9 @@ class TimeAxis:
 
     def select(self, value: Any, step: int) -> Any:
         """Give one step of a tensor or array."""
-        before, after, width = (
-            value.shape[: self.axis],
-            value.shape[self.axis + 1 :],
-            self.outer * self.inner,
-        )
+        before = value.shape[: self.axis]
+        after = value.shape[self.axis + 1 :]
+        width = self.outer * self.inner
         if value.shape[self.axis] == width:  # the only step
             return value.squeeze(self.axis) if width == 1 else value
         if width == 1:

@@ -33,11 +33,9 @@ class SteadyStep:
         write: Callable[..., None],
     ) -> None:
         self._step, self._write = step, write
-        self._tensors, self._states, self._key = (
-            list(tensors),
-            list(states),
-            [] if key is None else [key],
-        )
+        self._tensors = list(tensors)
+        self._states = list(states)
+        self._key = [] if key is None else [key]
         inputs = step.jaxpr.in_avals[len(self._tensors) + len(self._states) + len(self._key) :]
         self._shapes = [aval.shape for aval in inputs]
         self._dtypes = [aval.dtype for aval in inputs]

@@ -111,11 +111,9 @@ def trace_step(
         keys = _KeyChain(first_key)
         if plan.loop is not None:
             outputs, new_values = plan.loop(tensor_values, state_values, keys.next, input_values)
-            found["output"], found["num_outputs"], found["uses_key"] = (
-                plan.loop.skeleton,
-                len(outputs),
-                keys.used,
-            )
+            found["output"] = plan.loop.skeleton
+            found["num_outputs"] = len(outputs)
+            found["uses_key"] = keys.used
             return (*outputs, *new_values, *([keys.key] if keys.used else []))
         tracer = Tracer({id(m): path for path, m in model.named_modules()}, make_key=keys.next)
         with restored(model, values=False), tracing(tracer):

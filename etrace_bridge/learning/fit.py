@@ -191,10 +191,8 @@ def _begin(learner: OnlineLearner, options: FitOptions) -> tuple[History, PlaceI
     """A new history, or that of the call of `fit` which is resumed."""
     place, history = learner.place_in_fit, learner.history
     if not options.resume or place is None or history is None:
-        learner.history, learner.place_in_fit = (
-            History(),
-            PlaceInFit(scheduler=scheduler_state(options.scheduler)),
-        )
+        learner.history = History()
+        learner.place_in_fit = PlaceInFit(scheduler=scheduler_state(options.scheduler))
         return learner.history, learner.place_in_fit
     if place.stage != "over":
         set_scheduler_state(options.scheduler, place.scheduler)
@@ -289,10 +287,8 @@ class _Run:
         try:
             iterator = self._skip_done(source) if resumed and self.stream is None else iter(source)
             batches = ReadAhead(iterator, self.learner._unpacked)
-            begun, first = (
-                time.perf_counter() - record.get("seconds", 0.0),
-                self.learner.steps - record["steps"],
-            )
+            begun = time.perf_counter() - record.get("seconds", 0.0)
+            first = self.learner.steps - record["steps"]
             while most is None or place.batch < most:
                 given = batches.take()
                 if given is None:

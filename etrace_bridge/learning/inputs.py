@@ -225,12 +225,10 @@ class FastReader:
         turns: int,
     ) -> None:
         self._type, self._dtype, self._shape = type(example), example.dtype, tuple(example.shape)
-        self._float_dtype, self._ranges, self._name, self._size = (
-            float_dtype,
-            ranges,
-            name,
-            array.nbytes,
-        )
+        self._float_dtype = float_dtype
+        self._ranges = ranges
+        self._name = name
+        self._size = array.nbytes
         kinds = str(self._dtype), str(array.dtype)
         self._casts = kinds in (("torch.int64", "int32"), ("torch.float64", "float32"))
         is_buffered = self._casts or (kinds[0] == f"torch.{kinds[1]}" and array.dtype.kind != "c")

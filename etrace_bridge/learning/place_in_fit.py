@@ -89,13 +89,11 @@ class PlaceInFit:
 
     def start_epoch(self, source: Any) -> None:
         """The next epoch, before its first batch."""
-        self.epoch, self.batch, self.total, self.sums, self.stage = (
-            self.epoch + 1,
-            0,
-            0.0,
-            {},
-            "batches",
-        )
+        self.epoch += 1
+        self.batch = 0
+        self.total = 0.0
+        self.sums = {}
+        self.stage = "batches"
         self.generators = generator_states(source)
 
     def pack(self) -> tuple[Tensors, dict[str, Any]]:

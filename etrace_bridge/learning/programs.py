@@ -138,10 +138,8 @@ def make_step(spec: ProgramSpec, own_update: bool, observe: Callable | None = No
             if observe is None
             else observe(theta, before, data, grads, *more)
         )
-        loss, output = (
-            None if result.losses is None else result.losses[0],
-            jax.tree.map(lambda o: o[0], result.outputs),
-        )
+        loss = None if result.losses is None else result.losses[0]
+        output = jax.tree.map(lambda o: o[0], result.outputs)
         new = state.with_carry(after)
         if not own_update:
             return new, loss, output, grads

@@ -197,11 +197,9 @@ class NotebookLine(PlainLog):
         self, epoch: int, epochs: int, batches: int | None, record: dict[str, Any]
     ) -> None:
         """The line starts anew."""
-        self.epochs, self._start, self._total = (
-            epochs,
-            f"epoch {epoch}/{epochs}",
-            str(batches or "?"),
-        )
+        self.epochs = epochs
+        self._start = f"epoch {epoch}/{epochs}"
+        self._total = str(batches or "?")
 
     def say(self, stage: str) -> None:
         """A stage that takes its time is shown at once."""

@@ -76,11 +76,9 @@ def _outer_gradient(
 
     The cotangents (K, …) are given at all taps.
     """
-    taps, form, letters = (
-        program.taps_of(contact),
-        _form_of(program, contact),
-        _letters(program, contact),
-    )
+    taps = program.taps_of(contact)
+    form = _form_of(program, contact)
+    letters = _letters(program, contact)
     joined = join_outputs(taps, [at_taps[t.index] for t in taps])
     joined = joined.reshape(joined.shape[0], *form.shape(form.out))
     if phi is None:

@@ -33,14 +33,6 @@ def data_dependent_shape(what: str, instead: str) -> TracingError:
 # ---- x[index]
 
 
-def is_basic_index(index: Any) -> bool:
-    """Tell whether an index consists of integers, slices, None and `...` alone, so that torch gives
-    a view.
-    """
-    items = index if isinstance(index, tuple) else (index,)
-    return all(i is None or i is Ellipsis or isinstance(i, slice) or type(i) is int for i in items)
-
-
 def _consumed(item: Any) -> int:
     """How many dimensions of the tensor one index entry uses up."""
     if item is None or item is Ellipsis or isinstance(item, bool):
