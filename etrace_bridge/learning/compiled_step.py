@@ -175,10 +175,10 @@ class CompiledStep:
 
     @cached_property
     def serves_any_batch(self) -> bool:
-        """Whether what it makes of a batch element is the same in a batch of any size.
+        """Whether a batch element gets the same results in a batch of any size.
 
-        Known for torch models; the model is traced for one element more. False if a step leaves
-        something in the model, such as running means or a random key.
+        Known for torch models, which are traced for one element more. False if a step changes the
+        model itself, such as running means or a random key.
         """
         pairs = zip(self.resets, self.program.other_vars, strict=True)
         if (
@@ -200,7 +200,7 @@ class CompiledStep:
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether evaluation would run the same step: nothing in it depends on the mode."""
+        """Whether evaluation would run the same step, because nothing in it depends on the mode."""
         if not isinstance(self.net, BridgedModule):
             return False
         inputs = [jax.numpy.asarray(a) for a in self._examples]
@@ -216,11 +216,11 @@ class CompiledStep:
 
     @property
     def settings_hold(self) -> bool:
-        """Whether the torch model's settings are those that this step was traced with."""
+        """Return whether the torch model's settings are those that this step was traced with."""
         return not isinstance(self.net, BridgedModule) or self._settings.hold()
 
     def check_settings(self, evaluates: bool = False) -> None:
-        """Raise if the torch model's settings have changed such that its step is another.
+        """Raise if the torch model's settings have changed since the step was traced.
 
         Args:
             evaluates: modes of the modules do not count: the step runs in its own.
@@ -304,7 +304,10 @@ class CompiledStep:
         return dict(self.net.states().items())
 
     def _other(self, states: Mapping[Path, Any]) -> list[Any]:
-        """The model's other States; one that the model does not list is the one it was traced with."""
+        """Return the model's other States.
+
+        A State without a path is the object that the step was traced with.
+        """
         return [s if p is None else states.get(p, s) for p, s in self._other_states]
 
     def _initial(self) -> tuple[list[Any], list[Any]]:

@@ -82,7 +82,7 @@ class DataReader:
         return bool(getattr(self._store.net, "batch_first", False))
 
     def step(self, inputs: Sequence[Any], target: Any) -> StepData:
-        """One checked time step."""
+        """Return one time step, checked."""
         args = self._inputs(inputs)
         check_batch(args, 0)
         target = as_targets(target)
@@ -93,8 +93,9 @@ class DataReader:
     def sequence(
         self, inputs: Sequence[Any], targets: Any, mask: Any, per_sequence: bool
     ) -> SequenceData:
-        """A checked sequence; `per_sequence`: there is one target for each sequence, without a time
-        axis.
+        """Return a sequence, checked.
+
+        `per_sequence`: there is one target for each sequence, without a time axis.
         """
         targets = as_targets(targets)
         args = list(map(self._time_first, self._inputs(inputs)))
@@ -115,7 +116,7 @@ class DataReader:
         return SequenceData(args, target, arrays, mask, length)
 
     def mask(self, mask: Any) -> Any:
-        """A mask as an array."""
+        """Return a mask as an array."""
         return read_mask(mask, self._store.float_dtype)
 
     def _time_first(self, array: Any) -> Any:
@@ -128,7 +129,7 @@ class DataReader:
         )
 
     def _first_step(self, target: Any) -> Any:
-        """The first time step of a target as the user gave it."""
+        """Return the first time step of a target as the user gave it."""
         if isinstance(target, (torch.Tensor, np.ndarray, jax.Array)):
             return target[:, 0] if self.batch_first and target.ndim > 1 else target[0]
         return np.asarray(target)[0]
@@ -140,7 +141,7 @@ class DataReader:
         ]
 
     def _targets(self, targets: Any) -> Any:
-        """A tree of targets as arrays; None stays None."""
+        """Return a tree of targets as arrays; None stays None."""
         leaves, tree = jax.tree.flatten(targets)
         return tree.unflatten(
             [as_array(t, name=input_name("target", n, len(leaves))) for n, t in enumerate(leaves)]
@@ -161,7 +162,7 @@ def check_indices(
     loss: JaxLoss | LossInTorch | None,
     targets: Any,
 ) -> None:
-    """Raises if an input or a target that is used as an index is out of range."""
+    """Raise if an input or a target that is used as an index is out of range."""
     check_ranges(compiled.ranges, args, "input")
     if loss is not None:
         check_ranges(loss.ranges, jax.tree.leaves(targets), "target")
