@@ -75,7 +75,8 @@ class ContainerAdapter(Adapter):
 
 
 def _initial_state(module: Any, x: torch.Tensor) -> Any:
-    """The state before the first step, every tensor in the shape and dtype that it has after one."""
+    """The state before the first step, every tensor in the shape and dtype that it has after one.
+    """
     if isinstance(module, norse.SequentialState):
         states = []
         for layer, stateful in zip(module, module.stateful_layers, strict=True):

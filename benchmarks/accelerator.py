@@ -57,7 +57,7 @@ def measure(
 
 
 def main(arguments: list[str]) -> int:
-    """Prints the results."""
+    """Print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="tiny sizes, to see that it runs")
     small = parser.parse_args(arguments).small

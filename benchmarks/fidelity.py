@@ -71,7 +71,7 @@ def measure_case(case: Any, known: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_zoo(results: dict[str, Any], every: int, only: str) -> None:
-    """Fills in what is missing, module after module; `results` is saved after each.
+    """Fill in what is missing, module after module; `results` is saved after each.
 
     Modules that were measured before are brought up to date, whatever `every` is.
     """
@@ -143,7 +143,7 @@ def measure_costs(results: dict[str, Any], clock_name: str) -> None:
 
 
 def save(results: dict[str, Any]) -> None:
-    """Writes what was measured."""
+    """Write what was measured."""
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 

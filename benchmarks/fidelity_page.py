@@ -50,7 +50,7 @@ inside, by at most {worst:.0e}. The mean relative error of all parameters togeth
 
 
 def write_page(results: dict[str, Any]) -> list[Path]:
-    """Writes the page and its picture; returns their paths."""
+    """Write the page and its picture; returns their paths."""
     from benchmarks.fidelity import LAYERS, WIDTH
 
     modules, rules = results["modules"], _rules(results)
@@ -199,7 +199,7 @@ def _points(
 
 
 def _label(axes: Any, points: Sequence[tuple[float, float, str, str]]) -> None:
-    """Names beside the points; one that would lie on another is moved down, with a line to its
+    """Name beside the points; one that would lie on another is moved down, with a line to its
     point.
     """
     taken: list[tuple[float, float]] = []

@@ -47,7 +47,7 @@ class Loop(nn.Module):
         self.inp, self.rec = nn.Linear(inputs, 3 * hidden), nn.Linear(hidden, 3 * hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give the state at every step."""
+        """Return the state at every step."""
         time = 1 if self.batch_first else 0
         h, outputs = x.new_zeros(x.shape[1 - time], self.hidden), []
         for t in range(x.shape[time]):
@@ -68,7 +68,7 @@ class Layer(nn.Module):
         self.gru = nn.GRU(inputs, hidden, batch_first=batch_first)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give the state at every step."""
+        """Return the state at every step."""
         return self.gru(x)[0]
 
 
@@ -110,7 +110,8 @@ def gradient_seconds(
 
 
 def wrap_seconds(layers: int, clock: Callable[[], float]) -> tuple[int, float]:
-    """Equations of one step, and seconds to wrap it: to find it, compare it with torch, trace it."""
+    """Equations of one step, and seconds to wrap it: to find it, compare it with torch, trace it.
+    """
     model = nn.Sequential(*(Loop(16, 16, batch_first=True) for _ in range(layers)))
     x = torch.randn(4, 16)
     begin = clock()

@@ -65,7 +65,7 @@ if (location.hash) pick(decodeURIComponent(location.hash.slice(1)));
 
 
 def explore_graph(graph: ETraceGraph, path: str | PathLike) -> FilePath:
-    """Writes a compiled graph as an HTML page that needs nothing else.
+    """Write a compiled graph as an HTML page that needs nothing else.
 
     Click a parameter (or choose it with Tab and Enter, or open the page with `#name`) to see its
     way into the hidden states, what is cut off and where, its module and the source lines that use

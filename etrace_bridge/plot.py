@@ -19,7 +19,7 @@ _COLOURS = {"parameter": "#e8f0fb", "contact": "#f5f5f5", "group": "#e9f6ec"}
 
 
 def plot_graph(graph: ETraceGraph, path: str | PathLike | None = None) -> Any:
-    """Draws a compiled graph.
+    """Draw a compiled graph.
 
     Parameters stand on the left, the contacts through which they meet data in the middle, hidden
     groups on the right, all in the order of the step. A red arrow is credit that traces do not
@@ -108,7 +108,8 @@ def _group_heights(
 
 
 def _draw_cuts(axes: Any, graph: ETraceGraph, at: dict[int, float]) -> None:
-    """One red arrow for each pair of groups between which credit is dropped, and what stands there."""
+    """One red arrow for each pair of groups between which credit is dropped, and what stands there.
+    """
     seen: dict[tuple[int, int], str] = {}
     for certificate in graph.certificate().values():
         for drop in certificate.drops:

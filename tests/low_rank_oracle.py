@@ -17,8 +17,8 @@ from torch import nn
 import etrace_bridge as eb
 from etrace_bridge.learning.compiled_step import CompiledStep
 from etrace_bridge.rules import Carry, Chunk, Rule
+from etrace_bridge.schedule.chunk import run_chunk
 from quick_jit import quick_jit
-from strict import run_strictly
 
 INPUTS = 3
 
@@ -293,7 +293,7 @@ class Engine:
     def _run(self, theta, hidden, other, trace, xs, targets):
         data = Chunk([xs], targets, jnp.ones(xs.shape[0]), squared_error)
         before = Carry(hidden, other, trace)
-        done = run_strictly(self.rule, self.session.program, theta, before, data, False, False)
+        done = run_chunk(self.rule, self.session.program, theta, before, data, False, False)
         return done.grads, (done.carry.hidden, done.carry.other, done.carry.trace), done.discarded
 
     def gradients(

@@ -35,6 +35,7 @@ from etrace_bridge.rules import (
     make_rule,
     rule_names,
 )
+from etrace_bridge.schedule.chunk import run_chunk
 from etrace_bridge.schedule.chunk_plan import block_steps, working_bytes
 from etrace_bridge.step.exits import exit_cotangents, find_exits, linearise_exits
 from etrace_bridge.step.forward import run_forward
@@ -52,7 +53,6 @@ from oracle import (
 )
 from quick_jit import quick_jit
 from share import in_turn
-from strict import run_strictly
 
 T, K = 6, 3
 
@@ -209,7 +209,7 @@ def compiled(
 
     def chunk(theta, hidden, other, trace, args, targets, weights):
         data = Chunk(args, targets, weights, loss)
-        found = run_strictly(rule, program, theta, Carry(hidden, other, trace), data, fresh, final)
+        found = run_chunk(rule, program, theta, Carry(hidden, other, trace), data, fresh, final)
         return (
             found.grads,
             found.losses,

@@ -18,7 +18,8 @@ _DEPTH = 5  # containers in containers that are searched for tensors
 
 
 def torch_dtype(dtype: Any) -> torch.dtype | None:
-    """Read `float32` or `float64`, by name or as a dtype of torch, NumPy or JAX; None stays None."""
+    """Read `float32` or `float64`, by name or as a dtype of torch, NumPy or JAX; None stays None.
+    """
     if dtype is None:
         return None
     name = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
@@ -48,7 +49,8 @@ def float_dtype(model: nn.Module) -> torch.dtype:
 
 @contextlib.contextmanager
 def in_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Give the model's floating tensors, torch's default dtype and JAX one precision in this context.
+    """Return the model's floating tensors, torch's default dtype and JAX one precision in this
+    context.
 
     The tensors keep their identity, so closures, tied weights and the user's references see the
     same precision, and a model that cannot be copied can be cast. Afterwards every tensor has its

@@ -1,4 +1,5 @@
-"""Why a comparison of gradients shows nothing: what is wrong apart from the gradients themselves."""
+"""Why a comparison of gradients shows nothing: what is wrong apart from the gradients themselves.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ if TYPE_CHECKING:
 
 
 def forward_problems(setup: CheckSetup, result: GradientResult, reference: Reference) -> list[str]:
-    """Describe the first difference between the outputs of both sides, or a loss that is not finite."""
+    """Describe the first difference between the outputs of both sides, or a loss that is not
+    finite.
+    """
     arrays = [np.asarray(x) for x in jax.tree.leaves(result.raw_outputs)]
     for step, outputs in enumerate(reference.outputs):
         if len(outputs) != len(arrays):

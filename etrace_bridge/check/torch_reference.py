@@ -1,4 +1,5 @@
-"""The torch side of a gradient check: the model runs over the sequence, and torch differentiates."""
+"""The torch side of a gradient check: the model runs over the sequence, and torch differentiates.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +149,8 @@ def _run(model: nn.Module, data: CheckData, options: Mapping[str, Any]) -> Torch
 def _losses(
     run: TorchRun, data: CheckData, loss: CheckLoss
 ) -> tuple[float, torch.Tensor, list[Any]]:
-    """Return the sequence's loss as a number and as a tensor with a gradient, and the outputs read."""
+    """Return the sequence's loss as a number and as a tensor with a gradient, and the outputs read.
+    """
     if len(run.outputs) != len(data.weights):
         raise InputError(
             f"The model made {len(run.outputs)} outputs from {len(data.weights)} steps; a check needs one "

@@ -85,7 +85,7 @@ def as_chunk(value: int | str, option: str = "--chunk") -> int | str:
 
 
 def split_names(groups: list[str] | None) -> list[str]:
-    """Names given as several options, or in one with commas."""
+    """Name given as several options, or in one with commas."""
     return [name.strip() for group in groups or [] for name in group.split(",") if name.strip()]
 
 

@@ -46,7 +46,7 @@ class BenchGRU(nn.Module):
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    """Runs `bench`."""
+    """Run `bench`."""
     if args.model and not args.input:
         raise UsageError(
             "--input is missing: the shape of one time step of your model, batch first, such as "

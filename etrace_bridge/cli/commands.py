@@ -201,7 +201,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status."""
+    """Run one command; returns the exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
     try:
         args = make_parser().parse_args(given)

@@ -206,7 +206,8 @@ def make_sequences(
 
 
 def number_types(model: nn.Module | brainstate.nn.Module) -> tuple[torch.dtype, bool]:
-    """The type of a model's floating numbers, and whether its first layer looks up whole numbers."""
+    """The type of a model's floating numbers, and whether its first layer looks up whole numbers.
+    """
     if isinstance(model, BridgedModule):
         model = model.model
     if isinstance(model, nn.Module):

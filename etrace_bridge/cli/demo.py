@@ -1,5 +1,5 @@
-"""The demo: memory against the length of a sequence, and a torch GRU that learns from a stream online,
-next to torch BPTT.
+"""The demo: memory against the length of a sequence, and a torch GRU that learns from a stream
+online, next to torch BPTT.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Run:
 
 
 def run_demo_command(args: argparse.Namespace) -> int:
-    """Runs `demo`."""
+    """Run `demo`."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # torch's threads and JAX's would fight for the cores
     try:
@@ -89,7 +89,7 @@ def run_demo_command(args: argparse.Namespace) -> int:
 def run_demo(
     folder: str | Path = "demo-report", steps: int = 3000, console: Console | None = None
 ) -> Path:
-    """Runs the demo and writes its report.
+    """Run the demo and writes its report.
 
     Args:
         folder: where the report goes.
@@ -185,7 +185,7 @@ def _memory_table(memory: dict[int, tuple[int, int]]) -> Table:
 def channel(
     steps: int, change_at: int, batch: int = 1
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Samples that go into a channel with an echo and come out of it; the echo changes its sign."""
+    """Sample that go into a channel with an echo and come out of it; the echo changes its sign."""
     made = torch.Generator().manual_seed(1)
     past, response = torch.zeros(batch, _TAPS), 0.7 ** torch.arange(_TAPS)
     for n in range(steps):
@@ -205,7 +205,7 @@ class WindowedBPTT:
         self._state = torch.zeros(1, 1, _HIDDEN)
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> float:
-        """Learns from one sample."""
+        """Learn from one sample."""
         self._past.append((x, self._state))
         outputs, _ = self._model(torch.stack([each for each, _ in self._past]), self._past[0][1])
         loss = nn.functional.mse_loss(outputs[-1], y)
@@ -220,8 +220,8 @@ class WindowedBPTT:
 def learn_from_stream(
     model: Filter, graph: ETraceGraph, steps: int, console: Console
 ) -> tuple[list[Run], list[float]]:
-    """Both ways of learning, sample by sample in turn, so that other work on the machine meets both;
-    and the power of what is to be learned.
+    """Both ways of learning, sample by sample in turn, so that other work on the machine meets
+    both; and the power of what is to be learned.
     """
     windowed = WindowedBPTT(copy.deepcopy(model))
     optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)

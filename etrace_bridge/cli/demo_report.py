@@ -24,7 +24,7 @@ def write_report(
     table: tuple[Sequence[Sequence[str]], str],
     closing: str,
 ) -> Path:
-    """Writes the report.
+    """Write the report.
 
     Args:
         folder: where it goes.

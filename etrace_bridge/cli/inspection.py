@@ -32,7 +32,7 @@ from etrace_bridge.rules import make_rule
 
 
 def run_check(args: argparse.Namespace) -> int:
-    """Runs `check`."""
+    """Run `check`."""
     model, state = load_any_model(args.model, args.seed), load_state(args.state)
     steps, shape = at_least_one(args.steps, "--steps"), parse_shape(args.input)
     if isinstance(model, brainstate.nn.Module):
@@ -78,7 +78,7 @@ def _one_step(model: Any, args: argparse.Namespace) -> torch.Tensor:
 
 
 def run_explain(args: argparse.Namespace) -> int:
-    """Runs `explain`."""
+    """Run `explain`."""
     graph = graph_of(args)
     if args.json:
         print(json.dumps(_graph_dict(graph), indent=2))
@@ -118,7 +118,7 @@ def _graph_dict(graph: ETraceGraph) -> dict[str, Any]:
 
 
 def run_recommend(args: argparse.Namespace) -> int:
-    """Runs `recommend`."""
+    """Run `recommend`."""
     model = load_any_model(args.model, args.seed)
     x = _one_step(model, args)
     steps = at_least_one(args.steps, "--steps")

@@ -1,4 +1,5 @@
-"""`--processes N`: the same command in N processes of this machine, each with its part of a batch."""
+"""`--processes N`: the same command in N processes of this machine, each with its part of a batch.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ class Part:
         return index[self.index * each : (self.index + 1) * each]
 
     def check_batch(self, batch: int) -> None:
-        """Raises if a batch cannot be divided."""
+        """Raise if a batch cannot be divided."""
         if batch % self.devices:
             raise UsageError(
                 f"--batch is {batch}; it must be a multiple of the {self.devices} devices of all "
@@ -62,7 +63,7 @@ class Part:
 
 
 def is_worker() -> bool:
-    """Whether this process was started by `run_processes`."""
+    """Return whether this process was started by `run_processes`."""
     return INDEX in os.environ
 
 
@@ -80,7 +81,7 @@ def join_processes() -> Part:
 
 
 def run_processes(count: int, arguments: Sequence[str]) -> int:
-    """Runs `python -m etrace_bridge` with these arguments `count` times, side by side; the exit
+    """Run `python -m etrace_bridge` with these arguments `count` times, side by side; the exit
     status.
 
     If one fails, the others are ended, since they would wait for it.

@@ -89,7 +89,7 @@ class Settings:
 
 
 def run_train(args: argparse.Namespace) -> int:
-    """Runs `train`, in this process or in several."""
+    """Run `train`, in this process or in several."""
     settings = read_settings(args)
     check_writable(weights_file(settings.output))
     if settings.state_dict:
@@ -177,7 +177,7 @@ def _order_of_epoch(learner: OnlineLearner, learned: torch.Tensor, seed: int) ->
 
 
 def _is_interrupted(learner: OnlineLearner) -> bool:
-    """Whether the learner comes from a checkpoint in the middle of a run."""
+    """Return whether the learner comes from a checkpoint in the middle of a run."""
     place = learner.place_in_fit
     return place is not None and (
         place.stage in ("batches", "callbacks")
@@ -186,7 +186,8 @@ def _is_interrupted(learner: OnlineLearner) -> bool:
 
 
 def _save_elsewhere(learner: OnlineLearner, error: CheckpointError) -> Path:
-    """Saves what was learned in a temporary folder, because it cannot be saved where it should be."""
+    """Save what was learned in a temporary folder, because it cannot be saved where it should be.
+    """
     path = learner.save(Path(tempfile.mkdtemp(prefix="etrace-bridge-")) / "trained")
     print(f"error: {error}\nWhat was learned is in {path} instead.", file=sys.stderr)
     return path

@@ -29,7 +29,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def run_evaluate(args: argparse.Namespace) -> int:
-    """Runs `evaluate`."""
+    """Run `evaluate`."""
     settings = _with_defaults(args)
     net = load_net(settings.model, settings.state)
     sequences = load_sequences(net, settings)
@@ -46,7 +46,7 @@ def run_evaluate(args: argparse.Namespace) -> int:
 
 
 def run_predict(args: argparse.Namespace) -> int:
-    """Runs `predict`."""
+    """Run `predict`."""
     settings = _with_defaults(args)
     net = load_net(settings.model, settings.state)
     learner = OnlineLearner.load(settings.checkpoint, net)

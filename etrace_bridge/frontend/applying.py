@@ -172,12 +172,12 @@ def _write_out(tracer: Tracer, out: Any, result: Any, origin: int) -> Any:
 
 
 def any_live(tracer: Tracer, value: Any) -> bool:
-    """Tell whether nested arguments hold a traced tensor."""
+    """Return whether nested arguments hold a traced tensor."""
     return any(tracer.find(tensor) is not None for tensor in tensors_in(value))
 
 
 def origin_of(tracer: Tracer, value: Any) -> int:
-    """Tell what the traced tensors of nested arguments depend on: inputs, states, or neither."""
+    """Return what the traced tensors of nested arguments depend on: inputs, states, or neither."""
     found = 0
     for tensor in tensors_in(value):
         traced = tracer.find(tensor)

@@ -1,5 +1,5 @@
-"""The slots of a plan for states that enter and leave calls by their arguments, and what those states
-start from.
+"""The slots of a plan for states that enter and leave calls by their arguments, and what those
+states start from.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def find_argument_slots(
 
 
 def _inner_starts(calls: Sequence[Call], outer: Call) -> dict[int, torch.Tensor]:
-    """Give the initial values of states that inner layers made for themselves, by `id` of the new
+    """Return the initial values of states that inner layers made for themselves, by `id` of the new
     states that came out.
     """
     found = {}

@@ -135,7 +135,8 @@ def find_attribute_slots(
 
 @dataclass
 class _Found:
-    """Slots and Python attributes, and the slots' attributes after the first and the second step."""
+    """Slots and Python attributes, and the slots' attributes after the first and the second step.
+    """
 
     slots: list[AttributeSlot]
     python: list[PythonAttribute]
@@ -171,8 +172,8 @@ def _far(now: Any, later: Any) -> Any:
 
 
 def _has_generator(found: dict[tuple[int, str], Attribute]) -> bool:
-    """Whether a module draws from a generator of its own: its steps then differ by chance, and that
-    is not state.
+    """Return whether a module draws from a generator of its own: its steps then differ by chance,
+    and that is not state.
     """
     return any(isinstance(attribute.value, torch.Generator) for attribute in found.values())
 
@@ -206,7 +207,8 @@ def _slot(
 
 
 def _start_value(before: Attribute | None, path: Path, now: torch.Tensor) -> torch.Tensor:
-    """Give the value that a state has before the first step, in the shape that it has after one."""
+    """Return the value that a state has before the first step, in the shape that it has after one.
+    """
     if before is not None and path in before.tensors:
         old = before.tensors[path]
         try:
@@ -218,8 +220,8 @@ def _start_value(before: Attribute | None, path: Path, now: torch.Tensor) -> tor
 
 
 def find_left_over(plan: StepPlan) -> dict[str, torch.Tensor]:
-    """Name the states whose start is what an earlier run has left in the model: their tensors belong
-    to torch's graph, or their elements differ.
+    """Name the states whose start is what an earlier run has left in the model: their tensors
+    belong to torch's graph, or their elements differ.
 
     Libraries' own layers are reset before a plan is made. What a model's author sets before the
     first run is zeros or another constant, as a rule; but a registered buffer is part of the

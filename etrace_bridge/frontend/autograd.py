@@ -31,14 +31,14 @@ from etrace_bridge.frontend.tracer import active
 
 
 def plain_attribute(cls: type, name: str) -> Any:
-    """Give a class attribute of a Function as the class defines it, also while `functions.py`
+    """Return a class attribute of a Function as the class defines it, also while `functions.py`
     stands in front of it.
     """
     return type.__getattribute__(cls, name)
 
 
 def defines_setup_context(cls: type) -> bool:
-    """Tell whether `forward` takes no `ctx` because the class sets it up separately."""
+    """Return whether `forward` takes no `ctx` because the class sets it up separately."""
     return plain_attribute(cls, "setup_context") is not plain_attribute(
         torch.autograd.Function, "setup_context"
     )
@@ -322,7 +322,9 @@ def _inside_function() -> Iterator[Any]:
 
 
 def _backward_of(cls: type) -> Callable:
-    """Give the method that a class declares its gradient with: `backward` or its other name, `vjp`."""
+    """Return the method that a class declares its gradient with: `backward` or its other name,
+    `vjp`.
+    """
     for name in ("vjp", "backward"):
         method = plain_attribute(cls, name)
         if method is not plain_attribute(torch.autograd.Function, name):
@@ -356,7 +358,7 @@ def _sum_to(grad: Any, value: Any) -> Any:
 
 
 def _is_linear(run_backward: Callable, avals: list, cts: tuple) -> bool:
-    """Tell whether `backward` is linear in the cotangents, by transposing it."""
+    """Return whether `backward` is linear in the cotangents, by transposing it."""
 
     def transpose(values: tuple, tangents: list) -> Any:
         return jax.linear_transpose(lambda *c: run_backward(values, c), *cts)(tangents)

@@ -160,7 +160,7 @@ RANDOM = frozenset(
 
 
 def name_of(func: Callable) -> str:
-    """Give the name of a torch function or method; of an attribute's getter, the attribute's."""
+    """Return the name of a torch function or method; of an attribute's getter, the attribute's."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         owner = getattr(func.__self__, "__name__", "")

@@ -47,7 +47,8 @@ class WrapOptions:
 
 @dataclass(eq=False)
 class Session:
-    """What `init_state` fixed: the plan of a step for one batch size, and the steps traced for it."""
+    """What `init_state` fixed: the plan of a step for one batch size, and the steps traced for it.
+    """
 
     batch_size: int | None
     plan: StepPlan
@@ -77,7 +78,7 @@ class Core:
         self._guessed_batch_first: bool | None = None
 
     def inputs_for(self, batch_size: int | None) -> tuple[tuple | None, bool]:
-        """Give one step of input for a batch size, and whether it is guessed from the layers'
+        """Return one step of input for a batch size, and whether it is guessed from the layers'
         sizes.
         """
         if self.options.example_input is not None:
@@ -103,7 +104,7 @@ class Core:
             self._guessed_batch_first = None
 
     def tell_batch_first(self) -> bool:
-        """Tell whether sequences are batch-first before an input is known: by the layers, else by
+        """Return whether sequences are batch-first before an input is known: by the layers, else by
         sequences that were read, else by a guessed input.
 
         Raises:

@@ -10,7 +10,7 @@ from jax import lax
 
 
 def replace_value(old: Any, new: Any) -> Any:
-    """Give the value of `new` with the gradient of `old`: what an in-place write under
+    """Return the value of `new` with the gradient of `old`: what an in-place write under
     `torch.no_grad` does.
     """
     if jnp.iscomplexobj(old):

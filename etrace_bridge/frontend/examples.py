@@ -51,8 +51,8 @@ def example_tensor(shape: tuple[int, ...], dtype: Any) -> torch.Tensor:
 
 
 def random_like(x: Any, step: int) -> Any:
-    """Give random numbers of the shape of an input, other ones for each step; of indices, those of
-    the example, moved along.
+    """Return random numbers of the shape of an input, other ones for each step; of indices, those
+    of the example, moved along.
     """
     if not isinstance(x, torch.Tensor):
         return x
@@ -94,7 +94,7 @@ def with_sample_changed(x: Any, axis: int, size: int, sample: int | None = 0) ->
 
 
 def share_changed(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
-    """Give the share of elements in which two lists of tensors differ; all of them, if shapes
+    """Return the share of elements in which two lists of tensors differ; all of them, if shapes
     depend on values.
     """
     if [t.shape for t in a] != [t.shape for t in b]:
@@ -112,7 +112,7 @@ def with_batch(x: torch.Tensor, batch_size: int | None) -> torch.Tensor:
 
 
 def given_state(state: Any, batch_size: int | None, dtype: torch.dtype, detach: bool = True) -> Any:
-    """Give the user's initial state for a batch size, floating tensors in the model's dtype,
+    """Return the user's initial state for a batch size, floating tensors in the model's dtype,
     constant or as it was made.
     """
     if type(state) is dict and any(_is_maker(value) for value in state.values()):

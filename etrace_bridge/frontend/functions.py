@@ -42,7 +42,7 @@ def intercepted_functions() -> Iterator[None]:
 
 
 def _lookup(cls: type, name: str) -> Any:
-    """Give a class attribute of a Function; in a thread that is tracing, with the bridge in front
+    """Return a class attribute of a Function; in a thread that is tracing, with the bridge in front
     of what `apply` calls.
     """
     value = plain_attribute(cls, name)

@@ -88,7 +88,7 @@ def tensor_values(
 
 
 def torch_state_dict(core: Core, tree: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Give the current parameters and buffers as copies, under all their torch names."""
+    """Return the current parameters and buffers as copies, under all their torch names."""
     current: dict[str, torch.Tensor] = {}
     for named in core.tensors:
         state = lookup(tree, to_path(named.name))

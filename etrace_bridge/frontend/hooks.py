@@ -13,7 +13,7 @@ from torch import nn
 def apply_parameter_hooks(
     model: nn.Module, gradients: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Give gradients as torch would leave them in `.grad`: after the hooks that
+    """Return gradients as torch would leave them in `.grad`: after the hooks that
     `parameter.register_hook` added.
 
     Args:
@@ -31,5 +31,5 @@ def apply_parameter_hooks(
 
 
 def is_in_backward() -> bool:
-    """Whether this thread is within torch's backward pass."""
+    """Return whether this thread is within torch's backward pass."""
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportAttributeAccessIssue]

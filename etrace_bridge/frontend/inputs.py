@@ -49,7 +49,7 @@ class InputForm:
         return self.tree is None
 
     def fill(self, tensors: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
-        """Give the arguments of a call, by position and by keyword."""
+        """Return the arguments of a call, by position and by keyword."""
         return (tuple(tensors), {}) if self.tree is None else self.tree.unflatten(tensors)
 
     def call(
@@ -66,7 +66,7 @@ class InputForm:
         return call_with_state(model, names, args, kwargs, states, model.forward)
 
     def takes(self, tensors: Sequence[Any]) -> bool:
-        """Tell whether there are as many tensors as this form has places."""
+        """Return whether there are as many tensors as this form has places."""
         return self.tree is None or self.tree.num_leaves == len(tensors)
 
     def __str__(self) -> str:
@@ -147,7 +147,9 @@ def missing_keywords(forward: Callable, form: InputForm) -> list[str]:
 
 
 def _is_leaf(x: Any) -> bool:
-    """Whether something is one array rather than a tree of them; lists of numbers are arrays."""
+    """Return whether something is one array rather than a tree of them; lists of numbers are
+    arrays.
+    """
     if isinstance(x, list):
         return not any(_is_array(item) or isinstance(item, (dict, tuple)) for item in x)
     return x is not None and (not isinstance(x, (dict, tuple)) or isinstance(x, PackedSequence))
@@ -158,7 +160,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _are_arguments(forward: Callable, x: dict) -> bool:
-    """Whether the keys of a dict are arguments of a function, the first among them."""
+    """Return whether the keys of a dict are arguments of a function, the first among them."""
     parameters = inspect.signature(forward).parameters
     first = next(iter(parameters.values()), None)
     if first is None or not all(isinstance(key, str) for key in x):

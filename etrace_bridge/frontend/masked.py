@@ -42,7 +42,7 @@ class MaskedTensor(TracedTensor):
 
 
 def is_mask_of(index: Any, source: Any) -> bool:
-    """Tell whether an index is one traced boolean mask of the whole tensor."""
+    """Return whether an index is one traced boolean mask of the whole tensor."""
     return (
         isinstance(index, TracedTensor)
         and index.dtype == torch.bool
@@ -51,8 +51,8 @@ def is_mask_of(index: Any, source: Any) -> bool:
 
 
 def can_compute(rule_name: str, others: list[Any], mask: Any) -> bool:
-    """Tell whether an op on masked elements is element by element, with numbers or elements of the
-    same mask.
+    """Return whether an op on masked elements is element by element, with numbers or elements of
+    the same mask.
     """
     return rule_name in _ELEMENTWISE and all(
         other.mask is mask if isinstance(other, MaskedTensor) else other.dim() == 0

@@ -225,7 +225,8 @@ def needs_state(model: str, names: Sequence[str], error: Exception, known: bool)
 
 
 def unclear_state(model: str, readings: Sequence[str]) -> UnclearState:
-    """A `forward` whose state arguments can be understood in several ways, with different results."""
+    """A `forward` whose state arguments can be understood in several ways, with different results.
+    """
     listed = "; ".join(dict.fromkeys(readings))
     name = readings[0].split("`")[1]
     return UnclearState(

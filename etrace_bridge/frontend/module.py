@@ -126,7 +126,7 @@ class BridgedModule(brainstate.nn.Module):
         return self._core.form.names
 
     def hidden_tensors(self, values: Sequence[Any]) -> dict[str, torch.Tensor]:
-        """Give the states of a step by name as torch tensors, complex where the model's are, from
+        """Return the states of a step by name as torch tensors, complex where the model's are, from
         values in the step's order.
         """
         leaves = self._ready().plan.leaves
@@ -278,7 +278,7 @@ class BridgedModule(brainstate.nn.Module):
     # ---- a step
 
     def read_inputs(self, x: Any, sequence: bool = False) -> tuple:
-        """Give the tensors of an input that is one value in a row: arguments by position, then by
+        """Return the tensors of an input that is one value in a row: arguments by position, then by
         keyword, a dict's in the order of its sorted keys.
 
         Args:
@@ -292,7 +292,7 @@ class BridgedModule(brainstate.nn.Module):
         return tensors
 
     def _read(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
-        """Give the tensors of a call as JAX arrays in a row."""
+        """Return the tensors of a call as JAX arrays in a row."""
         tensors = self.expect(*read_call(self.model.forward, args, kwargs))
         return tuple(self._core.as_input(x) for x in tensors)
 
@@ -343,13 +343,13 @@ class BridgedModule(brainstate.nn.Module):
         return pack_output(step, outputs)
 
     def traced_step(self, *inputs: Any) -> TracedStep:
-        """Give the step as a closed jaxpr for input tensors of this shape, traced at most once per
-        shape and mode.
+        """Return the step as a closed jaxpr for input tensors of this shape, traced at most once
+        per shape and mode.
         """
         return self._core.traced_step(self._ready(), inputs)
 
     def functional_step(self, *inputs: Any) -> tuple[tuple[str, ...], Callable]:
-        """Give the step as a pure function, for code that handles values itself.
+        """Return the step as a pure function, for code that handles values itself.
 
         Args:
             *inputs: One time step of each input tensor, for shapes and dtypes.
@@ -373,7 +373,7 @@ class BridgedModule(brainstate.nn.Module):
         return tuple(".".join(leaf.path) for leaf in session.plan.leaves), run
 
     def steady_step(self, *inputs: Any, **keywords: Any) -> SteadyStep:
-        """Give the compiled step with its values in plain lists: the fast way to run a stream
+        """Return the compiled step with its values in plain lists: the fast way to run a stream
         without learning.
 
         `brainstate.transform.jit(net)` reads and writes every state at each call, which takes
@@ -397,15 +397,16 @@ class BridgedModule(brainstate.nn.Module):
         )
 
     def parameter_values(self) -> dict[str, jax.Array]:
-        """Give the trained parameters by torch name."""
+        """Return the trained parameters by torch name."""
         return {name: lookup(self._tree, to_path(name)).value for name in self.parameter_names}
 
     def hidden_values(self) -> list[jax.Array]:
-        """Give the values of all states of the step, in its order."""
+        """Return the values of all states of the step, in its order."""
         return [lookup(self._tree, leaf.path).value for leaf in self._ready().plan.leaves]
 
     def _session_for(self, values: tuple) -> Session:
-        """Give the session, made now if the states wait for an input; check that the input fits."""
+        """Return the session, made now if the states wait for an input; check that the input fits.
+        """
         if self._session is None and not isinstance(self._pending, _NotInitialised):
             self._start_from(values, self._pending)
         session = self._ready()
@@ -471,7 +472,7 @@ class BridgedModule(brainstate.nn.Module):
         self._core.versions_read = versions_of(self._core.tensors)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Give the current parameters and buffers as copies, under all their torch names, as the
+        """Return the current parameters and buffers as copies, under all their torch names, as the
         torch model's `state_dict` does.
         """
         return torch_state_dict(self._core, self._tree)

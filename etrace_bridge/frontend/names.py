@@ -52,7 +52,7 @@ class NamedTensor:
 
 
 def versions_of(tensors: Iterable[NamedTensor]) -> dict[str, int]:
-    """Give torch's count of writes into each tensor; those made in inference mode have none."""
+    """Return torch's count of writes into each tensor; those made in inference mode have none."""
     return {n.name: n.tensor._version for n in tensors if not n.tensor.is_inference()}
 
 

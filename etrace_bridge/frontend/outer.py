@@ -7,8 +7,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Give the model inside `torch.compile`, `DataParallel` and `DistributedDataParallel`: its code
-    and parameters are the same.
+    """Return the model inside `torch.compile`, `DataParallel` and `DistributedDataParallel`: its
+    code and parameters are the same.
     """
     while True:
         if isinstance(model, (DataParallel, DistributedDataParallel)):

@@ -1,4 +1,5 @@
-"""What a step returns: the tensors of the model's output in the structure that the model gave them."""
+"""What a step returns: the tensors of the model's output in the structure that the model gave them.
+"""
 
 from __future__ import annotations
 

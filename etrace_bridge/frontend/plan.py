@@ -44,7 +44,7 @@ class TimeAxis:
     inner: int = 1
 
     def select(self, value: Any, step: int) -> Any:
-        """Give one step of a tensor or array."""
+        """Return one step of a tensor or array."""
         before = value.shape[: self.axis]
         after = value.shape[self.axis + 1 :]
         width = self.outer * self.inner
@@ -333,7 +333,7 @@ class Injector:
             position += len(slot.leaves)
 
     def new_states(self) -> list[Any]:
-        """Give the state tensors after the step; a module that was not called keeps its state."""
+        """Return the state tensors after the step; a module that was not called keeps its state."""
         return [value for values in self._values.values() for value in values]
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -388,7 +388,7 @@ def _origin(given: tuple) -> int:
 
 
 def time_axis_of(layout: str | None) -> int | None:
-    """Give the time axis of a layout; None for one step."""
+    """Return the time axis of a layout; None for one step."""
     return None if layout is None else int(layout == "batch_first")
 
 

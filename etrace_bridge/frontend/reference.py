@@ -166,8 +166,8 @@ def _addends(
     prefixes: list[tuple[list[torch.Tensor], Any]],
     axes: tuple[TimeAxis | None, ...],
 ) -> list[Any]:
-    """Give what sums and means over time add up at each step, from the results of all prefixes of a
-    sequence.
+    """Return what sums and means over time add up at each step, from the results of all prefixes of
+    a sequence.
     """
     outputs = []
     for step, (tensors, skeleton) in enumerate(prefixes, 1):

@@ -65,8 +65,8 @@ def find_root_adapter(
     time_axis: int | None = None,
     form: InputForm = PLAIN,
 ) -> tuple[Adapter | None, tuple | None]:
-    """Give the root module's adapter, registered or made for its `forward(x, state)`, and the state
-    that the user gave.
+    """Return the root module's adapter, registered or made for its `forward(x, state)`, and the
+    state that the user gave.
 
     Args:
         model: The root module, which the caller restores.
@@ -217,7 +217,7 @@ def _no_reading(trials: Trials, candidates: list[tuple[str, ...]]) -> None:
 
 
 def _fits(reading: Reading, returned: Any, trials: Trials) -> bool:
-    """Tell whether each new state has the structure and shapes of its argument's variable at the
+    """Return whether each new state has the structure and shapes of its argument's variable at the
     end of `forward`.
     """
     pairs = [

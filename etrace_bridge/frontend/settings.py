@@ -54,7 +54,7 @@ class Settings:
         }
 
     def hold(self) -> bool:
-        """Whether nothing is different now."""
+        """Return whether nothing is different now."""
         try:
             for _, m, size, plain in self._modules:
                 if len(m.__dict__) != size or not plain.items() <= m.__dict__.items():
@@ -64,7 +64,7 @@ class Settings:
         return list(map(tuple, self._hook_dicts)) == self._hooks
 
     def differences(self) -> list[str]:
-        """Tell what is different now, a phrase each."""
+        """Return what is different now, a phrase each."""
         found = []
         for path, m, _, plain in self._modules:
             for name in dict.fromkeys((*plain, *self._plain(m))):

@@ -87,8 +87,8 @@ def _save(module: nn.Module, values: bool) -> Any:
 
 
 def _is_plain_object(value: Any) -> bool:
-    """Whether a value is an object of some Python class with attributes of its own, such as a
-    counter or a config.
+    """Return whether a value is an object of some Python class with attributes of its own, such as
+    a counter or a config.
     """
     return (
         hasattr(value, "__dict__")

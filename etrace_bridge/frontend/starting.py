@@ -65,7 +65,7 @@ def _call(model: nn.Module, inputs: tuple, plan: StepPlan, state: Any) -> Any:
 
 
 def _gradients(roots: Sequence[torch.Tensor], named: dict[str, nn.Parameter]) -> list[bool]:
-    """Whether there is a way from each parameter to a result."""
+    """Return whether there is a way from each parameter to a result."""
     terms = [root.abs().sum() for root in roots if root.requires_grad]
     if not terms:
         return [False] * len(named)

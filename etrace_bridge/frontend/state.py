@@ -118,7 +118,7 @@ class Adapter:
         return ()
 
     def sequence(self, module: nn.Module) -> str | None:
-        """Tell what `forward` consumes: None for one time step, `"time_major"` for `(T, B, ...)`,
+        """Return what `forward` consumes: None for one time step, `"time_major"` for `(T, B, ...)`,
         `"batch_first"`.
         """
         return None
@@ -130,7 +130,7 @@ class Adapter:
         return path
 
     def is_hidden(self, module: nn.Module, path: Path) -> bool:
-        """Tell whether a (renamed) state is recurrent; False for statistics that are carried and
+        """Return whether a (renamed) state is recurrent; False for statistics that are carried and
         not trained through.
         """
         return True
@@ -178,7 +178,7 @@ def register_adapter(adapter: Adapter) -> Adapter:
 
 
 def find_adapter(module: nn.Module) -> Adapter | None:
-    """Give the adapter of a module's class or of its nearest base class that has one."""
+    """Return the adapter of a module's class or of its nearest base class that has one."""
     load_adapters()
     return next((_ADAPTERS[cls] for cls in type(module).__mro__ if cls in _ADAPTERS), None)
 
@@ -277,7 +277,7 @@ class _Hole:
 
 
 def is_hole(node: Any) -> bool:
-    """Tell whether a node of a skeleton stands for a tensor."""
+    """Return whether a node of a skeleton stands for a tensor."""
     return isinstance(node, _Hole)
 
 

@@ -204,7 +204,7 @@ class _KeyChain:
         self.key, self.used = key, False
 
     def next(self) -> Any:
-        """Give a fresh key."""
+        """Return a fresh key."""
         self.used = True
         self.key, fresh = jax.random.split(self.key)
         return fresh

@@ -164,7 +164,7 @@ def strided_view(
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:
-    """Give the torch dtype that a traced value has; without x64, JAX's default integer stands for
+    """Return the torch dtype that a traced value has; without x64, JAX's default integer stands for
     torch's `int64`.
     """
     found = to_torch_dtype(dtype)

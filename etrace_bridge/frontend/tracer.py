@@ -27,12 +27,12 @@ _active = threading.local()
 
 
 def current() -> Tracer | None:
-    """Give the tracer of this thread, or None if nothing is being traced."""
+    """Return the tracer of this thread, or None if nothing is being traced."""
     return getattr(_active, "tracer", None)
 
 
 def active() -> Tracer:
-    """Give the tracer of this thread, which must be tracing."""
+    """Return the tracer of this thread, which must be tracing."""
     tracer = current()
     if tracer is None:
         raise messages.escaped_tensor("a traced operation")
@@ -93,7 +93,7 @@ class Tracer:
             self._read_only[id(traced)] = read_only
 
     def find(self, tensor: torch.Tensor) -> TracedTensor | None:
-        """Give the traced tensor that a tensor is or stands for, or None for a constant."""
+        """Return the traced tensor that a tensor is or stands for, or None for a constant."""
         if isinstance(tensor, TracedTensor):
             return tensor
         found = self._tracked.get(id(tensor))
@@ -107,7 +107,7 @@ class Tracer:
         return None if owner is None else self._alias(tensor, *owner)
 
     def traced(self, tensor: torch.Tensor) -> TracedTensor:
-        """Give the traced tensor that a tensor is or stands for; a constant becomes one."""
+        """Return the traced tensor that a tensor is or stands for; a constant becomes one."""
         found = self.find(tensor)
         return self.promote(tensor) if found is None else found
 
@@ -171,7 +171,7 @@ class Tracer:
         return view
 
     def read(self, tensor: torch.Tensor) -> Any:
-        """Give the JAX value of any tensor."""
+        """Return the JAX value of any tensor."""
         traced = self.find(tensor)
         if isinstance(traced, MaskedTensor):
             raise messages.masked_selection("the model", traced.place, self.place())
@@ -191,7 +191,7 @@ class Tracer:
         )
 
     def used_constant(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a plain tensor was read as a constant."""
+        """Return whether a plain tensor was read as a constant."""
         return _storage(tensor) in self._used_constants
 
     def refuse_parameter_write(self, target: TracedTensor) -> None:
@@ -225,7 +225,7 @@ class Tracer:
 
 
 def _storage(tensor: torch.Tensor) -> int | None:
-    """Give the address of a tensor's memory, or None if it has none of its own."""
+    """Return the address of a tensor's memory, or None if it has none of its own."""
     with torch._C.DisableTorchFunction():
         if tensor.layout != torch.strided or tensor.numel() == 0:
             return None

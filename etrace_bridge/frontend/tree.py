@@ -34,7 +34,7 @@ def insert(tree: dict, path: Path, state: brainstate.State, replace: type | None
 
 
 def lookup(tree: dict, path: Path) -> Any:
-    """Give the state at a path, or None."""
+    """Return the state at a path, or None."""
     node: Any = tree
     for key in path:
         if not isinstance(node, dict) or key not in node:

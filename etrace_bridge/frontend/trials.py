@@ -87,7 +87,7 @@ class Trials:
         return returned
 
     def runs_without_state(self) -> bool:
-        """Tell whether the inputs alone fill the arguments of `forward`."""
+        """Return whether the inputs alone fill the arguments of `forward`."""
         try:
             with restored(self.model, values=False), torch.no_grad():
                 self.form.call(self.model, self.steps[0])
@@ -107,7 +107,7 @@ class Trials:
         return results
 
     def _has_effect(self, reading: Reading, name: str, returned: Any) -> bool:
-        """Tell whether a second step changes with an argument; attributes are put back, which may
+        """Return whether a second step changes with an argument; attributes are put back, which may
         hold the state too.
         """
         new, start = reading.split(copied_state(returned))[1], self.start(reading.names)
@@ -125,7 +125,7 @@ class Trials:
         return not same_numbers(*results)
 
     def result(self, reading: Reading) -> list[torch.Tensor] | None:
-        """Give everything that a reading returns over the steps, or None if the reading cannot be
+        """Return everything that a reading returns over the steps, or None if the reading cannot be
         right.
         """
         try:
@@ -146,7 +146,7 @@ class Trials:
             return None
 
     def continues(self, reading: Reading) -> bool:
-        """Tell whether sequences that are run one after the other end as one long sequence does:
+        """Return whether sequences that are run one after the other end as one long sequence does:
         new states, and outputs with a time axis.
         """
         axis = self.time_axis or 0
@@ -172,7 +172,7 @@ class Trials:
         )
 
     def mixes_batch(self, reading: Reading) -> bool:
-        """Tell whether a second step mixes samples that the first step keeps apart."""
+        """Return whether a second step mixes samples that the first step keeps apart."""
         axis = self.batch_axis
         x = next(
             (

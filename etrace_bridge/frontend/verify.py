@@ -276,7 +276,7 @@ def _difference(found: Any, wanted: torch.Tensor) -> float:
 
 
 def run_dtype(run: TorchRun) -> torch.dtype:
-    """Give the floating dtype of a run's outputs."""
+    """Return the floating dtype of a run's outputs."""
     return next(
         (t.dtype for _, t in flatten_state(run.outputs[0])[0] if t.is_floating_point()),
         torch.float32,

@@ -30,7 +30,8 @@ def read_positions(array: Any, positions: np.ndarray) -> Any:
 
 
 def write_positions(array: Any, positions: np.ndarray, value: Any) -> Any:
-    """Return `array` with `value` at flat positions (one for each element of `value`, none twice)."""
+    """Return `array` with `value` at flat positions (one for each element of `value`, none twice).
+    """
     if positions.size == 0:
         return array
     if positions.size == array.size and np.array_equal(positions.ravel(), np.arange(array.size)):

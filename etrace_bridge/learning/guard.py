@@ -71,8 +71,9 @@ def full_verdict(alarm: Any, watched: Sequence[Any]) -> tuple[Any, Any]:
     bad = jnp.stack([is_bad(x) for x in watched])
     stopped = alarm[STOPPED] > 0
     fine = ~jnp.any(bad) & ~stopped
-    flags = jnp.where(stopped, alarm[FIRST:], bad)
-    return fine, jnp.concatenate([jnp.stack([alarm[COUNT] + fine, ~fine]), flags]).astype(jnp.int32)
+    good, is_stopped, bad = (x.astype(alarm.dtype) for x in (fine, ~fine, bad))
+    head = jnp.stack([alarm[COUNT] + good, is_stopped])
+    return fine, jnp.concatenate([head, jnp.where(stopped, alarm[FIRST:], bad)])
 
 
 def quick_verdict(alarm: Any, watched: Any, tuning: Tuning) -> tuple[Any, Any]:
@@ -81,8 +82,9 @@ def quick_verdict(alarm: Any, watched: Any, tuning: Tuning) -> tuple[Any, Any]:
     It does not tell which one is not.
     """
     fine = ~tuning.any_not_finite(jax.tree.leaves(watched)) & (alarm[STOPPED] == 0)
-    index = lax.iota(alarm.dtype, alarm.size)
-    return fine, jnp.where(index == COUNT, alarm + fine, jnp.where(index == STOPPED, ~fine, alarm))
+    index, good = lax.iota(alarm.dtype, alarm.size), fine.astype(alarm.dtype)
+    stopped = jnp.where(index == STOPPED, 1 - good, alarm)
+    return fine, jnp.where(index == COUNT, alarm + good, stopped)
 
 
 def to_watch(

@@ -61,7 +61,7 @@ class OnlineCore:
     def chunk(
         self, theta: Sequence[Any], carry: Carry, data: Chunk, fresh: bool, final: bool
     ) -> ChunkResult:
-        """Runs the rule on one chunk."""
+        """Run the rule on one chunk."""
         return run_chunk(self.rule, self.program, theta, carry, data, fresh, final)
 
     def sequence(
@@ -73,7 +73,7 @@ class OnlineCore:
         fresh: bool,
         final: bool,
     ) -> tuple[Any, Any, Any, Carry]:
-        """Runs the rule on a sequence: summed gradients, losses, outputs and the carry after it;
+        """Run the rule on a sequence: summed gradients, losses, outputs and the carry after it;
         arguments as in `run_sequence`.
         """
         return self.sequence_with_discarded(theta, carry, data, plan, fresh, final)[:4]
@@ -87,7 +87,8 @@ class OnlineCore:
         fresh: bool,
         final: bool,
     ) -> tuple[Any, Any, Any, Carry, Any]:
-        """`sequence`, and what the rule left out of the gradients, as in `ReverseRule.discarded`."""
+        """`sequence`, and what the rule left out of the gradients, as in `ReverseRule.discarded`.
+        """
 
         def chunk(state: tuple, part: tuple, fresh: bool, final: bool):
             result = self.chunk(theta, Carry(*state), Chunk(*part, loss=data.loss), fresh, final)
@@ -311,7 +312,7 @@ class NamedCore:
         return self.compiled.by_weight_name(self.compiled.read()[0])
 
     def check_params(self, params: Params) -> None:
-        """Raises unless `params` holds the weights that the step reads."""
+        """Raise unless `params` holds the weights that the step reads."""
         names = self.compiled.weight_names
         if set(params) != set(names):
             missing, unexpected = sorted(set(names) - set(params)), sorted(set(params) - set(names))
@@ -325,7 +326,7 @@ class NamedCore:
             )
 
     def check_inputs(self, args: Sequence[Any]) -> None:
-        """Raises unless these are K steps of the inputs that the step was compiled for."""
+        """Raise unless these are K steps of the inputs that the step was compiled for."""
         given, wanted = (
             tuple((tuple(a.shape[1:]), str(a.dtype)) for a in args),
             self.compiled.signature,
@@ -365,7 +366,8 @@ class NamedCore:
         ]
 
     def _linear_loss(self, output: Any, cotangents: Sequence[Any]) -> Any:
-        """`<ȳ, y>` of one step, real: with complex outputs its real part, as `jax.vjp` pairs them."""
+        """`<ȳ, y>` of one step, real: with complex outputs its real part, as `jax.vjp` pairs them.
+        """
         leaves = self._float_leaves(output)
         if not leaves:
             raise InputError(

@@ -1,4 +1,5 @@
-"""The update inside a learner's compiled program: clipping, the optimizer, schedule, accumulation."""
+"""The update inside a learner's compiled program: clipping, the optimizer, schedule, accumulation.
+"""
 
 from __future__ import annotations
 

@@ -235,7 +235,9 @@ class Runtime:
         return named, result.losses, cut_outputs(outputs, data), result.weights, discarded
 
     def update(self, xs: tuple, targets: Any, mask: Any, carry: bool, every: str):
-        """Compute gradients of a sequence and update; return losses, outputs and the steps' weights."""
+        """Compute gradients of a sequence and update; return losses, outputs and the steps'
+        weights.
+        """
         if every not in ("sequence", "chunk", "step"):
             raise InputError(f"`every` is {every!r}; it must be 'sequence', 'chunk' or 'step'.")
         if targets is None:

@@ -29,17 +29,17 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "cus
 
 
 def is_complex(value: Any) -> bool:
-    """Tell whether an array, a variable's abstract value or a shape is complex."""
+    """Return whether an array, a variable's abstract value or a shape is complex."""
     return jnp.issubdtype(value.dtype, jnp.complexfloating)
 
 
 def real_dtype(dtype: Any) -> Any:
-    """Give the dtype of the two parts of a complex dtype, any other dtype as it is."""
+    """Return the dtype of the two parts of a complex dtype, any other dtype as it is."""
     return np.finfo(dtype).dtype if jnp.issubdtype(dtype, jnp.complexfloating) else dtype
 
 
 def real_shape(aval: Any) -> jax.ShapeDtypeStruct:
-    """Give the shape of the real array that stands for a complex one: a last axis of real and
+    """Return the shape of the real array that stands for a complex one: a last axis of real and
     imaginary part.
     """
     if not is_complex(aval):
@@ -87,7 +87,8 @@ def split_complex(
 
 
 def split_into_parts(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Rewrite a jaxpr so that each complex input and output is two real ones, one after the other."""
+    """Rewrite a jaxpr so that each complex input and output is two real ones, one after the other.
+    """
 
     def run(*parts: Any) -> list[Any]:
         return _flat(_evaluate(closed, _paired(parts, closed.jaxpr.invars)))
@@ -97,7 +98,7 @@ def split_into_parts(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def part_shapes(shapes: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    """Give the shapes of the parts of some values."""
+    """Return the shapes of the parts of some values."""
     return [
         jax.ShapeDtypeStruct(s.shape, real_dtype(s.dtype))
         for s in shapes

@@ -26,7 +26,7 @@ class Values(NamedTuple):
 
 
 def shape_of(x: Any) -> tuple[int, ...]:
-    """Give the shape of an array, or () for a number."""
+    """Return the shape of an array, or () for a number."""
     return np.shape(x)
 
 
@@ -84,7 +84,8 @@ def zeros_like(x: Any) -> Array:
 
 
 def axis(dim: int, ndim: int) -> int:
-    """Turn a torch dim into a non-negative axis; a 0-dim tensor counts as one with one dimension."""
+    """Turn a torch dim into a non-negative axis; a 0-dim tensor counts as one with one dimension.
+    """
     limit = max(ndim, 1)
     if not -limit <= dim < limit:
         raise IndexError(
@@ -112,5 +113,5 @@ def ints(values: tuple) -> tuple[int, ...]:
 
 
 def is_float(x: Any) -> bool:
-    """Tell whether an array has a real or complex floating dtype."""
+    """Return whether an array has a real or complex floating dtype."""
     return jnp.issubdtype(x.dtype, jnp.inexact)

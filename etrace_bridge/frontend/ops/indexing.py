@@ -100,7 +100,7 @@ def _as_places(rest: list[Any]) -> list[Any]:
 
 
 def _numpy_index(x: Any, rest: list[Any]) -> tuple:
-    """Give array indices and None, one for each dimension, as NumPy takes them; a negative one
+    """Return array indices and None, one for each dimension, as NumPy takes them; a negative one
     counts from the end.
     """
     for size, entry in zip(np.shape(x), rest, strict=False):
@@ -132,7 +132,7 @@ def index_with(input: Any, indices: Sequence[Any]) -> Any:
 
 @implements("setitem_")
 def setitem(input: Any, index: Any, value: Any) -> Any:
-    """Give `input` with `input[index] = value` done; a block is set by concatenation, which keeps
+    """Return `input` with `input[index] = value` done; a block is set by concatenation, which keeps
     positions plain.
     """
     items = _items(index, np.ndim(input))

@@ -171,7 +171,8 @@ _quantile("nanquantile", skip_nan=True)
 
 @implements("median")
 def median(input: Any, dim: int | None = None, keepdim: bool = False) -> Any:
-    """The lower of the middle entries; nan where there is a nan. Along a dimension, its index too."""
+    """The lower of the middle entries; nan where there is a nan. Along a dimension, its index too.
+    """
     x = lax.reshape(input, (np.size(input),)) if dim is None else input
     if np.ndim(x) == 0:
         return sort(x)
@@ -194,7 +195,7 @@ def median(input: Any, dim: int | None = None, keepdim: bool = False) -> Any:
 
 
 def _shared_by_equals(x: Any, value: Any) -> Any:
-    """Give `value`, its gradient shared evenly among the entries equal to it, as torch does for a
+    """Return `value`, its gradient shared evenly among the entries equal to it, as torch does for a
     full median.
     """
     if not is_float(x):

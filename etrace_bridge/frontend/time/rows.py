@@ -95,7 +95,7 @@ class Rows:
         return self.graph.make(join, *parts)
 
     def part(self, node: Node, axis: int, outer: int, count: int, index: int) -> Node:
-        """Give one part of an array; what is constant along the axis stays free of the index."""
+        """Return one part of an array; what is constant along the axis stays free of the index."""
         size = node.shape[axis] // count
         shape = (*node.shape[:axis], size, *node.shape[axis + 1 :])
         if node.kind == "broadcast_in_dim":
@@ -152,7 +152,7 @@ class Rows:
         ]
 
     def aligned(self, value: Value, like: Row) -> list[Node] | None:
-        """Give the parts of a value along another row's axis; None if it is a row of another
+        """Return the parts of a value along another row's axis; None if it is a row of another
         layout.
         """
         if isinstance(value, Row):
@@ -186,7 +186,7 @@ class Rows:
 
 
 def acts_by_element(eqn: JaxprEqn) -> bool:
-    """Whether an equation keeps the elements apart."""
+    """Return whether an equation keeps the elements apart."""
     same_width = (
         eqn.primitive.name == "bitcast_convert_type"
         and eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape

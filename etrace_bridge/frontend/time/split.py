@@ -25,7 +25,8 @@ class TooShort(Exception):
 
 
 class UnlikeSteps(NotSupportedError):
-    """Steps that do something else than the one that was read; those of a longer sequence may not."""
+    """Steps that do something else than the one that was read; those of a longer sequence may not.
+    """
 
 
 @dataclass
