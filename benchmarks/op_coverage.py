@@ -163,8 +163,7 @@ def _compare(what: str, found: np.ndarray, wanted: torch.Tensor) -> None:
 
 
 def check_op(op: Any, dtype: torch.dtype, count: int) -> str | None:
-    """Return None if an op passes, its reason if not, and "no sample" if there is nothing to try.
-    """
+    """Return None if an op passes, its reason if not, and "no sample" if there is nothing to try."""
     tried = 0
     try:
         for args, kwargs in samples(op, dtype, count):

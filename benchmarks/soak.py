@@ -96,8 +96,7 @@ def watch(
     deadline: float,
     say: Callable[[str], None] = print,
 ) -> float:
-    """Run to the end or to the deadline and give the growth of memory in MB after the first fifth.
-    """
+    """Run to the end or to the deadline and give the growth of memory in MB after the first fifth."""
     begun, early, next_report = time.monotonic(), None, 0.0
     done = 0
     for done in progress:

@@ -36,8 +36,7 @@ Gradients = dict[str, Array]
 
 
 class Trace(NamedTuple):
-    """Eligibility of every GRU weight: a batch axis, then the weight's own axes in torch's layout.
-    """
+    """Eligibility of every GRU weight: a batch axis, then the weight's own axes in torch's layout."""
 
     weight_ih: Array
     weight_hh: Array
@@ -121,8 +120,7 @@ def _forward(params: Params, h0: Array, xs: Array, feature_major: bool) -> tuple
 def _reverse(
     b: Array, decay: Array, with_products: bool
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    """Return `a_t`, `a_0` and the suffix products `M_t`, `M_0` (None, None if they are not needed).
-    """
+    """Return `a_t`, `a_0` and the suffix products `M_t`, `M_0` (None, None if they are not needed)."""
     zero = jnp.zeros_like(b[0])
     if not with_products:
         a_0, a = lax.scan(lambda a, s: (s[0] + s[1] * a, a), zero, (b, decay), reverse=True)

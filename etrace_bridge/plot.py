@@ -108,8 +108,7 @@ def _group_heights(
 
 
 def _draw_cuts(axes: Any, graph: ETraceGraph, at: dict[int, float]) -> None:
-    """One red arrow for each pair of groups between which credit is dropped, and what stands there.
-    """
+    """One red arrow for each pair of groups between which credit is dropped, and what stands there."""
     seen: dict[tuple[int, int], str] = {}
     for certificate in graph.certificate().values():
         for drop in certificate.drops:

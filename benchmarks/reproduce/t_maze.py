@@ -80,8 +80,7 @@ def _block_program(pure: eb.Functional, optimizer: Any, length: int, steps: int)
 
 
 def run(setting: str, method: Method, seed: int, size: Size) -> Outcome:
-    """Train; the score is the share of right turns among the episodes that ended in the last tenth.
-    """
+    """Train; the score is the share of right turns among the episodes that ended in the last tenth."""
     name, _, kind = setting.partition(", ")
     length, steps = STEPS[name]
     length, steps, block = size.pick(length, 3), size.steps(steps, 600), size.pick(1000, 100)

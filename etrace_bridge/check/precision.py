@@ -18,8 +18,7 @@ _DEPTH = 5  # containers in containers that are searched for tensors
 
 
 def torch_dtype(dtype: Any) -> torch.dtype | None:
-    """Read `float32` or `float64`, by name or as a dtype of torch, NumPy or JAX; None stays None.
-    """
+    """Read `float32` or `float64`, by name or as a dtype of torch, NumPy or JAX; None stays None."""
     if dtype is None:
         return None
     name = str(getattr(dtype, "name", dtype)).removeprefix("torch.")

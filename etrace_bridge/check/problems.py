@@ -1,5 +1,4 @@
-"""Why a comparison of gradients shows nothing: what is wrong apart from the gradients themselves.
-"""
+"""Why a comparison of gradients shows nothing: what is wrong apart from the gradients themselves."""
 
 from __future__ import annotations
 

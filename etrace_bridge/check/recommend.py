@@ -42,7 +42,7 @@ _REFERENCE_LIMIT = 4 * 10**9  # bytes that the reference, BPTT over the whole se
 
 @dataclass(frozen=True)
 class Candidate:
-    """One rule that was looked at.
+    """One rule that was tried.
 
     Attributes:
         rule: its name, with options that are not the default, as `rule=` accepts it.
@@ -64,7 +64,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What to use, and what else there was.
+    """The recommended rule, and its alternatives.
 
     Attributes:
         rule: the recommended rule, as `rule=` accepts it; None if none fits.

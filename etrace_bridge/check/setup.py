@@ -74,8 +74,7 @@ def default_tolerance(dtype: str) -> float:
 def read_mask(
     mask: Any, loss: CheckLoss, length: int, batch: int, batch_first: bool = False
 ) -> tuple[Any, Any]:
-    """Return the steps' weights, and factors of the batch elements for a mask of single sequences.
-    """
+    """Return the steps' weights, and factors of the batch elements for a mask of single sequences."""
     if mask is not None:
         mask = np.asarray(as_tensor(mask, torch.float64))
         mask = mask.T if batch_first and mask.ndim == 2 else mask

@@ -1,4 +1,4 @@
-"""Compares `learner.step` with `learner.gradients` on the user's arrays.
+"""Compare `learner.step` with `learner.gradients` on the user's arrays.
 
 Both run in the precision and JAX mode that training will use.
 """
@@ -92,7 +92,8 @@ def _sum_gradients() -> optax.GradientTransformation:
 
 @contextlib.contextmanager
 def training_precision(model: nn.Module):
-    """The mode in which the user would train: as it is, or float64 mode for a model that needs it.
+    """Return the mode in which the user would train: the current one, or float64 for a model that
+    needs it.
     """
     dtype = float_dtype(model)
     with in_precision(model, dtype) if dtype == torch.float64 else contextlib.nullcontext():

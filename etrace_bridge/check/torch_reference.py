@@ -1,5 +1,4 @@
-"""The torch side of a gradient check: the model runs over the sequence, and torch differentiates.
-"""
+"""The torch side of a gradient check: the model runs over the sequence, and torch differentiates."""
 
 from __future__ import annotations
 
@@ -62,7 +61,7 @@ class CheckData:
 
 @dataclass(frozen=True)
 class Reference:
-    """What the reference computed.
+    """The reference's results.
 
     Attributes:
         grads: gradient by parameter name; zeros where there is no path to the loss.
@@ -149,8 +148,7 @@ def _run(model: nn.Module, data: CheckData, options: Mapping[str, Any]) -> Torch
 def _losses(
     run: TorchRun, data: CheckData, loss: CheckLoss
 ) -> tuple[float, torch.Tensor, list[Any]]:
-    """Return the sequence's loss as a number and as a tensor with a gradient, and the outputs read.
-    """
+    """Return the sequence's loss as a number and as a tensor with a gradient, and the outputs read."""
     if len(run.outputs) != len(data.weights):
         raise InputError(
             f"The model made {len(run.outputs)} outputs from {len(data.weights)} steps; a check needs one "
@@ -180,7 +178,9 @@ def _losses(
 def _masked_loss(
     call: Callable, output: Any, target: Any, factors: np.ndarray
 ) -> tuple[float, torch.Tensor]:
-    """The loss of a step in which batch elements count by their factors: the loss of each alone."""
+    """Return the loss of a step in which batch elements count by their factors: the loss of each
+    alone.
+    """
     pick = lambda tree, rows: map_tensors(tree, lambda t: t[rows] if t.dim() else t)
     of_rows = lambda rows: call(pick(output, rows), pick(target, rows))
     rows = np.flatnonzero(factors).tolist()

@@ -1,5 +1,5 @@
 """The demo: memory against the length of a sequence, and a torch GRU that learns from a stream
-online, next to torch BPTT.
+online, compared with torch BPTT.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Now your model, from a file with a function `make_model` that returns it (8: bat
 
 
 class Filter(nn.Module):
-    """A GRU that hears a signal and says what comes out of a channel."""
+    """A GRU that receives a signal and predicts what comes out of a channel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def run_demo_command(args: argparse.Namespace) -> int:
 def run_demo(
     folder: str | Path = "demo-report", steps: int = 3000, console: Console | None = None
 ) -> Path:
-    """Run the demo and writes its report.
+    """Run the demo and write its report.
 
     Args:
         folder: where the report goes.
@@ -137,8 +137,9 @@ def run_demo(
 
 
 def memory_by_length(model: nn.Module, graph: ETraceGraph) -> dict[int, tuple[int, int]]:
-    """Bytes of the trace and of what torch saves for its backward pass, by length; the longest ones
-    are scaled up from the last that was measured.
+    """Return the bytes of the trace and of what torch saves for its backward pass, by length.
+
+    The longest ones are scaled up from the last that was measured.
     """
     trace = trace_of(graph)
     saved = {n: saved_bytes(model, torch.zeros(n, _BATCH, 1)) for n in _MEASURED}
@@ -148,13 +149,13 @@ def memory_by_length(model: nn.Module, graph: ETraceGraph) -> dict[int, tuple[in
 
 
 def trace_of(graph: ETraceGraph) -> int:
-    """Bytes of D-RTRL's trace."""
+    """Return the bytes of D-RTRL's trace."""
     program = make_program(graph)
     return trace_bytes(jax.eval_shape(lambda: make_rule("d_rtrl").init(program)))
 
 
 def saved_bytes(model: nn.Module, xs: torch.Tensor) -> int:
-    """What torch keeps for the backward pass of one sequence."""
+    """Return the bytes that torch saves for the backward pass of one sequence."""
     sizes: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -185,7 +186,9 @@ def _memory_table(memory: dict[int, tuple[int, int]]) -> Table:
 def channel(
     steps: int, change_at: int, batch: int = 1
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Sample that go into a channel with an echo and come out of it; the echo changes its sign."""
+    """Yield samples that go into a channel with an echo and come out of it; the echo changes its
+    sign.
+    """
     made = torch.Generator().manual_seed(1)
     past, response = torch.zeros(batch, _TAPS), 0.7 ** torch.arange(_TAPS)
     for n in range(steps):
@@ -196,7 +199,7 @@ def channel(
 
 
 class WindowedBPTT:
-    """An update for each sample in torch, by BPTT through a window of the last samples."""
+    """Updates a torch model for each sample, by BPTT through a window of the last samples."""
 
     def __init__(self, model: Filter) -> None:
         self._model = model
@@ -220,8 +223,8 @@ class WindowedBPTT:
 def learn_from_stream(
     model: Filter, graph: ETraceGraph, steps: int, console: Console
 ) -> tuple[list[Run], list[float]]:
-    """Both ways of learning, sample by sample in turn, so that other work on the machine meets
-    both; and the power of what is to be learned.
+    """Learn both ways, sample by sample in turn, so that other work on the machine affects both;
+    return the runs and the power of the output.
     """
     windowed = WindowedBPTT(copy.deepcopy(model))
     optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
@@ -242,8 +245,8 @@ def learn_from_stream(
 
 
 def explained(run: Run, power: list[float], window: int) -> np.ndarray:
-    """The part of the output's power that is predicted, over the last `window` samples; NaN for the
-    first samples.
+    """Return the part of the output's power that is predicted, over the last `window` samples; NaN
+    for the first samples.
     """
     ones = np.ones(min(window, len(power)))
     found = 1 - np.convolve(run.errors, ones, "valid") / np.convolve(power, ones, "valid")

@@ -1,4 +1,4 @@
-"""The demo's report: one HTML file with pictures in it."""
+"""The demo's report: one HTML file that contains its pictures."""
 
 from __future__ import annotations
 

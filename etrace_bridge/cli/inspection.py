@@ -1,4 +1,4 @@
-"""`check`, `explain` and `recommend`: what they do."""
+"""Run `check`, `explain` and `recommend`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def run_check(args: argparse.Namespace) -> int:
 
 
 def _one_step(model: Any, args: argparse.Namespace) -> torch.Tensor:
-    """A random input of one time step."""
+    """Return a random input of one time step."""
     torch_model = model if isinstance(model, torch.nn.Module) else torch.nn.Identity()
     return make_inputs(torch_model, parse_shape(args.input), 1, args.classes, args.seed)[0]
 
@@ -88,7 +88,7 @@ def run_explain(args: argparse.Namespace) -> int:
 
 
 def graph_of(args: argparse.Namespace) -> ETraceGraph:
-    """The compiled graph of the model that the arguments name."""
+    """Return the compiled graph of the model that the arguments name."""
     model = load_any_model(args.model, args.seed)
     x = _one_step(model, args)
     if isinstance(model, brainstate.nn.Module):

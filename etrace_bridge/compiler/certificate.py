@@ -65,8 +65,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Drop:
-    """Credit that a trace does not carry: from a parameter or a state, through a cut, into a state.
-    """
+    """Credit that a trace does not carry: from a parameter or a state, through a cut, into a state."""
 
     cut: Cut
     source: Path

@@ -118,8 +118,7 @@ class ETraceGraph:
         return dict(self.structure.certificates)
 
     def report(self) -> str:
-        """Return a table: parameter, contact, hidden group, and exact or what is dropped and why.
-        """
+        """Return a table: parameter, contact, hidden group, and exact or what is dropped and why."""
         return render_report(self)
 
     def __copy__(self) -> ETraceGraph:

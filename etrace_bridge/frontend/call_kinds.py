@@ -1,5 +1,5 @@
-"""Kinds of torch calls, by name: what traced tensors answer without computing, and what they cannot
-answer.
+"""Kinds of torch calls, by name: those that traced tensors answer without computing, and those they
+cannot answer.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Whether a step that was found is right: torch's own result for a whole sequence beside that of
-its steps, and samples that must not mix.
+"""Check a step: torch's result for a whole sequence must equal that of its steps, and samples must
+not mix.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from etrace_bridge.frontend.state import flatten_state
 
 
 def check_chaining(model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple | None) -> None:
-    """Run a random sequence at once and step by step: a state that the bridge does not carry, or a
-    look ahead, would show.
+    """Run a random sequence at once and step by step, which shows a state that the bridge does not
+    carry, or an output that looks ahead.
 
     Raises:
         NotChained: They differ, or nothing tells whether an output of the last step is not a sum or
@@ -50,7 +50,7 @@ def check_chaining(model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple
 
 
 class _WholeAndSteps:
-    """What torch gives for a random sequence at once, and for its steps one after the other.
+    """torch's results for a random sequence at once, and for its steps one after the other.
 
     Attributes:
         whole: Output tensors of the sequence.
@@ -83,8 +83,8 @@ class _WholeAndSteps:
     def agree(self) -> bool:
         """Return whether values and derivatives are the same.
 
-        Values alone do not tell a last step from a sum, where the steps before it are silent; nor
-        whether `forward` detaches the state that it gets.
+        Values alone do not distinguish a last step from a sum where the steps before it are silent;
+        nor do they show whether `forward` detaches its state.
         """
         root = [slot for slot in self.plan.arguments if slot.module is self.model]
         if root and len(root) < len(self.plan.arguments):
@@ -108,7 +108,9 @@ class _WholeAndSteps:
     def _pairs(
         self, outputs: list[list[torch.Tensor]], index: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return an output at each step beside what it should be; without a time axis, the last."""
+        """Yield an output at each step together with the expected one; without a time axis, only
+        the last.
+        """
         column, whole = [y[index] for y in outputs], self.whole[index]
         axis = self.plan.output_time_axes[index]
         if axis is None:
@@ -123,7 +125,7 @@ class _WholeAndSteps:
         )
 
     def _same_derivatives(self, outputs: list[list[torch.Tensor]]) -> bool:
-        """Compare the gradients of each output by the weights."""
+        """Return whether the gradients of each output with respect to the weights agree."""
         for index, (y, axis) in enumerate(zip(self.whole, self.plan.output_time_axes, strict=True)):
             if y.is_complex() or not self._weights:
                 continue
@@ -182,7 +184,7 @@ def reads_state(model: nn.Module, inputs: tuple, plan: StepPlan) -> bool:
 def _tells_apart(
     model: nn.Module, inputs: tuple, plan: StepPlan, *states: list[torch.Tensor]
 ) -> bool:
-    """Return whether a step gives other results from other states."""
+    """Return whether a step gives different results for different states."""
     runs = []
     for some in states:
         try:

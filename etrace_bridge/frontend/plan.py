@@ -1,6 +1,4 @@
-"""What is known about one step of a torch model: where its state lives, what it consumes, and how
-to call it.
-"""
+"""How one step of a torch model runs: where its state is, what it consumes, and how to call it."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TimeAxis:
-    """Where an output has its steps: along one axis, which is read as `(outer, steps, inner)`.
+    """Where the steps of an output are: along one axis, which is read as `(outer, steps, inner)`.
 
     Models that flatten time and batch to one axis (`y.view(-1, classes)`) have an `outer` or
     `inner` of the batch size.
@@ -169,8 +167,8 @@ class PythonAttribute:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the second step changes it too: a counter, and not a flag that the first step
-        sets.
+        """Whether the second step changes it too, as a counter; a flag that the first step sets
+        does not.
         """
         return repr(self.values[0]) != repr(self.values[1])
 

@@ -40,7 +40,7 @@ class Reading:
     places: tuple[Place, ...]
 
     def split(self, returned: Any) -> tuple[Any, tuple]:
-        """Take the returned value apart into output and new states."""
+        """Split the returned value into output and new states."""
         states = tuple(pick(returned, place) for place in self.places)
         items = children(returned)
         if items is None or () in self.places:
@@ -160,7 +160,7 @@ def is_by_name(state: Any, arguments: Sequence[str]) -> bool:
 
 
 def pick(returned: Any, place: Place) -> Any:
-    """Return the part of a returned value that is at a place."""
+    """Return the part of a returned value at a path."""
     for key in place:
         if key in (_REST, _MOST):
             returned = returned[1:] if key == _REST else returned[:-1]

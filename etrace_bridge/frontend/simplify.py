@@ -1,4 +1,4 @@
-"""Tidying the jaxpr of a traced step: axes that were added and removed again, inputs that nothing
+"""Tidy the jaxpr of a traced step: axes that were added and removed again, inputs that nothing
 reads.
 """
 

@@ -198,7 +198,7 @@ def _jax_dtype(dtype: Any) -> Any:
 
 
 class _KeyChain:
-    """Splits a fresh key off for each random op of a step."""
+    """Splits off a fresh key for each random op of a step."""
 
     def __init__(self, key: Any) -> None:
         self.key, self.used = key, False
@@ -219,8 +219,8 @@ def _split(flat: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:
 
 
 def _track_old_attributes(plan: StepPlan, traced: list[TracedTensor], tracer: Tracer) -> None:
-    """Let other references to a state's old tensor (a list of buffers, a closure) see the traced
-    state.
+    """Show the traced state through other references to its old tensor (a list of buffers, a
+    closure).
     """
     position = sum(len(slot.leaves) for slot in plan.arguments)
     for slot in plan.attributes:

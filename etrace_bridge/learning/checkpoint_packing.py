@@ -41,8 +41,7 @@ def pack(tensors: Mapping[str, torch.Tensor], about: Mapping[str, Any]) -> bytes
 
 
 def unpack(content: bytes, path: Path) -> tuple[Tensors, dict[str, Any]]:
-    """Return the arrays and `about` of a file made by `pack`; raise if anything in it has changed.
-    """
+    """Return the arrays and `about` of a file made by `pack`; raise if anything in it has changed."""
     try:
         # `load` returns them in no particular order
         tensors = dict(sorted(safetensors.torch.load(content).items()))

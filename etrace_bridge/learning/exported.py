@@ -169,7 +169,7 @@ def rebuild(
 ) -> jax.export.Exported:
     """Return JAX's object for a program.
 
-    JAX's `deserialize` would need the flatbuffers package on both sides.
+    JAX's `serialize` would need the flatbuffers package on both sides.
     """
     rows = [
         *manifest["state"],

@@ -155,8 +155,7 @@ class FidelityMeter:
 
     @property
     def ratio(self) -> float:
-        """The ratio over all readings, `sum of slopes / sum of the rule's slopes`; NaN without any.
-        """
+        """The ratio over all readings, `sum of slopes / sum of the rule's slopes`; NaN without any."""
         predicted = sum(r.predicted for r in self.readings)
         return sum(r.slope for r in self.readings) / predicted if predicted else math.nan
 

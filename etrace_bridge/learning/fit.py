@@ -281,8 +281,7 @@ class _Run:
         shield.check()
 
     def all_batches(self, source: Any, record: dict[str, Any], resumed: bool) -> None:
-        """Run the epoch's batches; batches that an interrupted call has done are read and skipped.
-        """
+        """Run the epoch's batches; batches that an interrupted call has done are read and skipped."""
         place, most = self.place, self.options.max_batches
         try:
             iterator = self._skip_done(source) if resumed and self.stream is None else iter(source)

@@ -494,8 +494,7 @@ class OnlineLearner:
         return export_learner(self, path, platforms, batch)
 
     def _unpacked(self, xs: Any, targets: Any, mask: Any) -> tuple[tuple, Any, Any]:
-        """Return a sequence's input tensors as a tuple, its targets and its mask, nothing packed.
-        """
+        """Return a sequence's input tensors as a tuple, its targets and its mask, nothing packed."""
         inputs = read_inputs(self.runtime.net, xs, sequence=True)
         return unpack_sequences(inputs, targets, mask, self.runtime.batch_first)
 

@@ -57,8 +57,7 @@ class JaxLoss:
 
     @property
     def by_element(self) -> ElementLoss:
-        """The loss of single batch elements; raises if the batch's loss is not their mean or sum.
-        """
+        """The loss of single batch elements; raises if the batch's loss is not their mean or sum."""
         if isinstance(self._by_element, str):
             raise InputError(self._by_element)
         return self._by_element
@@ -106,8 +105,7 @@ class LossTable:
 
     @property
     def settings_hold(self) -> bool:
-        """Return whether everything else that the loss reads is as it was when the loss was traced.
-        """
+        """Return whether everything else that the loss reads is as it was when the loss was traced."""
         return self._settings.hold()
 
     def find(

@@ -87,8 +87,7 @@ class OnlineCore:
         fresh: bool,
         final: bool,
     ) -> tuple[Any, Any, Any, Carry, Any]:
-        """`sequence`, and what the rule left out of the gradients, as in `ReverseRule.discarded`.
-        """
+        """`sequence`, and what the rule left out of the gradients, as in `ReverseRule.discarded`."""
 
         def chunk(state: tuple, part: tuple, fresh: bool, final: bool):
             result = self.chunk(theta, Carry(*state), Chunk(*part, loss=data.loss), fresh, final)
@@ -366,8 +365,7 @@ class NamedCore:
         ]
 
     def _linear_loss(self, output: Any, cotangents: Sequence[Any]) -> Any:
-        """`<ȳ, y>` of one step, real: with complex outputs its real part, as `jax.vjp` pairs them.
-        """
+        """`<ȳ, y>` of one step, real: with complex outputs its real part, as `jax.vjp` pairs them."""
         leaves = self._float_leaves(output)
         if not leaves:
             raise InputError(

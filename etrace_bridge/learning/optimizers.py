@@ -1,5 +1,4 @@
-"""The update inside a learner's compiled program: clipping, the optimizer, schedule, accumulation.
-"""
+"""The update inside a learner's compiled program: clipping, the optimizer, schedule, accumulation."""
 
 from __future__ import annotations
 

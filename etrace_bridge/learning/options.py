@@ -12,8 +12,7 @@ from etrace_bridge.learning.masks import check_loss_at
 
 @dataclass(frozen=True)
 class Options:
-    """A learner's options besides model, rule, loss and optimizer; `OnlineLearner` describes them.
-    """
+    """A learner's options besides model, rule, loss and optimizer; `OnlineLearner` describes them."""
 
     chunk: int | str = "auto"
     reduction: str = "mean"

@@ -350,8 +350,7 @@ class Placement:
 
 
 def _map_with_axes(function: Callable[[Any, int | None], Any], tree: Any, axes: Any) -> Any:
-    """`function` of every array and its axis of units; None for `axes`: of none of them is known.
-    """
+    """`function` of every array and its axis of units; None for `axes`: of none of them is known."""
     if axes is None or tree is None:
         return jax.tree.map(lambda x: function(x, None), tree)
     return jax.tree.map(function, tree, axes)

@@ -64,8 +64,7 @@ def first_meter_state(program: StepProgram) -> MeterState:
 
 
 def next_window(program: StepProgram, meter: MeterState) -> MeterState:
-    """Start a window along the last one's mean gradient; the old direction stays if that is zero.
-    """
+    """Start a window along the last one's mean gradient; the old direction stays if that is zero."""
     size = _norm(meter.total)
     unit, used = _unit(meter.total, size), size > 0
     direction = [jnp.where(used, u, v) for u, v in zip(unit, meter.direction, strict=True)]
@@ -130,8 +129,7 @@ def _observe(
     meter: MeterState,
     counts: Any,
 ) -> MeterState:
-    """Return the meter's state after some steps; `counts` is 0 while the tangent warms up, then 1.
-    """
+    """Return the meter's state after some steps; `counts` is 0 while the tangent warms up, then 1."""
     states, arrays = (before.hidden, before.other), (data.args, data.targets, data.weights)
     loss = None if grads is None else spec.loss
     along = run_slope(

@@ -82,8 +82,7 @@ class StepRunner:
     def run_metered(
         self, args: tuple, target: Any, mask: Any, window: MeterWindow
     ) -> tuple[Any, Any, MeterState]:
-        """Run one online step with update; return the meter's state in place of what is discarded.
-        """
+        """Run one online step with update; return the meter's state in place of what is discarded."""
         with self._store.transaction():
             if self._host.is_needed:
                 raise NotSupportedError(

@@ -110,8 +110,7 @@ class Store:
             self.tree = tree
 
     def advance(self, call: Callable, *args: Any) -> list[Any]:
-        """Run a compiled program that takes and returns the flat state; return its other results.
-        """
+        """Run a compiled program that takes and returns the flat state; return its other results."""
         self._leaves, *rest = call(self._leaves, *args)
         return rest
 

@@ -1,5 +1,4 @@
-"""A torch model's step, compiled for one kind of input, with the programs that `OnlineModule` runs.
-"""
+"""A torch model's step, compiled for one kind of input, with the programs that `OnlineModule` runs."""
 
 from __future__ import annotations
 

@@ -55,8 +55,7 @@ class Tuning:
         return form.view
 
     def finish_gradient(self, gradient: Any, steps: int) -> Any:
-        """Return a gradient over `steps` steps before its letters are brought to the view's order.
-        """
+        """Return a gradient over `steps` steps before its letters are brought to the view's order."""
         return gradient
 
     def reads_by_row(self, elements: int) -> bool:

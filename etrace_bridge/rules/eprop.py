@@ -147,8 +147,7 @@ class EProp(DRTRL):
         return TraceSystem(D, df, b, direct)
 
     def signals(self, steps: Steps, exits: Sequence[GroupExits]) -> dict[Var, Any]:
-        """Return `dl_t/doutput_t` projected to each exit, or itself where the exit is the output.
-        """
+        """Return `dl_t/doutput_t` projected to each exit, or itself where the exit is the output."""
         by_output = output_gradient(steps)
         signals = {
             e.var: sum(by_output[n] for n in e.outputs)

@@ -73,8 +73,7 @@ class FPTT(BPTT):
         return old if data.loss is None else self._after_update(theta, old)
 
     def _after_update(self, theta: Sequence[jax.Array], memory: Memory) -> Memory:
-        """Return the memory that belongs to these weights, given that of the weights before them.
-        """
+        """Return the memory that belongs to these weights, given that of the weights before them."""
 
         def moved(w: Any, mean: Any, slope: Any) -> tuple[Any, Any]:
             mean = jnp.where(memory["begun"] > 0, mean, w)

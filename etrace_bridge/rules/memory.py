@@ -1,5 +1,4 @@
-"""What trace rules remember: a dense trace of weight size, its two factors, or filtered features.
-"""
+"""What trace rules remember: a dense trace of weight size, its two factors, or filtered features."""
 
 from __future__ import annotations
 
@@ -251,8 +250,7 @@ class Presynaptic(Filters):
 
 
 def filtered_taps(program: StepProgram) -> list[int]:
-    """Return taps that feed a state by a product, and those of biases that are only added to one.
-    """
+    """Return taps that feed a state by a product, and those of biases that are only added to one."""
     products = {program.roots[t.index] for t in program.taps if t.contact.x is not None}
     return [t.index for t in program.taps if t.legs and program.roots[t.index] in products]
 

@@ -48,8 +48,7 @@ class SparseInfluence(ReverseRule):
     trace_dtype: str | None = field(default=None, kw_only=True)
 
     def sets(self, program: StepProgram, layout: Layout) -> list[np.ndarray]:
-        """Return `S_i` for each family: numbers of hidden values (units of a row, m), -1 for none.
-        """
+        """Return `S_i` for each family: numbers of hidden values (units of a row, m), -1 for none."""
         raise InputError(
             f"The rule `{type(self).__name__}` does not define `sets(...)`, the "
             "hidden values that each unit follows. Define it."

@@ -123,8 +123,7 @@ def _same_text(a: Any, b: Any, size: int, larger: int) -> bool:
 
 
 def _is_spread(x: Any, y: Any) -> bool:
-    """Return whether constants for two sizes of the batch have the same values for every element.
-    """
+    """Return whether constants for two sizes of the batch have the same values for every element."""
     is_first = np.shape(x)[1:] == np.shape(y)[1:]
     return is_first and bool((np.asarray(y) == np.asarray(x)[:1]).all() and (x == x[:1]).all())
 

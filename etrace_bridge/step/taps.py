@@ -1,5 +1,4 @@
-"""The contacts of a step that have a trace, and which of their pieces share cotangents or a trace.
-"""
+"""The contacts of a step that have a trace, and which of their pieces share cotangents or a trace."""
 
 from __future__ import annotations
 

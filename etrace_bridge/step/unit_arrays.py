@@ -109,8 +109,7 @@ def contact_data(
 
 
 def df_of(program: StepProgram, family: Family, summed: Sum, core: CoreLinear, i: int) -> jax.Array:
-    """Return how state i of the units depends on a sum that feeds them, through the core: (units,).
-    """
+    """Return how state i of the units depends on a sum that feeds them, through the core: (units,)."""
     g, k = family.groups[i]
     leg = next(leg for leg in summed.pieces[0].legs if program.group_index(leg) == g)
     rows = core.df.units[program.colour_of(leg)][k]

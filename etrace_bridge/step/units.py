@@ -179,8 +179,7 @@ def find_layout(program: StepProgram) -> Layout:
 
 
 def weight_unit_axes(program: StepProgram) -> dict[Var, int]:
-    """Return the axis of a weight along which its units lie, of weights that meet data as they are.
-    """
+    """Return the axis of a weight along which its units lie, of weights that meet data as they are."""
     axes: dict[Var, int] = {}
     for contact in program.traced_contacts:
         form: Any = contact.form

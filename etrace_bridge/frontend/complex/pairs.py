@@ -293,8 +293,7 @@ def logistic(z: Pair) -> Pair:
 
 
 def asinh(z: Pair) -> Pair:
-    """Inverse hyperbolic sine; odd, and computed where the sum under the logarithm does not cancel.
-    """
+    """Inverse hyperbolic sine; odd, and computed where the sum under the logarithm does not cancel."""
     z = full(z)
     flip = select(lax.lt(z.re, scalar(0, z.re)), fill(-1, z.re), fill(1, z.re))
     w = Pair(lax.mul(z.re, flip), lax.mul(z.im, flip))

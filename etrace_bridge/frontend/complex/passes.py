@@ -87,8 +87,7 @@ def split_complex(
 
 
 def split_into_parts(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Rewrite a jaxpr so that each complex input and output is two real ones, one after the other.
-    """
+    """Rewrite a jaxpr so that each complex input and output is two real ones, one after the other."""
 
     def run(*parts: Any) -> list[Any]:
         return _flat(_evaluate(closed, _paired(parts, closed.jaxpr.invars)))

@@ -40,8 +40,8 @@ def expand_to(x: Any, shape: Sequence[int]) -> Any:
 
 
 def together(*operands: Any, dtype: torch.dtype | None = None) -> list[Any]:
-    """Bring operands to one dtype and one shape; numbers stay scalar literals, which lax broadcasts
-    by itself.
+    """Convert operands to one dtype and one shape; numbers stay scalar literals, which lax
+    broadcasts itself.
     """
     dtype = result_type(*operands) if dtype is None else dtype
     shape = np.broadcast_shapes(*[np.shape(x) for x in operands])
@@ -84,8 +84,7 @@ def zeros_like(x: Any) -> Array:
 
 
 def axis(dim: int, ndim: int) -> int:
-    """Turn a torch dim into a non-negative axis; a 0-dim tensor counts as one with one dimension.
-    """
+    """Turn a torch dim into a non-negative axis; a 0-dim tensor counts as one with one dimension."""
     limit = max(ndim, 1)
     if not -limit <= dim < limit:
         raise IndexError(

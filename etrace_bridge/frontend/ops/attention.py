@@ -29,8 +29,7 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """`softmax(query @ key.T * scale + mask) @ value`; a query that may attend to nothing gives 0.
-    """
+    """`softmax(query @ key.T * scale + mask) @ value`; a query that may attend to nothing gives 0."""
     if enable_gqa:
         times = np.shape(query)[-3] // np.shape(key)[-3]
         key, value = (repeat_interleave(x, times, -3) for x in (key, value))

@@ -19,8 +19,7 @@ from etrace_bridge.frontend.ops.registry import implements
 
 
 def _enter_constant(name: str, value: int) -> None:
-    """Enter `zeros`, `zeros_like`, `new_zeros` and so on. Memory that torch leaves unset is 0 here.
-    """
+    """Enter `zeros`, `zeros_like`, `new_zeros` and so on. Memory that torch leaves unset is 0 here."""
 
     def make(*size: Any, dtype: torch.dtype | None = None) -> Any:
         return full(ints(size), value, dtype or torch.get_default_dtype())

@@ -52,8 +52,7 @@ def to_torch_dtype(dtype: Any) -> torch.dtype:
 
 
 def dtype_of(value: Any) -> torch.dtype:
-    """Return the torch dtype of an array, or the one torch gives a tensor made of a Python number.
-    """
+    """Return the torch dtype of an array, or the one torch gives a tensor made of a Python number."""
     if isinstance(value, bool):
         return torch.bool
     if isinstance(value, int):

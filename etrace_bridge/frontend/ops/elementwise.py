@@ -141,8 +141,7 @@ def power(input: Any, exponent: Any) -> Any:
 
 
 def _negative_integer_power(base: Any, exponent: int) -> Any:
-    """Integers to a negative power: 1 and -1 have an integer result, everything else is 0 in torch.
-    """
+    """Integers to a negative power: 1 and -1 have an integer result, everything else is 0 in torch."""
     minus = scalar(1 if exponent % 2 == 0 else -1, base)
     one = scalar(1, base)
     return select(

@@ -250,8 +250,7 @@ def instance_norm(
 
 @implements("_weight_norm")
 def weight_norm(v: Any, g: Any, dim: int = 0) -> Any:
-    """A weight with direction `v` and length `g`, the norm being taken over all dimensions but one.
-    """
+    """A weight with direction `v` and length `g`, the norm being taken over all dimensions but one."""
     over = tuple(d for d in range(np.ndim(v)) if d != axis(dim, np.ndim(v)))
     return lax.mul(v, expand_to(lax.div(g, vector_norm(v, 2.0, over, True)), np.shape(v)))
 

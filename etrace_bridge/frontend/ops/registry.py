@@ -232,7 +232,7 @@ def _normalise_arguments(rule: Callable) -> Callable:
 
 
 def lookup(function: Callable) -> OpRule | None:
-    """Find the rule of a callable seen by `__torch_function__` or an overload seen by
+    """Find the rule of a callable from `__torch_function__` or of an overload from
     `__torch_dispatch__`.
     """
     try:
@@ -263,7 +263,7 @@ def op_names() -> tuple[str, ...]:
 
 
 def _candidate_keys(function: Callable) -> tuple[str, ...]:
-    """Name the keys under which a callable may stand, the most specific first."""
+    """Return the keys under which a callable may be listed, the most specific first."""
     if isinstance(function, torch._ops.OpOverload):
         packet, overload = function._schema.name, function._overloadname
         return _aten_keys(packet, f"{packet}.{overload}")
@@ -308,7 +308,7 @@ _KEY_SOURCE: contextvars.ContextVar[Callable[[], Any] | None] = contextvars.Cont
 
 @contextlib.contextmanager
 def key_source(make_key: Callable[[], Any]) -> Iterator[None]:
-    """Return random ops inside the block their JAX keys: each op calls `make_key()` once."""
+    """Provide random ops in this context with JAX keys: each op calls `make_key()` once."""
     token = _KEY_SOURCE.set(make_key)
     try:
         yield

@@ -171,8 +171,7 @@ _quantile("nanquantile", skip_nan=True)
 
 @implements("median")
 def median(input: Any, dim: int | None = None, keepdim: bool = False) -> Any:
-    """The lower of the middle entries; nan where there is a nan. Along a dimension, its index too.
-    """
+    """The lower of the middle entries; nan where there is a nan. Along a dimension, its index too."""
     x = lax.reshape(input, (np.size(input),)) if dim is None else input
     if np.ndim(x) == 0:
         return sort(x)

@@ -194,8 +194,7 @@ class _Pair:
             return [t for _, t in flatten_state(self.plan.output_of(self.model, returned))[0]]
 
     def difference_of_derivatives(self, steps: list[tuple]) -> StateError | None:
-        """Compare gradients by weights and inputs of a weighted sum of a short sequence's outputs.
-        """
+        """Compare gradients by weights and inputs of a weighted sum of a short sequence's outputs."""
         model, tensors, step = self.model, self.tensors, self.step
         try:
             whole, outputs = self._run_with_grad(steps[:_DIFFERENTIATED])

@@ -25,8 +25,7 @@ class TooShort(Exception):
 
 
 class UnlikeSteps(NotSupportedError):
-    """Steps that do something else than the one that was read; those of a longer sequence may not.
-    """
+    """Steps that do something else than the one that was read; those of a longer sequence may not."""
 
 
 @dataclass

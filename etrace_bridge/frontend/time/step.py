@@ -94,8 +94,7 @@ class LoopStep:
         return outputs, [*results[count:], *([] if first is None else [jnp.zeros_like(first)])]
 
     def values_at(self, step: int, tensors: Sequence[Any], inputs: Sequence[Any]) -> dict[int, Any]:
-        """Return the values of parameters, buffers and the inputs of a step, by their nodes' `id`.
-        """
+        """Return the values of parameters, buffers and the inputs of a step, by their nodes' `id`."""
         known = {id(node): value for node, value in zip(self.tensor_nodes, tensors, strict=True)}
         for i, x in enumerate(inputs):
             part = lax.expand_dims(x, (min(self.time_axis, x.ndim),))
