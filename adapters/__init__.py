@@ -1,4 +1,4 @@
-"""Where the state of each library's modules lives; one file a library."""
+"""Where each library's modules store their state; one library per file."""
 
 if __name__ == "adapters":
     raise ImportError(

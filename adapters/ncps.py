@@ -1,5 +1,5 @@
-"""Where ncps keeps the state of its liquid networks: in the argument `hx`, which comes back as the
-second result.
+"""Where ncps stores the state of its liquid networks: in the argument `hx`, returned as the second
+result.
 """
 
 from __future__ import annotations

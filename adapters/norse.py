@@ -1,5 +1,5 @@
-"""Where Norse keeps the state of its neurons: always in the argument `state`, which comes back as
-the second result.
+"""Where Norse stores the state of its neurons: in the argument `state`, returned as the second
+result.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ class ContainerAdapter(Adapter):
 
 
 def _initial_state(module: Any, x: torch.Tensor) -> Any:
-    """The state before the first step, every tensor in the shape and dtype that it has after one."""
+    """Return the state before the first step, every tensor in the shape and dtype that it has after
+    one.
+    """
     if isinstance(module, norse.SequentialState):
         states = []
         for layer, stateful in zip(module, module.stateful_layers, strict=True):

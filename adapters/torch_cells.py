@@ -59,24 +59,24 @@ class CellAdapter(Adapter):
     layers = (nn.RNNCell, nn.GRUCell, nn.LSTMCell)
 
     def arguments(self, module: Any) -> tuple[str, ...]:
-        """The state comes in as `hx`."""
+        """Return `hx`, the argument for the state."""
         return ("hx",)
 
     def split(self, module: Any, returned: Any) -> tuple[Any, tuple]:
-        """The cell returns its state; the output of an LSTM cell is `h`."""
+        """Return the output and the state; the output of an LSTM cell is `h`."""
         return (returned[0] if isinstance(module, nn.LSTMCell) else returned), (returned,)
 
     def initial(self, module: Any, inputs: tuple) -> tuple:
-        """Zeros, as torch does without `hx`."""
+        """Return zeros, as torch uses without `hx`."""
         zeros = inputs[0].new_zeros(*inputs[0].shape[:-1], module.hidden_size)
         return ((zeros, zeros.clone()),) if isinstance(module, nn.LSTMCell) else (zeros,)
 
     def state_path(self, module: Any, path: Path) -> Path:
-        """`hx` is `h`, or `h` and `c`."""
+        """Rename `hx` to `h`, or to `h` and `c`."""
         return ("c",) if path == ("hx", "1") else ("h",)
 
     def forward(self, module: Any, inputs: tuple, states: tuple) -> tuple[Any, tuple]:
-        """The fused kernel's equations."""
+        """Run the equations of the fused kernel."""
         (x,) = inputs
         hx = self.initial(module, inputs)[0] if states[0] is None else states[0]
         weights = (module.weight_ih, module.weight_hh, module.bias_ih, module.bias_hh)

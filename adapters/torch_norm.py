@@ -1,5 +1,5 @@
-"""The adapter of batch and instance norm: running statistics are carried from step to step, and are
-no hidden state.
+"""The adapter of batch and instance norm, whose running statistics are carried but not hidden
+states.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class NormAdapter(Adapter):
     )
 
     def is_hidden(self, module: nn.Module, path: Path) -> bool:
-        """No gradient flows through statistics."""
+        """Return False: no gradient flows through statistics."""
         return False
 
 

@@ -28,7 +28,7 @@ class RecurrentAdapter(Adapter):
     limit = "not bidirectional"
 
     def check(self, module: Any, path: str) -> None:
-        """A bidirectional layer needs the future."""
+        """Raise for a bidirectional layer, which needs the future."""
         if module.bidirectional:
             raise messages.not_online(
                 f"nn.{type(module).__name__}",
@@ -39,19 +39,19 @@ class RecurrentAdapter(Adapter):
             )
 
     def sequence(self, module: Any) -> str:
-        """`forward` consumes sequences."""
+        """Return the layout of the sequences that `forward` consumes."""
         return "batch_first" if module.batch_first else "time_major"
 
     def arguments(self, module: Any) -> tuple[str, ...]:
-        """The state comes in as `hx`."""
+        """Return `hx`, the argument for the state."""
         return ("hx",)
 
     def split(self, module: Any, returned: Any) -> tuple[Any, tuple]:
-        """`(output, h_n)` or `(output, (h_n, c_n))`."""
+        """Split `(output, h_n)` or `(output, (h_n, c_n))`."""
         return returned[0], self.adopt(module, (returned[1],))
 
     def initial(self, module: Any, inputs: tuple) -> tuple[States]:
-        """Zeros, as torch does without `hx`."""
+        """Return zeros, as torch uses without `hx`."""
         x = inputs[0]
         if isinstance(x, PackedSequence):
             raise _packed()

@@ -71,10 +71,8 @@ def main() -> None:
     )
     if options.only:
         return
-    report, is_kept = (
-        {"environment": environment(), "rows": rows},
-        not (options.quick or options.synchronous),
-    )
+    report = {"environment": environment(), "rows": rows}
+    is_kept = not (options.quick or options.synchronous)
     if not options.no_sweep:
         from benchmarks.sweep import flatness, plot, sweep
 

@@ -1,4 +1,4 @@
-"""Times of online steps and sequences on this machine's device, as JSON to send back.
+"""Time online steps and sequences on this machine's device, and print JSON to send back.
 
 python benchmarks/accelerator.py [--small] > result.json
 """
@@ -23,7 +23,7 @@ RULES = ("d_rtrl", "pp_prop", "bptt")
 
 
 def best_of(call: Callable[[], Any], repeats: int) -> float:
-    """Least seconds of several runs, after one that compiles."""
+    """Return the least seconds of several runs, after one that compiles."""
     jax.block_until_ready(call())
     times = []
     for _ in range(repeats):
@@ -36,7 +36,7 @@ def best_of(call: Callable[[], Any], repeats: int) -> float:
 def measure(
     rule: str, units: int, inputs: int, batch: int, steps: int, repeats: int
 ) -> dict[str, Any]:
-    """Seconds of a step, and of a sequence's gradients, of a GRU."""
+    """Return the seconds of a step, and of a sequence's gradients, of a GRU."""
     torch.manual_seed(0)
     xs, targets = torch.randn(steps, batch, inputs), torch.randn(steps, batch, units)
     make = lambda: eb.OnlineLearner(
@@ -57,7 +57,7 @@ def measure(
 
 
 def main(arguments: list[str]) -> int:
-    """Prints the results."""
+    """Print the results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="tiny sizes, to see that it runs")
     small = parser.parse_args(arguments).small

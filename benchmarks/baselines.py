@@ -26,11 +26,10 @@ DECAY = 0.9  # of pp-prop
 
 @dataclass(frozen=True)
 class Program:
-    """Something to measure: `run` computes once, `memory` returns a peak in bytes and how it was
-    counted.
+    """A program to measure.
 
-    `untrained` names the parameters whose gradient the program leaves at exactly zero, where that
-    is in question.
+    `run` computes once. `memory` returns a peak in bytes and how it was counted. `untrained` names
+    the parameters whose gradient the program leaves at exactly zero, where that is in question.
     """
 
     run: Callable[[], Any]
@@ -70,8 +69,8 @@ def sequence_bytes(workload: Workload, outputs: bool) -> int:
 
 
 def _torch_outputs(workload: Workload, model: nn.Module, xs: torch.Tensor) -> torch.Tensor:
-    """Run a whole sequence as its author would: at once where the layer takes sequences, in a loop
-    elsewhere.
+    """Run a whole sequence as its author would: at once where the layer takes sequences, else in a
+    loop.
     """
     if workload.model in ("gru", "lstm"):
         return model(xs)
@@ -88,7 +87,7 @@ def _torch_outputs(workload: Workload, model: nn.Module, xs: torch.Tensor) -> to
 
 
 def make_torch_bptt(workload: Workload) -> Program:
-    """Backpropagation through time in torch; for one step, the step's own backward pass and an SGD
+    """Return backpropagation through time in torch; for one step, its backward pass and an SGD
     update.
     """
     model, (xs, targets) = torch_model(workload), data(workload)
@@ -153,7 +152,7 @@ def gru_params(workload: Workload) -> yardstick.Params:
 def _jax_loss(
     params: yardstick.Params, h0: jax.Array, xs: jax.Array, targets: jax.Array
 ) -> jax.Array:
-    """Mean-squared error of a whole sequence, written as a JAX user writes a GRU."""
+    """Return the mean squared error of a whole sequence, written as a JAX user writes a GRU."""
 
     def step(h: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         i_r, i_z, i_n = jnp.split(x @ params["weight_ih"].T + params["bias_ih"], 3, -1)
@@ -168,7 +167,7 @@ def _jax_loss(
 
 
 def make_jax_bptt(workload: Workload) -> Program | None:
-    """Backpropagation through time by `jax.grad` of a `lax.scan`."""
+    """Return backpropagation through time by `jax.grad` of a `lax.scan`."""
     if workload.model != "gru" or workload.mode == "step":
         return None
     params, (xs, targets) = gru_params(workload), data(workload)
@@ -184,7 +183,7 @@ def make_jax_bptt(workload: Workload) -> Program | None:
 
 
 def make_yardstick(workload: Workload) -> Program | None:
-    """The hand-written programs of `benchmarks.yardstick` (D-RTRL) and
+    """Return the hand-written programs of `benchmarks.yardstick` (D-RTRL) and
     `benchmarks.yardstick_pp_prop`.
     """
     if workload.model != "gru" or (workload.rule == "pp_prop" and workload.mode == "step"):
@@ -221,10 +220,11 @@ def make_yardstick(workload: Workload) -> Program | None:
 
 
 def make_braintrace(workload: Workload) -> Program | None:
-    """braintrace's `D_RTRL` or `pp_prop` on its own per-gate GRU cell, driven as its README does.
+    """Return braintrace's `D_RTRL` or `pp_prop` on its own per-gate GRU cell, driven as its README
+    does.
 
-    Its `D_RTRL` streams the whole trace at every step; where one gradient would take minutes, there
-    is none.
+    Its `D_RTRL` streams the whole trace at every step; where one gradient would take minutes, the
+    program is left out.
     """
     traffic = (
         workload.steps * workload.batch * 3 * workload.hidden * (workload.hidden + workload.inputs)

@@ -56,7 +56,7 @@ def trace_seconds(make: Callable[[], nn.Module], x: torch.Tensor) -> float:
 
 
 def step_times(repeats: int = 300) -> tuple[float, float, float]:
-    """Microseconds of one step at batch 1, taken turn by turn: `steady_step`,
+    """Return the microseconds of one step at batch 1, taken turn by turn: `steady_step`,
     `brainstate.transform.jit`, torch eager.
 
     `steady_step` gets the torch tensor that torch gets; brainstate's gets a JAX array.

@@ -14,7 +14,7 @@ from benchmarks import yardstick
 
 
 def _cell(params: yardstick.Params, h_product: Array, h_direct: Array, x: Array) -> Array:
-    """One GRU step; `h_product` enters through the recurrent matrix and `h_direct` through the
+    """Run one GRU step; `h_product` enters through the recurrent matrix and `h_direct` through the
     interpolation.
     """
     i_r, i_z, i_n = jnp.split(x @ params["weight_ih"].T + params["bias_ih"], 3, -1)

@@ -45,7 +45,7 @@ class Layer(brainstate.nn.Module):
 
 
 def measure(layers: int) -> tuple[int, float, float]:
-    """Equations, seconds to trace and normalise, seconds to compile."""
+    """Return the equations, the seconds to trace and normalise, and the seconds to compile."""
     model = brainstate.nn.Sequential(*(Layer() for _ in range(layers)))
     x = jnp.ones((BATCH, WIDTH))
     start = time.perf_counter()

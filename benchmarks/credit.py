@@ -28,7 +28,7 @@ RULES = {
 
 
 def learner_for(model: torch.nn.Module, rule: Rule, rate: float) -> eb.OnlineLearner:
-    """A learner as the examples have it."""
+    """Return a learner as the examples make it."""
     return eb.OnlineLearner(
         model,
         rule=rule,
@@ -38,7 +38,9 @@ def learner_for(model: torch.nn.Module, rule: Rule, rate: float) -> eb.OnlineLea
 
 
 def copy_after(delay: int) -> Callable[[Rule, int], float]:
-    """Accuracy of a GRU of 64 units that repeats symbols after a delay, after 500 updates."""
+    """Return the accuracy of a GRU of 64 units that repeats symbols after a delay, after 500
+    updates.
+    """
 
     def run(rule: Rule, seed: int) -> float:
         torch.manual_seed(seed)
@@ -52,7 +54,9 @@ def copy_after(delay: int) -> Callable[[Rule, int], float]:
 
 
 def read_digits(rule: Rule, seed: int) -> float:
-    """Test accuracy of an LSTM of 64 units that reads digits row by row, after 12 epochs."""
+    """Return the test accuracy of an LSTM of 64 units that reads digits row by row, after 12
+    epochs.
+    """
     data, images, labels = digits.load()
     torch.manual_seed(seed)
     learner = learner_for(digits.Reader(64), rule, 0.005)
@@ -62,7 +66,7 @@ def read_digits(rule: Rule, seed: int) -> float:
 
 
 def main() -> None:
-    """Print a row a task: the mean accuracy, and each seed's."""
+    """Print one row per task: the mean accuracy, and each seed's."""
     for task, run in {
         "copy after 3": copy_after(3),
         "copy after 5": copy_after(5),

@@ -29,8 +29,8 @@ LAYERS, WIDTH, ROUNDS = 2, 64, 30  # the model of memory and time, and how often
 
 
 def shown_rules() -> dict[str, Callable[[], Any]]:
-    """Makers of the rules by their name in the tables: every registered one, and other kinds of
-    credit.
+    """Return makers of the rules by their name in the tables: every registered one, and other kinds
+    of credit.
     """
     from etrace_bridge.rules import DRTRL, LowRankRTRL, PPProp, make_rule, rule_names
 
@@ -50,7 +50,7 @@ def shown_rules() -> dict[str, Callable[[], Any]]:
 
 
 def measure_case(case: Any, known: dict[str, Any]) -> dict[str, Any]:
-    """Cosine and relative error of the rules that `known` does not have yet, for one module."""
+    """Return cosine and relative error of the rules that `known` lacks, for one module."""
     from etrace_bridge import BridgeError
     from zoo.online import OnlineCase
 
@@ -71,7 +71,7 @@ def measure_case(case: Any, known: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_zoo(results: dict[str, Any], every: int, only: str) -> None:
-    """Fills in what is missing, module after module; `results` is saved after each.
+    """Measure what is missing, module after module; `results` is saved after each.
 
     Modules that were measured before are brought up to date, whatever `every` is.
     """
@@ -98,7 +98,7 @@ def measure_zoo(results: dict[str, Any], every: int, only: str) -> None:
 
 
 def measure_costs(results: dict[str, Any], clock_name: str) -> None:
-    """Memory and time of an online step, all rules in turn: the least of several rounds."""
+    """Return memory and time of an online step, all rules in turn: the least of several rounds."""
     import optax
     import torch
 
@@ -143,7 +143,7 @@ def measure_costs(results: dict[str, Any], clock_name: str) -> None:
 
 
 def save(results: dict[str, Any]) -> None:
-    """Writes what was measured."""
+    """Write what was measured."""
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 

@@ -50,7 +50,7 @@ inside, by at most {worst:.0e}. The mean relative error of all parameters togeth
 
 
 def write_page(results: dict[str, Any]) -> list[Path]:
-    """Writes the page and its picture; returns their paths."""
+    """Write the page and its picture; returns their paths."""
     from benchmarks.fidelity import LAYERS, WIDTH
 
     modules, rules = results["modules"], _rules(results)
@@ -70,7 +70,7 @@ def write_page(results: dict[str, Any]) -> list[Path]:
 
 
 def _rules(results: dict[str, Any]) -> list[str]:
-    """The rules in order of their mean relative error."""
+    """Return the rules in order of their mean relative error."""
     names = {name for module in results["modules"].values() for name in module["rules"]}
     return sorted(names, key=lambda name: (round(_mean(results["modules"], name, 1), 9), name))
 
@@ -86,7 +86,7 @@ def _mean(modules: dict[str, Any], rule: str, which: int) -> float:
 
 
 def _cost(results: dict[str, Any], rule: str) -> tuple[float, float] | None:
-    """Memory in units of the weights and time in units of a forward step."""
+    """Return memory in units of the weights and time in units of a forward step."""
     costs = results["costs"]
     if rule not in costs or "memory" not in costs[rule]:
         return None
@@ -114,7 +114,7 @@ def _meter(modules: dict[str, Any]) -> str:
 
 
 def _low_rank(zoo: int) -> str:
-    """What `python -m benchmarks.low_rank zoo` measured."""
+    """Return the section on what `python -m benchmarks.low_rank zoo` measured."""
     from benchmarks.low_rank import RANKS, RESULTS
     from zoo.online import FLOAT32_INSIDE
 
@@ -189,7 +189,7 @@ def _draw(results: dict[str, Any], rules: Sequence[str]) -> None:
 def _points(
     results: dict[str, Any], rules: Sequence[str], which: int
 ) -> list[tuple[float, float, str, str]]:
-    """Cost, error, name and colour of every rule whose cost is known."""
+    """Return cost, error, name and colour of every rule whose cost is known."""
     found = []
     for n, rule in enumerate(rules):
         cost, error = _cost(results, rule), _mean(results["modules"], rule, 1)
@@ -199,7 +199,7 @@ def _points(
 
 
 def _label(axes: Any, points: Sequence[tuple[float, float, str, str]]) -> None:
-    """Names beside the points; one that would lie on another is moved down, with a line to its
+    """Name beside the points; one that would lie on another is moved down, with a line to its
     point.
     """
     taken: list[tuple[float, float]] = []

@@ -47,7 +47,7 @@ class Loop(nn.Module):
         self.inp, self.rec = nn.Linear(inputs, 3 * hidden), nn.Linear(hidden, 3 * hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give the state at every step."""
+        """Return the state at every step."""
         time = 1 if self.batch_first else 0
         h, outputs = x.new_zeros(x.shape[1 - time], self.hidden), []
         for t in range(x.shape[time]):
@@ -68,7 +68,7 @@ class Layer(nn.Module):
         self.gru = nn.GRU(inputs, hidden, batch_first=batch_first)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give the state at every step."""
+        """Return the state at every step."""
         return self.gru(x)[0]
 
 
@@ -83,7 +83,7 @@ def same_models(batch_first: bool) -> tuple[nn.Module, nn.Module]:
 def gradient_seconds(
     batch_first: bool, chunk: int, repeats: int, clock: Callable[[], float]
 ) -> tuple[float, float]:
-    """Seconds for the gradients of one sequence: the loop's, and those of `nn.GRU`."""
+    """Return the seconds for the gradients of one sequence: the loop's, and those of `nn.GRU`."""
     shape = (BATCH, STEPS) if batch_first else (STEPS, BATCH)
     x, target = torch.randn(*shape, INPUTS), torch.randn(*shape, HIDDEN)
     learners = [
@@ -110,7 +110,9 @@ def gradient_seconds(
 
 
 def wrap_seconds(layers: int, clock: Callable[[], float]) -> tuple[int, float]:
-    """Equations of one step, and seconds to wrap it: to find it, compare it with torch, trace it."""
+    """Return the equations of one step, and the seconds to wrap it: to find it, compare it with
+    torch, trace it.
+    """
     model = nn.Sequential(*(Loop(16, 16, batch_first=True) for _ in range(layers)))
     x = torch.randn(4, 16)
     begin = clock()

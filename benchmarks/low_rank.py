@@ -96,8 +96,8 @@ def zoo(options: argparse.Namespace) -> None:
 
 
 def _measure(case: Any) -> dict[str, Any]:
-    """How far rank 0 is from `d_rtrl` and full rank from BPTT, relative to the largest value of
-    each parameter's gradient; and the relative error of the whole gradient by rank.
+    """Return how far rank 0 is from `d_rtrl` and full rank from BPTT, relative to the largest value
+    of each parameter's gradient; and the relative error of the whole gradient by rank.
     """
     from etrace_bridge.rules import DRTRL, LowRankRTRL
     from zoo.online import OnlineCase

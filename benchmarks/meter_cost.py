@@ -17,7 +17,7 @@ import etrace_bridge as eb
 
 
 def fastest(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Least time of each call, all in turn."""
+    """Return the least time of each call, all in turn."""
     best = dict.fromkeys(calls, float("inf"))
     for call in calls.values():
         call()
@@ -30,7 +30,7 @@ def fastest(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, fl
 
 
 def measure(hidden: int, batch: int, steps: int, rounds: int, rule: str) -> dict[str, float]:
-    """Seconds of each program, for a GRU."""
+    """Return the seconds of each program, for a GRU."""
     loss = torch.nn.functional.mse_loss
     made = {}
     for name in ("step", "metered step", "forward step", "update", "metered update"):

@@ -40,7 +40,7 @@ QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes
 
 
 def is_relevant(op: Any) -> bool:
-    """Tell whether a recurrent step may use an op."""
+    """Return whether a recurrent step may use an op."""
     name = op.name.removeprefix("nn.functional.")
     words = re.split(r"[._]", name)
     if (
@@ -58,7 +58,7 @@ def is_relevant(op: Any) -> bool:
 
 
 def samples(op: Any, dtype: torch.dtype, count: int) -> Iterator[tuple]:
-    """Give the first small dense samples of an op."""
+    """Return the first small dense samples of an op."""
     torch.manual_seed(0)
     chosen = 0
     for sample in itertools.islice(
@@ -133,10 +133,10 @@ def check_sample(op: Any, args: tuple, kwargs: dict) -> None:
         step = jax.jit(jax.value_and_grad(run, has_aux=True), compiler_options=QUICK)
         (_, outputs), found = step([arrays[n] for n in floats])
     else:
-        outputs, found = (
-            jax.jit(lambda some: run(some)[1], compiler_options=QUICK)([arrays[n] for n in floats]),
-            [],
+        outputs = jax.jit(lambda some: run(some)[1], compiler_options=QUICK)(
+            [arrays[n] for n in floats]
         )
+        found = []
     for n, (a, b) in enumerate(zip(outputs, wanted, strict=True)):
         _compare(f"output {n}", np.asarray(a), b.detach())
     for n, (a, b) in enumerate(zip(found, grads, strict=False)):
@@ -163,7 +163,7 @@ def _compare(what: str, found: np.ndarray, wanted: torch.Tensor) -> None:
 
 
 def check_op(op: Any, dtype: torch.dtype, count: int) -> str | None:
-    """Give None if an op passes, its reason if not, and "no sample" if there is nothing to try."""
+    """Return None if an op passes, its reason if not, and "no sample" if there is nothing to try."""
     tried = 0
     try:
         for args, kwargs in samples(op, dtype, count):

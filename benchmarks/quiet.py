@@ -17,11 +17,9 @@ class ForeignLoad:
     """
 
     def __init__(self) -> None:
-        self._wall, self._busy, self._own = (
-            time.perf_counter(),
-            _busy_seconds(),
-            time.process_time(),
-        )
+        self._wall = time.perf_counter()
+        self._busy = _busy_seconds()
+        self._own = time.process_time()
 
     def share(self) -> float:
         """Return the share, between 0 and 1."""

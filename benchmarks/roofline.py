@@ -87,7 +87,7 @@ def count(compiled: CompiledStep, rule_name: str) -> dict[str, float]:
 
 
 def roofline(units: int, inputs: int, batch: int, steps: int) -> None:
-    """Prints the table of counts and bounds."""
+    """Print the table of counts and bounds."""
     compiled = compiled_gru(units, inputs, batch)
     print(
         f"GRU, {units} units, {inputs} inputs, batch {batch}, float32; bounds for {steps} online "
@@ -112,7 +112,7 @@ def roofline(units: int, inputs: int, batch: int, steps: int) -> None:
 
 
 def paper(layers: int, units: int, batch: int, devices: int) -> None:
-    """Prints memory and communication of a large model, after a check of the formulas at small
+    """Print memory and communication of a large model, after a check of the formulas at small
     sizes.
     """
     for h, i, b, count in ((4, 3, 2, 1), (6, 5, 3, 1), (4, 4, 2, 2)):
@@ -134,7 +134,7 @@ def paper(layers: int, units: int, batch: int, devices: int) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Prints one of the tables."""
+    """Print one of the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     for name, default in (("units", 1024), ("inputs", 256), ("batch", 256), ("steps", 1000)):
         parser.add_argument(f"--{name}", type=int, default=default)

@@ -1,4 +1,5 @@
-"""How costs grow: work of each of two devices, size of the program with layers, cold and warm start.
+"""How costs grow: work of each of two devices, size of the program with layers, cold and warm
+start.
 
     python -m benchmarks.scaling [layers ...]
 

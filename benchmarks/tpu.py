@@ -85,7 +85,7 @@ def count(function: Callable, shapes: tuple, donated: int, device: Any) -> list[
 
 
 def main(arguments: list[str]) -> int:
-    """Prints a line for each program."""
+    """Print a line for each program."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rule", action="append", help="only these rules")
     parser.add_argument("--topology", default="v5e:2x2", help="as JAX names it (default v5e:2x2)")

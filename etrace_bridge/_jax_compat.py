@@ -13,19 +13,21 @@ from jax._src.lax.lax import copy_p
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 __all__ = [
+    "Atom",
     "ClosedJaxpr",
     "Jaxpr",
     "JaxprEqn",
     "Literal",
     "Var",
     "bind_equation",
+    "called_jaxpr",
     "copy_p",
-    "outputs_of",
     "evaluate_jaxpr",
     "is_concrete",
     "keep_source",
     "make_jaxpr_closed",
     "module_scope",
+    "outputs_of",
     "remove_dead_equations",
     "same_trace",
     "scan_sizes",
@@ -33,13 +35,21 @@ __all__ = [
     "user_line",
 ]
 
+Atom = Var | Literal  # an operand of an equation
+
 
 def bind_equation(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """Applies an equation's primitive to operands; always returns a list."""
+    """Apply an equation's primitive to operands; always returns a list."""
     params = eqn.primitive.get_bind_params(eqn.params)
     with eqn.ctx.manager:
         out = eqn.primitive.bind(*operands, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def called_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr:
+    """Return the jaxpr that a call (of `jit`, `custom_jvp_call`, …) runs."""
+    inner = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
+    return inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
 
 
 def outputs_of(jaxpr: Jaxpr, variable: Var) -> list[int]:
@@ -53,7 +63,7 @@ def outputs_of(jaxpr: Jaxpr, variable: Var) -> list[int]:
 
 
 def evaluate_jaxpr(closed: ClosedJaxpr, *values: Any) -> list[Any]:
-    """Runs a jaxpr equation by equation; inside a trace this inlines it, source lines and name
+    """Run a jaxpr equation by equation; inside a trace this inlines it, source lines and name
     scopes kept.
     """
     return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *values)
@@ -75,12 +85,14 @@ def keep_source(eqn: JaxprEqn) -> Iterator[None]:
 
 
 def is_concrete(value: Any) -> bool:
-    """Whether a value is known now, rather than being traced."""
+    """Return whether a value is known now, rather than being traced."""
     return not isinstance(value, jax.core.Tracer)
 
 
 def same_trace(value: Any, other: Any) -> bool:
-    """Whether two traced values belong to one trace, so that they can be outputs of one program."""
+    """Return whether two traced values belong to one trace, so that they can be outputs of one
+    program.
+    """
     return value._trace is other._trace
 
 
@@ -105,12 +117,12 @@ def user_line(eqn: JaxprEqn, skip: Sequence[str] = ()) -> str:
 
 
 def make_jaxpr_closed(fun: Callable, *avals: Any) -> ClosedJaxpr:
-    """Traces `fun` on flat arrays or shape structs."""
+    """Trace `fun` on flat arrays or shape structs."""
     return jax.make_jaxpr(fun)(*avals)
 
 
 def remove_dead_equations(jaxpr: Jaxpr) -> Jaxpr:
-    """Drops equations that no output needs; inputs stay as they are."""
+    """Drop equations that no output needs; inputs stay as they are."""
     live, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
     return live
 

@@ -65,7 +65,7 @@ if (location.hash) pick(decodeURIComponent(location.hash.slice(1)));
 
 
 def explore_graph(graph: ETraceGraph, path: str | PathLike) -> FilePath:
-    """Writes a compiled graph as an HTML page that needs nothing else.
+    """Write a compiled graph as an HTML page that needs nothing else.
 
     Click a parameter (or choose it with Tab and Enter, or open the page with `#name`) to see its
     way into the hidden states, what is cut off and where, its module and the source lines that use
@@ -119,9 +119,10 @@ class _Drawing:
         self.cuts: dict[tuple[int, int], list[Any]] = {}
         for certificate in self.parameters:
             for drop in certificate.drops:
-                ends = tuple(graph.hid_path_to_group.get(p) for p in (drop.source, drop.into))
-                if None not in ends:
-                    self.cuts.setdefault(tuple(g.index for g in ends), []).append(drop)  # pyright: ignore[reportOptionalMemberAccess]
+                source = graph.hid_path_to_group.get(drop.source)
+                into = graph.hid_path_to_group.get(drop.into)
+                if source is not None and into is not None:
+                    self.cuts.setdefault((source.index, into.index), []).append(drop)
         self.cut_keys = list(self.cuts)
         most = max(len(self.parameters), len(self.keys), 2 * len(graph.hidden_groups), 3)
         self.height = _TOP + most * _ROW + 10

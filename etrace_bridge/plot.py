@@ -19,7 +19,7 @@ _COLOURS = {"parameter": "#e8f0fb", "contact": "#f5f5f5", "group": "#e9f6ec"}
 
 
 def plot_graph(graph: ETraceGraph, path: str | PathLike | None = None) -> Any:
-    """Draws a compiled graph.
+    """Draw a compiled graph.
 
     Parameters stand on the left, the contacts through which they meet data in the middle, hidden
     groups on the right, all in the order of the step. A red arrow is credit that traces do not
@@ -112,10 +112,8 @@ def _draw_cuts(axes: Any, graph: ETraceGraph, at: dict[int, float]) -> None:
     seen: dict[tuple[int, int], str] = {}
     for certificate in graph.certificate().values():
         for drop in certificate.drops:
-            source, into = (
-                graph.hid_path_to_group.get(drop.source),
-                graph.hid_path_to_group.get(drop.into),
-            )
+            source = graph.hid_path_to_group.get(drop.source)
+            into = graph.hid_path_to_group.get(drop.into)
             if source is not None and into is not None:
                 seen.setdefault((source.index, into.index), drop.cut.reason.replace("`", ""))
     right = _right("group", 0)[0]

@@ -4,6 +4,7 @@ pyproject.toml), programs compiled quickly and once for all processes.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -39,11 +40,13 @@ import pytest
 import torch
 
 from etrace_bridge.lowering.compile import OPTIONS
+from strict import promotion, run_tests_strictly
 
 # brainstate turns JAX's x64 off when it is imported and keeps a default dtype of its own, so the
 # switch is thrown through it. Not through the environment: a command line started by a test runs as
 # it does for a user.
 brainstate.environ.set(precision=64)
+run_tests_strictly()
 
 # The quick profile tries the same programs every time; `make fuzz` looks for new ones. Compiling a
 # program takes seconds, so time limits would only report how busy the machine is.
@@ -75,6 +78,16 @@ def _precision(request: pytest.FixtureRequest) -> Iterator[None]:
     else:
         with brainstate.environ.context(precision=32):
             yield
+
+
+@pytest.fixture(autouse=True)
+def _promotion(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let JAX promote dtypes and ranks in tests marked `implicit_promotion`, as it does for
+    users.
+    """
+    marker = request.node.get_closest_marker("implicit_promotion")
+    with promotion(implicit=True) if marker else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)

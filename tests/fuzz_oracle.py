@@ -15,13 +15,13 @@ import etrace_bridge as eb
 from etrace_bridge.compiler.diagnostics import show_path
 from etrace_bridge.lowering import jit
 from etrace_bridge.rules import DRTRL, RTRL, Carry, Chunk, Rule
+from etrace_bridge.schedule.chunk import run_chunk
 from etrace_bridge.schedule.chunk_plan import divide
 from etrace_bridge.schedule.sequence import run_sequence
 from etrace_bridge.step.program import StepProgram, make_program
 from fuzz_models import STEPS, Program
 from oracle_compiler import Unrolled
 from quick_jit import quick_jit
-from strict import run_strictly
 
 EXACT = ("rtrl", "d_rtrl, chunk")  # the latter over one chunk: plain reverse mode
 
@@ -155,7 +155,7 @@ def measure(
 def _run_rule(step: StepProgram, rule: Rule, K: int, theta, hidden, other, xs):
     def chunk(carry, data, fresh, final):
         args, targets, weights = data
-        found = run_strictly(
+        found = run_chunk(
             rule, step, theta, Carry(*carry), Chunk(args, targets, weights, jax_loss), fresh, final
         )
         return (

@@ -17,8 +17,8 @@ from torch import nn
 import etrace_bridge as eb
 from etrace_bridge.learning.compiled_step import CompiledStep
 from etrace_bridge.rules import Carry, Chunk, Rule
+from etrace_bridge.schedule.chunk import run_chunk
 from quick_jit import quick_jit
-from strict import run_strictly
 
 INPUTS = 3
 
@@ -118,11 +118,9 @@ class Encoded(nn.Module):
 
     def __init__(self, hidden: int):
         super().__init__()
-        self.encoder, self.w, self.u = (
-            nn.Linear(INPUTS, 4),
-            nn.Linear(4, hidden),
-            nn.Linear(hidden, hidden),
-        )
+        self.encoder = nn.Linear(INPUTS, 4)
+        self.w = nn.Linear(4, hidden)
+        self.u = nn.Linear(hidden, hidden)
         self.out = nn.Linear(hidden, 2)
 
     def forward(self, x, state=None):
@@ -202,10 +200,8 @@ class Reference:
                     state = new
                     by_loss = jacobian(self.loss(output, target).reshape(1), [*old, *weights])
             del self.model.held
-            l_h, l_w = (
-                np.concatenate(by_loss[: len(old)], 1)[0],
-                np.concatenate(by_loss[len(old) :], 1)[0],
-            )
+            l_h = np.concatenate(by_loss[: len(old)], 1)[0]
+            l_w = np.concatenate(by_loss[len(old) :], 1)[0]
             steps.append(Dense(*found, l_h, l_w))
         return steps
 
@@ -297,7 +293,7 @@ class Engine:
     def _run(self, theta, hidden, other, trace, xs, targets):
         data = Chunk([xs], targets, jnp.ones(xs.shape[0]), squared_error)
         before = Carry(hidden, other, trace)
-        done = run_strictly(self.rule, self.session.program, theta, before, data, False, False)
+        done = run_chunk(self.rule, self.session.program, theta, before, data, False, False)
         return done.grads, (done.carry.hidden, done.carry.other, done.carry.trace), done.discarded
 
     def gradients(

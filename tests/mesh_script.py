@@ -173,10 +173,8 @@ def main() -> None:
     differences = {name: apart(alone[name], together[name]) for name in alone}
     with tempfile.TemporaryDirectory() as folder:
         model = make_net(torch.float32)
-        path, optimizer = (
-            learner.save(f"{folder}/model"),
-            torch.optim.Adam(model.parameters(), lr=0.01),
-        )
+        path = learner.save(f"{folder}/model")
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         # from four devices onto one
         loaded = eb.OnlineLearner.load(path, model, loss=mse_loss, optimizer=optimizer)
     xs, ys = make_data(batch=BATCH, seed=1, dtype=torch.float32)

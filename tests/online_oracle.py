@@ -69,12 +69,10 @@ class Spiking(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.fc, self.rec, self.out, self.v = (
-            nn.Linear(I, H),
-            nn.Linear(H, H),
-            nn.Linear(H, OUT),
-            None,
-        )
+        self.fc = nn.Linear(I, H)
+        self.rec = nn.Linear(H, H)
+        self.out = nn.Linear(H, OUT)
+        self.v = None
 
     def forward(self, x: Tensor) -> Tensor:
         v = torch.zeros(x.shape[0], H) if self.v is None else self.v

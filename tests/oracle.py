@@ -360,10 +360,8 @@ class CellRules:
         f_bar = dict.fromkeys(self.views, 0.0)
         for t, s in enumerate(self.steps):
             if t > 0:
-                past, b = (
-                    {},
-                    s["l_h"] if credit == "step" else np.einsum("bu,bus->bs", s["l_u"], s["u_h"]),
-                )
+                past = {}
+                b = s["l_h"] if credit == "step" else np.einsum("bu,bus->bs", s["l_u"], s["u_h"])
                 for n in self.views:
                     asked = np.einsum("bs,bso->bo", b, f_bar[n])
                     if n in s["x"]:

@@ -146,10 +146,8 @@ def main() -> None:
     brainstate.environ.set(precision=64 if load else 32)
     learner = checkpoints(eb, mesh, index, rows, folder, load)
     if load:
-        learner, (xs, ys) = (
-            make_learner("d_rtrl", torch.float64, mesh=mesh),
-            data(torch.float64, rows),
-        )
+        learner = make_learner("d_rtrl", torch.float64, mesh=mesh)
+        (xs, ys) = data(torch.float64, rows)
         run_steps(learner, xs, ys, 3)
         save(folder / f"calls-{index}.npz", all_calls(learner, xs, ys, rows))
         messages(eb, mesh, learner, xs, ys, index, folder)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from etrace_bridge.learning.compiled_step import CompiledStep
 from etrace_bridge.rules import Carry, Chunk, Rule
-from strict import run_strictly
+from etrace_bridge.schedule.chunk import run_chunk
 
 
 def sequence_gradient(
@@ -32,7 +32,7 @@ def sequence_gradient(
             jnp.ones(chunk),
             lambda output, target: jnp.sum(jnp.sin(output + target)),
         )
-        made = run_strictly(rule, compiled.program, theta, Carry(*state), data, False, False)
+        made = run_chunk(rule, compiled.program, theta, Carry(*state), data, False, False)
         return (made.carry.hidden, made.carry.other, made.carry.trace), made.grads
 
     start = (*jax.tree.map(jnp.asarray, compiled.initial), rule.init(compiled.program))

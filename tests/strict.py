@@ -1,20 +1,43 @@
-"""The engine without implicit promotion."""
+"""Tests run without implicit promotion: JAX promotes neither dtypes nor ranks by itself.
+
+In the package either would be an oversight. Users may write `x @ w + b`, so a brainstate module
+that is not the package's own runs with JAX's defaults.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import brainstate
 import jax
-
-from etrace_bridge.rules import ChunkResult
-from etrace_bridge.schedule.chunk import run_chunk
+import optax
 
 
-def run_strictly(*args: Any) -> ChunkResult:
-    """`run_chunk` where JAX promotes neither dtypes nor ranks by itself: in the engine and in rules
-    either would be an oversight.
+@contextlib.contextmanager
+def promotion(*, implicit: bool) -> Iterator[None]:
+    """Let JAX promote dtypes and ranks in this context, or make it an error."""
+    dtypes, ranks = ("standard", "allow") if implicit else ("strict", "raise")
+    with jax.numpy_dtype_promotion(dtypes), jax.numpy_rank_promotion(ranks):
+        yield
 
-    A model's own code is traced outside of it: users may write `x @ w + b`.
-    """
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        return run_chunk(*args)
+
+def run_tests_strictly() -> None:
+    """Make implicit promotion an error in this process, except in code of users and libraries."""
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    brainstate.nn.Module.__call__ = _as_users_run_it(brainstate.nn.Module.__call__)
+    # Adam raises a float to an integer power
+    optax.tree.bias_correction = promotion(implicit=True)(optax.tree.bias_correction)
+
+
+def _as_users_run_it(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def run(self: brainstate.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        is_ours = type(self).__module__.split(".")[0] == "etrace_bridge"
+        with promotion(implicit=not is_ours):
+            return call(self, *args, **kwargs)
+
+    return run

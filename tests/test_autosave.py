@@ -267,10 +267,8 @@ def test_a_file_that_grows_too_large_for_the_system(shared, tmp_path):
     resource = pytest.importorskip("resource")
     path = shared.save(tmp_path / "run")
     files = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    limits, handler = (
-        resource.getrlimit(resource.RLIMIT_FSIZE),
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
-    )
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (500, limits[1]))
     try:
         with pytest.raises(eb.CheckpointError, match="File too large"):

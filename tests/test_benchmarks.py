@@ -60,10 +60,8 @@ def test_the_online_step_grows_linearly_with_layers():
     [("gradients", "d_rtrl", "step"), ("step", "d_rtrl", "step"), ("gradients", "pp_prop", "core")],
 )
 def test_a_row(mode, rule, credit):
-    harness, workloads = (
-        importlib.import_module("benchmarks.harness"),
-        importlib.import_module("benchmarks.workloads"),
-    )
+    harness = importlib.import_module("benchmarks.harness")
+    workloads = importlib.import_module("benchmarks.workloads")
     steps = 1 if mode == "step" else 12
     workload = workloads.Workload(
         "small",

@@ -26,11 +26,9 @@ class RNN(brainstate.nn.Module):
 
     def __init__(self, noise: float = 0.0) -> None:
         super().__init__()
-        self.inner, self.recurrent, self.out = (
-            brainstate.nn.Linear(I, H),
-            brainstate.nn.Linear(H, H),
-            brainstate.nn.Linear(H, 2),
-        )
+        self.inner = brainstate.nn.Linear(I, H)
+        self.recurrent = brainstate.nn.Linear(H, H)
+        self.out = brainstate.nn.Linear(H, 2)
         self.noise, self.rng = noise, brainstate.random.RandomState(3)
 
     def init_state(self, batch_size: int, **_) -> None:

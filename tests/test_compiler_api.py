@@ -149,10 +149,8 @@ def test_relation_fields():
 
 
 def test_y_to_hidden_groups():
-    graph, (_, args) = (
-        models.graph_of("two_groups_one_weight"),
-        models.build("two_groups_one_weight"),
-    )
+    graph = models.graph_of("two_groups_one_weight")
+    (_, args) = models.build("two_groups_one_weight")
     (relation,) = graph.hidden_param_op_relations
     step = Step(graph, args)
     env = step.run({}, {})

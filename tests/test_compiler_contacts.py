@@ -29,10 +29,8 @@ def by_form(form, view, x):
     if form.x_index is None:
         operands, letters = [view], [form.view]
     else:
-        operands, letters = (
-            [form.phi(x).reshape(form.shape(form.feature)), view],
-            [form.feature, form.view],
-        )
+        operands = [form.phi(x).reshape(form.shape(form.feature)), view]
+        letters = [form.feature, form.view]
     new = [c for c in form.out if not any(c in part for part in letters)]  # of the output alone
     operands += [jnp.ones(form.sizes[c]) for c in new]
     return jnp.einsum(",".join([*letters, *new]) + "->" + form.out, *operands)

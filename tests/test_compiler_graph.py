@@ -194,8 +194,6 @@ def test_every_model_has_an_expectation():
 
 @pytest.mark.parametrize("name", list(models.ZOO))
 def test_graph(name):
-    written, found = (
-        written_lines(EXPECTED[name]),
-        found_lines(models.graph_of(name), written_formulas(EXPECTED[name])),
-    )
+    written = written_lines(EXPECTED[name])
+    found = found_lines(models.graph_of(name), written_formulas(EXPECTED[name]))
     assert sorted(found) == sorted(written)

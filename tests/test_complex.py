@@ -31,11 +31,9 @@ class Rotating(nn.Module):
         self.decay = nn.Parameter(
             0.8 * torch.exp(1j * torch.linspace(0.3, 1.2, H)).to(torch.complex128)
         )
-        self.inp, self.bias, self.read = (
-            nn.Parameter(complex_normal(H, 2)),
-            nn.Parameter(complex_normal(H)),
-            read,
-        )
+        self.inp = nn.Parameter(complex_normal(H, 2))
+        self.bias = nn.Parameter(complex_normal(H))
+        self.read = read
 
     def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
         h = x.new_zeros(x.shape[0], H, dtype=torch.complex128) if h is None else h
@@ -48,11 +46,9 @@ class ModReLU(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.hh, self.ih, self.b = (
-            nn.Parameter(complex_normal(H, H)),
-            nn.Parameter(complex_normal(H, 2)),
-            nn.Parameter(torch.randn(H).double()),
-        )
+        self.hh = nn.Parameter(complex_normal(H, H))
+        self.ih = nn.Parameter(complex_normal(H, 2))
+        self.b = nn.Parameter(torch.randn(H).double())
 
     def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
         h = x.new_zeros(x.shape[0], H, dtype=torch.complex128) if h is None else h
@@ -311,10 +307,8 @@ def test_complex64_in_the_default_mode() -> None:
     class Single(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.w, self.out = (
-                nn.Parameter(0.5 * torch.randn(H, 2, dtype=torch.complex64)),
-                nn.Linear(H, 1, dtype=torch.complex64),
-            )
+            self.w = nn.Parameter(0.5 * torch.randn(H, 2, dtype=torch.complex64))
+            self.out = nn.Linear(H, 1, dtype=torch.complex64)
 
         def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
             h = torch.zeros(x.shape[0], H, dtype=torch.complex64) if h is None else h

@@ -151,10 +151,8 @@ class Tutorial(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         batch, steps = inputs.shape[:2]
         h1 = torch.einsum("abc,cd->abd", (inputs, self.w1))
-        syn, mem = (
-            torch.zeros(batch, H, dtype=inputs.dtype),
-            torch.zeros(batch, H, dtype=inputs.dtype),
-        )
+        syn = torch.zeros(batch, H, dtype=inputs.dtype)
+        mem = torch.zeros(batch, H, dtype=inputs.dtype)
         spikes = []
         for t in range(steps):
             out = Spike.apply(mem - 1.0)
@@ -162,10 +160,8 @@ class Tutorial(nn.Module):
             syn, mem = 0.8 * syn + h1[:, t], (0.9 * mem + syn) * (1.0 - rst)
             spikes.append(out)
         h2 = torch.einsum("abc,cd->abd", (torch.stack(spikes, dim=1), self.w2))
-        flt, out = (
-            torch.zeros(batch, 2, dtype=inputs.dtype),
-            torch.zeros(batch, 2, dtype=inputs.dtype),
-        )
+        flt = torch.zeros(batch, 2, dtype=inputs.dtype)
+        out = torch.zeros(batch, 2, dtype=inputs.dtype)
         recorded = [out]
         for t in range(steps):
             flt, out = 0.8 * flt + h2[:, t], 0.9 * out + flt
@@ -332,11 +328,9 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gru, self.own, self.lstm = (
-            nn.GRU(IN, IN, batch_first=True),
-            Inline(),
-            nn.LSTM(H, 2, num_layers=2, batch_first=True),
-        )
+        self.gru = nn.GRU(IN, IN, batch_first=True)
+        self.own = Inline()
+        self.lstm = nn.LSTM(H, 2, num_layers=2, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.lstm(self.own(self.gru(x)[0]))[0]

@@ -74,11 +74,9 @@ def test_attention_over_the_state_learns_online() -> None:
     class Attends(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.attention, self.cell, self.h = (
-                nn.MultiheadAttention(H, 2, batch_first=True),
-                nn.GRUCell(H, 2 * H),
-                None,
-            )
+            self.attention = nn.MultiheadAttention(H, 2, batch_first=True)
+            self.cell = nn.GRUCell(H, 2 * H)
+            self.h = None
 
         def forward(self, x: Tensor) -> Tensor:
             tokens = (x.new_zeros(x.shape[0], 2 * H) if self.h is None else self.h).view(-1, 2, H)

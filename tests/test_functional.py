@@ -227,11 +227,9 @@ class Tokens(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.gru, self.out = (
-            torch.nn.Embedding(7, 4),
-            torch.nn.GRU(4, 5),
-            torch.nn.Linear(5, 7),
-        )
+        self.embed = torch.nn.Embedding(7, 4)
+        self.gru = torch.nn.GRU(4, 5)
+        self.out = torch.nn.Linear(5, 7)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.out(self.gru(self.embed(x))[0])

@@ -154,10 +154,8 @@ class Around(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.gru, self.out = nn.GRU(WIDTH, WIDTH), nn.Linear(WIDTH, OUT)
-        self.conv, self.norm = (
-            nn.Conv1d(WIDTH, WIDTH, 3, padding=1, padding_mode="replicate"),
-            nn.InstanceNorm1d(WIDTH),
-        )
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, padding_mode="replicate")
+        self.norm = nn.InstanceNorm1d(WIDTH)
         self.batch_norm = nn.BatchNorm1d(WIDTH)
 
     def before(self, x: Tensor) -> Tensor:

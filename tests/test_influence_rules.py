@@ -119,10 +119,8 @@ def case(make: Any) -> tuple[nn.Module, Tensor, Tensor, list[Dense]]:
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(0.7 * torch.randn(p.shape, generator=generator))
-    xs, targets = (
-        torch.randn(T, B, IN, generator=generator),
-        torch.randn(T, B, OUT, generator=generator),
-    )
+    xs = torch.randn(T, B, IN, generator=generator)
+    targets = torch.randn(T, B, OUT, generator=generator)
     shapes = {n: p.shape for n, p in model.named_parameters()}
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
@@ -242,10 +240,8 @@ def test_snap_n_reads_a_mask_that_is_a_buffer():
 def test_ostl_by_definition():
     """Each layer's weights with its own states."""
     steps = case(Two)[3]
-    layer_of_state, layer_of_weight = (
-        np.repeat([0, 1], [3, 4]),
-        np.repeat([0, 1, 2], [9 + 9, 12 + 16, 8]),
-    )
+    layer_of_state = np.repeat([0, 1], [3, 4])
+    layer_of_weight = np.repeat([0, 1, 2], [9 + 9, 12 + 16, 8])
     expected = masked_rtrl(steps, layer_of_state[:, None] == layer_of_weight)
     assert_equal(found(Two, OSTL()), expected)
     assert (
@@ -342,12 +338,10 @@ def test_random_rules_draw_new_signs():
     """For another seed, later in the stream, for other inputs and for other weights at its start;
     the same ones for the same data.
     """
-    w, hidden, x, blank = (
-        jnp.ones(3),
-        [jnp.ones((B, 40))],
-        np.ones((1, B, IN)),
-        np.zeros((1, B, IN)),
-    )
+    w = jnp.ones(3)
+    hidden = [jnp.ones((B, 40))]
+    x = np.ones((1, B, IN))
+    blank = np.zeros((1, B, IN))
     signs = lambda draws, rule=UORO(): np.asarray(rule.signs(draws, hidden)[0])  # noqa: B008
     first, later = signs(draws_after(w, x)), signs(draws_after(w, x, blank))
     assert set(np.unique(first)) == {-1.0, 1.0}
@@ -420,10 +414,8 @@ def test_kf_rtrl_by_definition():
         length = lambda arrays: np.sqrt(sum((a**2).sum() for a in arrays)) + 1e-7
         rho1, rho2 = np.sqrt(length(u) / length([moved])), np.sqrt(length(features) / length([G]))
         c1, c2 = signs()[t, 0, :2]
-        A, u = (
-            c1 * rho1 * moved + c2 * rho2 * G,
-            [c1 / rho1 * a + c2 / rho2 * x for a, x in zip(u, features, strict=True)],
-        )
+        A = c1 * rho1 * moved + c2 * rho2 * G
+        u = [c1 / rho1 * a + c2 / rho2 * x for a, x in zip(u, features, strict=True)]
         h = new
     assert [n for n, _ in model.named_parameters()] == ["w", "u", "b", "out"]
     assert_equal(found(Ring, GivenPairs()), total)

@@ -157,10 +157,8 @@ def test_the_quick_reader_takes_what_it_was_made_for_and_leaves_the_rest():
     first = torch.zeros(2, 3)
     reader = FastReader(first, as_array(first), None, [], "The input", 2)
     assert reader(torch.ones(2, 3)) is not None
-    parameter, negative = (
-        nn.Parameter(torch.ones(2, 3)),
-        torch.imag(torch.ones(2, 3, dtype=torch.complex64).conj()),
-    )
+    parameter = nn.Parameter(torch.ones(2, 3))
+    negative = torch.imag(torch.ones(2, 3, dtype=torch.complex64).conj())
     for other in (
         torch.ones(3, 3),
         torch.ones(2, 3).double(),

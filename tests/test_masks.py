@@ -100,10 +100,8 @@ def test_a_sum_over_the_batch_is_masked_too() -> None:
 def test_mask_equal_for_all_sequences_is_the_mask_of_steps() -> None:
     (xs, targets), steps = make_data(), torch.tensor([1.0, 0.0, 2.0, 0.0, 1.0, 0.5])
     learner = eb.OnlineLearner(make_net(), "d_rtrl", F.mse_loss, chunk=2)
-    one, other = (
-        learner.gradients(xs, targets, steps),
-        learner.gradients(xs, targets, steps[:, None].expand(-1, 3)),
-    )
+    one = learner.gradients(xs, targets, steps)
+    other = learner.gradients(xs, targets, steps[:, None].expand(-1, 3))
     assert one.loss == pytest.approx(other.loss, rel=1e-12)
     assert_same(other.grads, one.grads, 1e-12)
 
@@ -417,11 +415,9 @@ class Twice(nn.Module):
 def test_losses_of_snntorch(name: str) -> None:
     functional = pytest.importorskip("snntorch.functional")
     loss = getattr(functional, name)()
-    model, (xs, _), target = (
-        make_net(torch.float32),
-        make_data(dtype=torch.float32),
-        torch.tensor([1, 0, 1]),
-    )
+    model = make_net(torch.float32)
+    (xs, _) = make_data(dtype=torch.float32)
+    target = torch.tensor([1, 0, 1])
     whole = loss(model(xs), target)
     if name.startswith("mse"):  # run in torch; spiking layers give spikes and membranes
         model, of_one = Twice(model), loss
@@ -436,10 +432,8 @@ def test_frozen_steps_are_as_if_they_had_not_been(rule: str) -> None:
     """Sequences with gaps: gradients, states and trace are those of the sequences without their
     gaps.
     """
-    (xs, targets), mask = (
-        make_data(),
-        torch.tensor([[1, 0, 1], [0, 1, 1], [1, 1, 0], [0, 0, 1], [1, 0, 1], [1, 1, 0.0]]),
-    )
+    (xs, targets) = make_data()
+    mask = torch.tensor([[1, 0, 1], [0, 1, 1], [1, 1, 0], [0, 0, 1], [1, 0, 1], [1, 1, 0.0]])
     learner = eb.OnlineLearner(make_net(), rule, F.mse_loss, chunk=2, freeze=True)
     plain = eb.OnlineLearner(make_net(), rule, F.mse_loss, chunk=2)
     learner.gradients(xs, targets, mask, carry=True)

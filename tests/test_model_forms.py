@@ -139,10 +139,8 @@ def test_what_is_no_tensor_is_none() -> None:
     assert output["number"] is None and output["y"].note is None
 
 
-_types, _rules = (
-    (torch.bfloat16, torch.float16),
-    ("d_rtrl", "rtrl", "snap1", "eprop", "pp_prop", "bptt"),
-)
+_types = (torch.bfloat16, torch.float16)
+_rules = ("d_rtrl", "rtrl", "snap1", "eprop", "pp_prop", "bptt")
 # Every rule in one of the two, the default rule in both.
 HALF = [
     (d, r)

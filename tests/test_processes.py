@@ -224,10 +224,8 @@ def test_checkpoints_go_from_four_processes_to_two_to_one(four: Group, two: Grou
         here = process_script.whole_state(learner)
         for name in ("weights", "hidden", "trace"):
             assert apart(later[name], here[name]) == 0, name
-        alone, (xs, ys) = (
-            process_script.make_learner("d_rtrl", torch.float32),
-            process_script.data(torch.float32),
-        )
+        alone = process_script.make_learner("d_rtrl", torch.float32)
+        (xs, ys) = process_script.data(torch.float32)
         process_script.run_steps(alone, xs, ys, 4), process_script.run_steps(alone, xs, ys, 4)
         assert learner.steps == alone.steps == 8
         assert apart(here["weights"], process_script.whole_state(alone)["weights"]) <= 1e-6

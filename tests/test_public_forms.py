@@ -106,11 +106,9 @@ class Bounded(nn.Module):
 
     def __init__(self, bound: float | None = None) -> None:
         super().__init__()
-        self.w, self.u, self.bound = (
-            nn.Parameter(torch.randn(IN, H)),
-            nn.Parameter(torch.randn(H, H)),
-            bound,
-        )
+        self.w = nn.Parameter(torch.randn(IN, H))
+        self.u = nn.Parameter(torch.randn(H, H))
+        self.bound = bound
 
     def bounded(self, weight: Tensor) -> Tensor:
         return weight if self.bound is None else weight.clamp(-self.bound, self.bound)

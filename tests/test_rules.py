@@ -35,6 +35,7 @@ from etrace_bridge.rules import (
     make_rule,
     rule_names,
 )
+from etrace_bridge.schedule.chunk import run_chunk
 from etrace_bridge.schedule.chunk_plan import block_steps, working_bytes
 from etrace_bridge.step.exits import exit_cotangents, find_exits, linearise_exits
 from etrace_bridge.step.forward import run_forward
@@ -52,7 +53,6 @@ from oracle import (
 )
 from quick_jit import quick_jit
 from share import in_turn
-from strict import run_strictly
 
 T, K = 6, 3
 
@@ -209,7 +209,7 @@ def compiled(
 
     def chunk(theta, hidden, other, trace, args, targets, weights):
         data = Chunk(args, targets, weights, loss)
-        found = run_strictly(rule, program, theta, Carry(hidden, other, trace), data, fresh, final)
+        found = run_chunk(rule, program, theta, Carry(hidden, other, trace), data, fresh, final)
         return (
             found.grads,
             found.losses,
@@ -311,11 +311,9 @@ def test_upstream_half_of_a_fused_weight():
     gate's has a trace.
     """
     name = "GRUCell"
-    found, upstream, traced = (
-        run(name, DRTRL()).grads,
-        dense(name).upstream("step", K),
-        dense(name).d_rtrl(),
-    )
+    found = run(name, DRTRL()).grads
+    upstream = dense(name).upstream("step", K)
+    traced = dense(name).d_rtrl()
     fused = [n for n, g in enumerate(found) if g.shape[-1] == 2 * H]
     assert fused
     for n in fused:

@@ -31,11 +31,11 @@ from etrace_bridge.rules import (
     SnApN,
     ThreeFactor,
 )
+from etrace_bridge.schedule.chunk import run_chunk
 from etrace_bridge.step.program import StepProgram, make_program
 from models import B, H, I
 from oracle import Cell, CellRules, assert_close, assert_live
 from quick_jit import quick_jit
-from strict import run_strictly
 
 pytestmark = pytest.mark.usefixtures("users_compiler")
 
@@ -260,7 +260,7 @@ def gradient(name: str, rule: Rule, K: int) -> dict[str, np.ndarray]:
     @quick_jit
     def chunk(hidden, trace, x, target):
         data = Chunk([x], target, jnp.ones(len(target)), batch_loss)
-        found = run_strictly(rule, b.program, weights, Carry(hidden, [], trace), data, False, False)
+        found = run_chunk(rule, b.program, weights, Carry(hidden, [], trace), data, False, False)
         return found.grads, found.carry.hidden, found.carry.trace
 
     trace, total = rule.init(b.program), [0.0] * len(weights)
@@ -457,9 +457,7 @@ def test_braintrace_gives_the_same_where_it_gives_anything(cell, step, left_out)
     data = Chunk([xs], targets, jnp.full(T, 1 / T), row_loss)  # theirs is the mean over time
     found = quick_jit(
         lambda: (
-            run_strictly(
-                rule, program, theta, Carry([jnp.zeros(H)], [], None), data, True, True
-            ).grads
+            run_chunk(rule, program, theta, Carry([jnp.zeros(H)], [], None), data, True, True).grads
         )
     )()
     leaves = iter(found)
@@ -482,10 +480,8 @@ def _braintrace_rnn(
     """
     import braintrace
 
-    xs, targets = (
-        jnp.asarray(np.random.default_rng(4).standard_normal((T, I))),
-        jnp.linspace(-1.0, 1.0, T),
-    )
+    xs = jnp.asarray(np.random.default_rng(4).standard_normal((T, I)))
+    targets = jnp.linspace(-1.0, 1.0, T)
     theirs = braintrace.nn.ValinaRNNCell(I, H, activation="tanh")
     learner = braintrace.compile(theirs, algorithm, xs[0])
     expected = learner.etrace_grad(xs, targets, step_fn=functools.partial(step_fn, learner))[
@@ -499,9 +495,7 @@ def _braintrace_rnn(
 
     def body(state: Any, part: Any) -> tuple[Any, Any]:
         data = Chunk([part[0][None]], part[1][None], jnp.full(1, 1 / T), loss)
-        made = run_strictly(
-            rule, program, jax.tree.leaves(layer), Carry(*state), data, False, False
-        )
+        made = run_chunk(rule, program, jax.tree.leaves(layer), Carry(*state), data, False, False)
         return (made.carry.hidden, made.carry.other, made.carry.trace), made.grads
 
     found = quick_jit(

@@ -33,12 +33,10 @@ class Layers(nn.Module):
 
     def __init__(self, reset: float = 0.3) -> None:
         super().__init__()
-        self.fc1, self.fc2, self.out, self.reset = (
-            nn.Linear(IN, H1),
-            nn.Linear(H1, H2),
-            nn.Linear(H2, OUT),
-            reset,
-        )
+        self.fc1 = nn.Linear(IN, H1)
+        self.fc2 = nn.Linear(H1, H2)
+        self.out = nn.Linear(H2, OUT)
+        self.reset = reset
 
     def layer(self, current: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """The new membrane and the spike."""

@@ -19,11 +19,11 @@ from etrace_bridge.lowering import CPUTuning
 from etrace_bridge.lowering import patches as convolution
 from etrace_bridge.lowering import products as lowered_products
 from etrace_bridge.rules import DRTRL, Carry, Chunk, EProp, PPProp
+from etrace_bridge.schedule.chunk import run_chunk
 from etrace_bridge.step.forward import run_forward
 from etrace_bridge.step.linearise import loss_gradient
 from etrace_bridge.step.program import StepProgram, make_program
 from etrace_bridge.step.steps import Steps
-from strict import run_strictly
 
 
 def program_of(name: str) -> StepProgram:
@@ -283,9 +283,7 @@ def test_one_step_transposes_products_not_sums(rule):
 
     def step(theta, hidden, trace, x):
         data = Chunk([x], jnp.zeros(1), jnp.ones(1), lambda y, target: jnp.sum(y**2))
-        return run_strictly(
-            rule, program, theta, Carry(hidden, [], trace), data, False, False
-        ).grads
+        return run_chunk(rule, program, theta, Carry(hidden, [], trace), data, False, False).grads
 
     jaxpr = jax.make_jaxpr(step)(theta, hidden, rule.init(program), jnp.ones((1, 2, 3))).jaxpr
     made_by = {v: eqn.primitive.name for eqn in jaxpr.eqns for v in eqn.outvars}
@@ -329,10 +327,8 @@ def test_other_devices_get_plain_programs_that_compute_the_same(name, rule, step
             rng.standard_normal((*lead, *v.aval.shape)), v.aval.dtype
         )
         if not found:
-            theta, xs = (
-                [draw(v) for v in program.weight_vars],
-                [draw(v, steps) for v in program.arg_vars],
-            )
+            theta = [draw(v) for v in program.weight_vars]
+            xs = [draw(v, steps) for v in program.arg_vars]
             hidden = [draw(leaf.invar) for leaf in program.leaves]
             trace = jax.tree.map(
                 lambda x: jnp.asarray(rng.random(x.shape), x.dtype), rule.init(program)
@@ -342,9 +338,7 @@ def test_other_devices_get_plain_programs_that_compute_the_same(name, rule, step
         def run(theta, hidden, trace, xs, program=program):
             loss = lambda output, target: sum(jnp.sum(o**2) for o in jax.tree.leaves(output))
             data = Chunk(xs, jnp.zeros(steps), jnp.ones(steps), loss)
-            result = run_strictly(
-                rule, program, theta, Carry(hidden, [], trace), data, False, False
-            )
+            result = run_chunk(rule, program, theta, Carry(hidden, [], trace), data, False, False)
             return result.grads, result.carry.trace, result.factors
 
         seen[platform] = primitives_of(jax.make_jaxpr(run)(theta, hidden, trace, xs).jaxpr)

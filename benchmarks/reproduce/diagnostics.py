@@ -92,7 +92,7 @@ STEPS = dict.fromkeys(MAKERS, 20_000) | {"copy, GRU": 200_000, "adding, GRU": 20
 
 
 def is_classification(name: str) -> bool:
-    """Whether the task's targets are classes."""
+    """Return whether the task's targets are classes."""
     return name in ("copy", "aⁿbⁿ")
 
 

@@ -18,7 +18,8 @@ from etrace_bridge.rules import PPProp
 
 
 class CurrentNet(nn.Module):
-    """Spiking neurons whose spikes leave a current that lasts for seconds; the readout sees voltages.
+    """Spiking neurons whose spikes leave a current that lasts for seconds; the readout sees
+    voltages.
 
         g' = σ g + W_in x + W_rec z,   i' = ρ (i - z),   v' = α (v - z) + (1 - α) (g' + i')
         z' = H(v' - 1),                y' = κ y + W_out standardise(v' - 1)

@@ -126,7 +126,7 @@ def normalised(task: Task, results: Results, method: str) -> float | None:
 
 
 def is_error(task: Task, setting: str) -> bool:
-    """Whether a small score is good in this setting."""
+    """Return whether a small score is good in this setting."""
     return task.lower_is_better or setting.startswith(("adding", "rotation"))
 
 

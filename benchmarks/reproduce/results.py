@@ -27,7 +27,7 @@ class Results:
         self.runs: list[dict] = json.loads(self.path.read_text()) if self.path.exists() else []
 
     def has(self, setting: str, method: str, seed: int) -> bool:
-        """Whether this run was made."""
+        """Return whether this run was made."""
         return any(
             (r["setting"], r["method"], r["seed"]) == (setting, method, seed) for r in self.runs
         )

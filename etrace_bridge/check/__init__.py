@@ -1,4 +1,4 @@
-"""Trust: online gradients beside torch's BPTT, and which rule fits a budget."""
+"""Checks: online gradients compared with torch's BPTT, and which rule fits a budget."""
 
 import etrace_bridge._precision  # noqa: F401 - before anything imports brainstate
 from etrace_bridge.check.gradient_report import GradientReport

@@ -12,7 +12,7 @@ from etrace_bridge.learning.masks import check_loss_at, last_of
 
 @dataclass(frozen=True)
 class CheckLoss:
-    """A loss, and what it reads.
+    """A loss, and the outputs that it reads.
 
     Attributes:
         function: `(output, target) -> scalar`.

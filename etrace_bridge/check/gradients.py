@@ -24,27 +24,29 @@ from etrace_bridge.rules import Rule, make_rule
 
 @overload
 def check_gradients(
-    model: nn.Module,
+    model: nn.Module | brainstate.nn.Module,
     xs: Any,
     targets: Any,
     loss: Callable | None = ...,
     rule: str | Rule = ...,
+    chunk: int | str = ...,
     **options: Any,
 ) -> GradientReport: ...
 @overload
 def check_gradients(
-    model: nn.Module,
+    model: nn.Module | brainstate.nn.Module,
     xs: Any,
     targets: Any,
     loss: Callable | None = ...,
     rule: Sequence[str | Rule] = ...,
+    chunk: int | str = ...,
     **options: Any,
 ) -> RuleComparison: ...
 
 
 @announcing("comparing gradients …")
 def check_gradients(
-    model: nn.Module,
+    model: nn.Module | brainstate.nn.Module,
     xs: Any,
     targets: Any,
     loss: Callable[[Any, Any], Any] | None = None,
@@ -105,8 +107,9 @@ def check_gradients(
     function = read_loss(loss, loss_at, seq_loss)
     if reduction not in ("mean", "sum"):
         raise InputError(f"`reduction` is {reduction!r}; it must be 'mean' or 'sum'.")
-    several = isinstance(rule, (list, tuple))
-    rules = [make_rule(r) for r in (rule if several else (rule,))]  # pyright: ignore[reportGeneralTypeIssues]
+    several = isinstance(rule, Sequence) and not isinstance(rule, str)
+    given = rule if isinstance(rule, Sequence) and not isinstance(rule, str) else (rule,)
+    rules = [make_rule(r) for r in given]
     if not rules:
         raise InputError("`rule` is an empty list; name at least one rule.")
     zero = frozenset(allow_zero)
@@ -147,7 +150,7 @@ def _run_in_precision(check: TorchCheck, requested: torch.dtype | None) -> list[
 
 
 def assert_gradients_close(
-    model: nn.Module,
+    model: nn.Module | brainstate.nn.Module,
     xs: Any,
     targets: Any,
     loss: Callable,

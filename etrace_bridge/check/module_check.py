@@ -56,7 +56,7 @@ def check_module(
     dtype = leaves[0].dtype
     inputs = [jnp.asarray(as_array(x, dtype)) for x in as_inputs(xs)]
     length = len(inputs[0])
-    steps, factors = read_mask(mask, loss, *inputs[0].shape[:2])
+    steps, factors = read_mask(mask, loss, length, inputs[0].shape[1])
     weights = step_weights(steps, reduction, length)
     shown = tuple(to_torch(x) for x in inputs)
     data = CheckData(shown, targets, weights, False, loss.per_sequence, factors)

@@ -92,7 +92,8 @@ def module_reference(
 
 
 def masked_loss(loss: Callable, output: Any, target: Any) -> Callable:
-    """A loss of `(output, (target, factors))` in which batch elements count by their factors.
+    """Return a loss of `(output, (target, factors))` in which batch elements count by their
+    factors.
 
     Args:
         loss: a mean or a sum over the batch; a learner refuses any other.

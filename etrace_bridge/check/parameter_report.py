@@ -209,7 +209,9 @@ def _largest(difference: np.ndarray) -> tuple[int, ...]:
 
 
 def _sign_agreement(online: np.ndarray, reference: np.ndarray) -> float:
-    """Return the share of equal signs where the reference is not zero; NaN if it is zero everywhere."""
+    """Return the share of equal signs where the reference is not zero; NaN if it is zero
+    everywhere.
+    """
     ours, theirs = (
         np.stack((x.real, x.imag)) if np.iscomplexobj(x) else x for x in (online, reference)
     )

@@ -48,7 +48,8 @@ def float_dtype(model: nn.Module) -> torch.dtype:
 
 @contextlib.contextmanager
 def in_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Give the model's floating tensors, torch's default dtype and JAX one precision in this context.
+    """Return the model's floating tensors, torch's default dtype and JAX one precision in this
+    context.
 
     The tensors keep their identity, so closures, tied weights and the user's references see the
     same precision, and a model that cannot be copied can be cast. Afterwards every tensor has its

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 def forward_problems(setup: CheckSetup, result: GradientResult, reference: Reference) -> list[str]:
-    """Describe the first difference between the outputs of both sides, or a loss that is not finite."""
+    """Describe the first difference between the outputs of both sides, or a loss that is not
+    finite.
+    """
     arrays = [np.asarray(x) for x in jax.tree.leaves(result.raw_outputs)]
     for step, outputs in enumerate(reference.outputs):
         if len(outputs) != len(arrays):

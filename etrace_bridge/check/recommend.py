@@ -42,7 +42,7 @@ _REFERENCE_LIMIT = 4 * 10**9  # bytes that the reference, BPTT over the whole se
 
 @dataclass(frozen=True)
 class Candidate:
-    """One rule that was looked at.
+    """One rule that was tried.
 
     Attributes:
         rule: its name, with options that are not the default, as `rule=` accepts it.
@@ -64,7 +64,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What to use, and what else there was.
+    """The recommended rule, and its alternatives.
 
     Attributes:
         rule: the recommended rule, as `rule=` accepts it; None if none fits.
@@ -155,8 +155,7 @@ def recommend(
         sequence: as for `wrap`.
         batch_first: as for `wrap`.
     """
-    is_plain = isinstance(model, brainstate.nn.Module) and not isinstance(model, BridgedModule)
-    if not is_plain and not isinstance(model, nn.Module):
+    if isinstance(model, BridgedModule) or not isinstance(model, (nn.Module, brainstate.nn.Module)):
         raise InputError(
             f"`recommend` takes a torch or brainstate module, not a `{type(model).__name__}`."
         )
@@ -165,13 +164,10 @@ def recommend(
     limit = parse_bytes(budget)
     names = rules if rules is not None else [n for n in rule_names() if not make_rule(n).truncates]
     chosen = [list(make_rule(r).variants()) if r in rule_names() else [make_rule(r)] for r in names]
-    if is_plain:
+    if not isinstance(model, nn.Module):
         with preserved_states(model):
-            candidates = _candidates(
-                _Trial(model, [jnp.asarray(as_array(a)) for a in as_inputs(x)], steps),
-                chosen,
-                limit,
-            )
+            trial = _Trial(model, [jnp.asarray(as_array(a)) for a in as_inputs(x)], steps)
+            candidates = _candidates(trial, chosen, limit)
         return _recommendation(candidates, limit, steps)
     precision = float_dtype(model)
     with in_precision(model, precision) if precision == torch.float64 else contextlib.nullcontext():

@@ -1,4 +1,4 @@
-"""Compares `learner.step` with `learner.gradients` on the user's arrays.
+"""Compare `learner.step` with `learner.gradients` on the user's arrays.
 
 Both run in the precision and JAX mode that training will use.
 """
@@ -81,8 +81,9 @@ class _Sum(NamedTuple):
 def _sum_gradients() -> optax.GradientTransformation:
     """Make an optimizer that adds up gradients and does not change the weights."""
 
-    def update(grads: Any, state: _Sum, params: Any = None) -> tuple[Any, _Sum]:
-        return jax.tree.map(jnp.zeros_like, grads), _Sum(jax.tree.map(jnp.add, state.total, grads))
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        total = jax.tree.map(jnp.add, state.total, updates)
+        return jax.tree.map(jnp.zeros_like, updates), _Sum(total)
 
     return optax.GradientTransformation(
         lambda params: _Sum(jax.tree.map(jnp.zeros_like, params)), update
@@ -91,7 +92,9 @@ def _sum_gradients() -> optax.GradientTransformation:
 
 @contextlib.contextmanager
 def training_precision(model: nn.Module):
-    """The mode in which the user would train: as it is, or float64 mode for a model that needs it."""
+    """Return the mode in which the user would train: the current one, or float64 for a model that
+    needs it.
+    """
     dtype = float_dtype(model)
     with in_precision(model, dtype) if dtype == torch.float64 else contextlib.nullcontext():
         yield

@@ -61,7 +61,7 @@ class CheckData:
 
 @dataclass(frozen=True)
 class Reference:
-    """What the reference computed.
+    """The reference's results.
 
     Attributes:
         grads: gradient by parameter name; zeros where there is no path to the loss.
@@ -164,10 +164,8 @@ def _losses(
     for step, (output, weight) in enumerate(zip(read, weights, strict=True)):
         if weight == 0:
             continue
-        call, target = (
-            functools.partial(_torch_loss if is_torch else _jax_loss, function),
-            data.target(step),
-        )
+        call = functools.partial(_torch_loss if is_torch else _jax_loss, function)
+        target = data.target(step)
         if data.factors is None:
             number, tensor = call(output, target)
         else:
@@ -180,7 +178,9 @@ def _losses(
 def _masked_loss(
     call: Callable, output: Any, target: Any, factors: np.ndarray
 ) -> tuple[float, torch.Tensor]:
-    """The loss of a step in which batch elements count by their factors: the loss of each alone."""
+    """Return the loss of a step in which batch elements count by their factors: the loss of each
+    alone.
+    """
     pick = lambda tree, rows: map_tensors(tree, lambda t: t[rows] if t.dim() else t)
     of_rows = lambda rows: call(pick(output, rows), pick(target, rows))
     rows = np.flatnonzero(factors).tolist()

@@ -1,5 +1,5 @@
-"""What the commands share: arguments, exit statuses, and the error for arguments that do not go
-together.
+"""What the commands share: arguments, exit statuses, and the error for arguments that contradict
+each other.
 
 Nothing here imports JAX or torch, so that `--help` is quick; a test compares the names with what
 they name.
@@ -27,11 +27,11 @@ OPTIMIZER_NAMES = ("adam", "adamw", "sgd", "momentum", "rmsprop")
 
 
 class UsageError(Exception):
-    """The arguments do not go together."""
+    """Arguments that contradict each other."""
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of every command that takes a model and makes up data for it."""
+    """Add the arguments of every command that takes a model and makes up data for it."""
     parser.add_argument(
         "model", help="path/to/file.py:name of a torch or brainstate module, or of its maker"
     )
@@ -46,7 +46,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_data_arguments(parser: argparse.ArgumentParser) -> None:
-    """What made-up data and the model's state look like."""
+    """Add the arguments that describe made-up data and the model's state."""
     parser.add_argument(
         "--classes",
         type=int,
@@ -62,20 +62,20 @@ def add_data_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of every command."""
+    """Add the arguments of every command."""
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
 
 def at_least_one(value: int, option: str) -> int:
-    """A positive number."""
+    """Return a positive number, or raise a `UsageError`."""
     if value < 1:
         raise UsageError(f"{option} is {value}; it must be at least 1.")
     return value
 
 
 def as_chunk(value: int | str, option: str = "--chunk") -> int | str:
-    """`"auto"`, or a positive number, from a number or text."""
+    """Return `"auto"` or a positive number."""
     text = str(value)
     if text == "auto":
         return text
@@ -85,12 +85,12 @@ def as_chunk(value: int | str, option: str = "--chunk") -> int | str:
 
 
 def split_names(groups: list[str] | None) -> list[str]:
-    """Names given as several options, or in one with commas."""
+    """Split names that were given as several options, or separated by commas."""
     return [name.strip() for group in groups or [] for name in group.split(",") if name.strip()]
 
 
 def existing_file(name: str) -> Path:
-    """The path of a file that is there."""
+    """Return the path of an existing file."""
     path = Path(name)
     if not path.is_file():
         raise InputError(
@@ -100,7 +100,7 @@ def existing_file(name: str) -> Path:
 
 
 def later(module: str, name: str) -> Callable[[argparse.Namespace], int]:
-    """A command's function, whose module is imported when the command runs."""
+    """Return a command's function, whose module is imported when the command runs."""
 
     def run(args: argparse.Namespace) -> int:
         return getattr(importlib.import_module(f"etrace_bridge.cli.{module}"), name)(args)

@@ -1,5 +1,5 @@
-"""`bench`: time and memory of each rule's gradients of a sequence, next to torch BPTT, on this
-machine.
+"""`bench`: time and memory of each rule's gradients of a sequence, compared with torch BPTT, on
+this machine.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from etrace_bridge.rules import make_rule
 
 
 class BenchGRU(nn.Module):
-    """What is measured if no model is named: a torch GRU with a readout."""
+    """The model that is measured if none is named: a torch GRU with a readout."""
 
     def __init__(self, inputs: int, hidden: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class BenchGRU(nn.Module):
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    """Runs `bench`."""
+    """Run `bench`."""
     if args.model and not args.input:
         raise UsageError(
             "--input is missing: the shape of one time step of your model, batch first, such as "
@@ -97,20 +97,20 @@ def run_bench(args: argparse.Namespace) -> int:
 
 
 class RuleCall:
-    """`gradients` of a learner: tensors in, gradients ready on the device."""
+    """`gradients` of a learner: takes tensors, and leaves gradients on the device."""
 
     def __init__(self, learner: OnlineLearner, xs: torch.Tensor, targets: torch.Tensor) -> None:
         self.learner, self.xs, self.targets = learner, xs, targets
 
     def run(self) -> float:
-        """Seconds of one call."""
+        """Return the seconds of one call."""
         begin = time.perf_counter()
         jax.block_until_ready(self.learner.gradients(self.xs, self.targets).raw_grads)
         return time.perf_counter() - begin
 
     def first(self) -> dict[str, Any]:
-        """The first call, which compiles, and what the compiled program takes: weights, gradients,
-        trace and buffers.
+        """Make the first call, which compiles, and return the memory of the compiled program:
+        weights, gradients, trace and buffers.
         """
         taken, runtime = self.run(), self.learner.runtime
         xs, targets = (
@@ -147,7 +147,7 @@ class TorchCall:
         self.targets = targets.transpose(0, 1) if batch_first and targets.dim() > 1 else targets
 
     def run(self) -> float:
-        """Seconds of one forward and backward pass."""
+        """Return the seconds of one forward and backward pass."""
         found = run_torch(self.model, self.xs, state=self.state)
         begin = time.perf_counter()
         _mean_loss(found, self.targets, self.loss).backward()
@@ -156,8 +156,8 @@ class TorchCall:
         return taken
 
     def first(self) -> dict[str, Any]:
-        """The first call, and the bytes that torch keeps between forward and backward, with weights
-        and gradients.
+        """Make the first call, and return the bytes that torch stores between forward and backward,
+        with weights and gradients.
         """
         parameters = list(self.model.parameters())
         own = {t.untyped_storage().data_ptr() for t in (self.xs, *parameters)}
@@ -181,8 +181,8 @@ class TorchCall:
 
 
 def _mean_loss(run: TorchRun, targets: torch.Tensor, loss: Callable) -> torch.Tensor:
-    """The mean over steps; in one call, as a torch user would, where the loss is a mean over the
-    batch anyway.
+    """Return the mean over steps; in one call, as a torch user would, where the loss is a mean over
+    the batch anyway.
     """
     if loss in LOSSES.values() and all(isinstance(output, torch.Tensor) for output in run.outputs):
         return loss(torch.stack(run.outputs).flatten(0, 1), targets.flatten(0, 1))

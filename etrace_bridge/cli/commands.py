@@ -38,7 +38,7 @@ from etrace_bridge.cli.training_arguments import add_evaluate, add_predict, add_
 
 
 def add_check(commands: Any) -> None:
-    """`check`: gradients next to BPTT's."""
+    """Add `check`: gradients compared with BPTT's."""
     parser = commands.add_parser(
         "check",
         help="compare a rule's gradients with BPTT's",
@@ -80,7 +80,7 @@ def add_check(commands: Any) -> None:
 
 
 def add_explain(commands: Any) -> None:
-    """`explain`: the graph's report."""
+    """Add `explain`: the graph's report."""
     parser = commands.add_parser(
         "explain", help="show what the compiler reads in a model, parameter by parameter"
     )
@@ -89,7 +89,7 @@ def add_explain(commands: Any) -> None:
 
 
 def add_recommend(commands: Any) -> None:
-    """`recommend`: the most faithful rule that fits."""
+    """Add `recommend`: the most faithful rule that fits."""
     parser = commands.add_parser("recommend", help="the most faithful rule within a memory budget")
     add_model_arguments(parser)
     parser.add_argument(
@@ -105,7 +105,7 @@ def add_recommend(commands: Any) -> None:
 
 
 def add_demo(commands: Any) -> None:
-    """`demo`: a torch GRU wrapped, explained, checked and trained online."""
+    """Add `demo`: a torch GRU wrapped, explained, checked and trained online."""
     parser = commands.add_parser(
         "demo", help="show memory, and train a torch GRU online on a stream, next to torch BPTT"
     )
@@ -120,7 +120,7 @@ def add_demo(commands: Any) -> None:
 
 
 def add_bench(commands: Any) -> None:
-    """`bench`: rules next to torch BPTT."""
+    """Add `bench`: rules compared with torch BPTT."""
     parser = commands.add_parser(
         "bench",
         help="time and memory of each rule's gradients, next to torch BPTT",
@@ -185,7 +185,7 @@ QUIET = ("check", "explain", "recommend", "evaluate", "predict", "bench")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser with every command."""
+    """Return the parser with every command."""
     parser = argparse.ArgumentParser(
         prog="python -m etrace_bridge",
         description="Online learning for recurrent and spiking models written in PyTorch.",
@@ -201,7 +201,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status."""
+    """Run one command; return the exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
     try:
         args = make_parser().parse_args(given)

@@ -29,7 +29,7 @@ _ZSH = "autoload -Uz bashcompinit && bashcompinit\n"
 
 
 def add_completion(commands: Any) -> None:
-    """`completion`: the script of a shell."""
+    """Add `completion`: the completion script of a shell."""
     parser = commands.add_parser(
         "completion", help="print a script for tab completion in bash or zsh"
     )

@@ -41,7 +41,9 @@ class Sequences:
         return self.xs.shape[1]
 
     def pick(self, index: torch.Tensor, batch_first: bool) -> tuple:
-        """Some sequences as a batch `(xs, targets[, mask])`, laid out as the model takes them."""
+        """Return some sequences as a batch `(xs, targets[, mask])`, laid out as the model takes
+        them.
+        """
         parts = [part[:, index] for part in (self.xs, self.targets)]
         if batch_first:
             parts = [part.transpose(0, 1).contiguous() for part in parts]
@@ -51,8 +53,8 @@ class Sequences:
 def read_arrays(
     data: str, targets: str | None, target_columns: list[str]
 ) -> tuple[np.ndarray, np.ndarray, bool]:
-    """Inputs and targets as they stand in the files, and whether they are one long sequence without
-    a batch axis.
+    """Return inputs and targets as stored in the files, and whether they are one long sequence
+    without a batch axis.
 
     Args:
         data: a `.npz` with inputs and targets, a `.npy` with inputs, or a `.csv` with one row a
@@ -98,7 +100,9 @@ def _read_npy(path: Path) -> np.ndarray:
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Iterator[BinaryIO]:
-    """The file open, with NumPy's errors as one that names it; some advise to unpickle it."""
+    """Open a file; NumPy's errors become one that names it, since some of them advise to unpickle
+    it.
+    """
     try:
         with path.open("rb") as file:
             yield file
@@ -112,8 +116,9 @@ def _reading(path: Path) -> Iterator[BinaryIO]:
 
 
 def read_inputs(data: str, target_columns: list[str]) -> tuple[np.ndarray, bool]:
-    """Inputs alone, and whether they are one long sequence; from a `.npz`, a `.npy`, or the columns
-    of a `.csv` that are not targets.
+    """Return the inputs alone, and whether they are one long sequence.
+
+    They come from a `.npz`, a `.npy`, or the columns of a `.csv` that are not targets.
     """
     path = existing_file(data)
     if path.suffix == ".npy":
@@ -136,7 +141,7 @@ def make_sequences(
     loss: str,
     model: nn.Module | brainstate.nn.Module,
 ) -> Sequences:
-    """Arrays as sequences for a model.
+    """Arrange arrays as sequences for a model.
 
     Args:
         xs: inputs: `(T, N, …)`, `(N, T, …)` if `batch_first`, or `(T, …)` if `stream`.
@@ -206,7 +211,9 @@ def make_sequences(
 
 
 def number_types(model: nn.Module | brainstate.nn.Module) -> tuple[torch.dtype, bool]:
-    """The type of a model's floating numbers, and whether its first layer looks up whole numbers."""
+    """Return the dtype of a model's floating-point numbers, and whether its first layer looks up
+    integers.
+    """
     if isinstance(model, BridgedModule):
         model = model.model
     if isinstance(model, nn.Module):
@@ -229,7 +236,9 @@ def _array_of(held: np.lib.npyio.NpzFile, names: tuple[str, ...], path: Path) ->
 
 
 def _read_csv(path: Path, target_columns: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets of a table with a header, one row a time step: (T, columns) each."""
+    """Return inputs and targets of a table with a header and one row per time step: (T, columns)
+    each.
+    """
     with path.open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.reader(file) if row]
     if len(rows) < 2:
@@ -257,7 +266,7 @@ def _read_csv(path: Path, target_columns: list[str]) -> tuple[np.ndarray, np.nda
 
 
 def _cut(sequence: np.ndarray, window: int | None) -> np.ndarray:
-    """One sequence (T, …) as (window, N, …)."""
+    """Return one sequence (T, …) as (window, N, …)."""
     steps = window or len(sequence)
     if steps > len(sequence):
         raise InputError(f"`window` is {steps}, but there are only {len(sequence)} time steps.")

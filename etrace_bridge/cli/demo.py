@@ -1,5 +1,5 @@
-"""The demo: memory against the length of a sequence, and a torch GRU that learns from a stream online,
-next to torch BPTT.
+"""The demo: memory against the length of a sequence, and a torch GRU that learns from a stream
+online, compared with torch BPTT.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import jax
 import numpy as np
@@ -41,7 +42,7 @@ Now your model, from a file with a function `make_model` that returns it (8: bat
 
 
 class Filter(nn.Module):
-    """A GRU that hears a signal and says what comes out of a channel."""
+    """A GRU that receives a signal and predicts what comes out of a channel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +74,7 @@ class Run:
 
 
 def run_demo_command(args: argparse.Namespace) -> int:
-    """Runs `demo`."""
+    """Run `demo`."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # torch's threads and JAX's would fight for the cores
     try:
@@ -88,7 +89,7 @@ def run_demo_command(args: argparse.Namespace) -> int:
 def run_demo(
     folder: str | Path = "demo-report", steps: int = 3000, console: Console | None = None
 ) -> Path:
-    """Runs the demo and writes its report.
+    """Run the demo and write its report.
 
     Args:
         folder: where the report goes.
@@ -136,8 +137,9 @@ def run_demo(
 
 
 def memory_by_length(model: nn.Module, graph: ETraceGraph) -> dict[int, tuple[int, int]]:
-    """Bytes of the trace and of what torch saves for its backward pass, by length; the longest ones
-    are scaled up from the last that was measured.
+    """Return the bytes of the trace and of what torch saves for its backward pass, by length.
+
+    The longest ones are scaled up from the last that was measured.
     """
     trace = trace_of(graph)
     saved = {n: saved_bytes(model, torch.zeros(n, _BATCH, 1)) for n in _MEASURED}
@@ -147,13 +149,13 @@ def memory_by_length(model: nn.Module, graph: ETraceGraph) -> dict[int, tuple[in
 
 
 def trace_of(graph: ETraceGraph) -> int:
-    """Bytes of D-RTRL's trace."""
+    """Return the bytes of D-RTRL's trace."""
     program = make_program(graph)
     return trace_bytes(jax.eval_shape(lambda: make_rule("d_rtrl").init(program)))
 
 
 def saved_bytes(model: nn.Module, xs: torch.Tensor) -> int:
-    """What torch keeps for the backward pass of one sequence."""
+    """Return the bytes that torch saves for the backward pass of one sequence."""
     sizes: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -184,7 +186,9 @@ def _memory_table(memory: dict[int, tuple[int, int]]) -> Table:
 def channel(
     steps: int, change_at: int, batch: int = 1
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Samples that go into a channel with an echo and come out of it; the echo changes its sign."""
+    """Yield samples that go into a channel with an echo and come out of it; the echo changes its
+    sign.
+    """
     made = torch.Generator().manual_seed(1)
     past, response = torch.zeros(batch, _TAPS), 0.7 ** torch.arange(_TAPS)
     for n in range(steps):
@@ -195,7 +199,7 @@ def channel(
 
 
 class WindowedBPTT:
-    """An update for each sample in torch, by BPTT through a window of the last samples."""
+    """Updates a torch model for each sample, by BPTT through a window of the last samples."""
 
     def __init__(self, model: Filter) -> None:
         self._model = model
@@ -204,7 +208,7 @@ class WindowedBPTT:
         self._state = torch.zeros(1, 1, _HIDDEN)
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> float:
-        """Learns from one sample."""
+        """Learn from one sample."""
         self._past.append((x, self._state))
         outputs, _ = self._model(torch.stack([each for each, _ in self._past]), self._past[0][1])
         loss = nn.functional.mse_loss(outputs[-1], y)
@@ -219,8 +223,8 @@ class WindowedBPTT:
 def learn_from_stream(
     model: Filter, graph: ETraceGraph, steps: int, console: Console
 ) -> tuple[list[Run], list[float]]:
-    """Both ways of learning, sample by sample in turn, so that other work on the machine meets both;
-    and the power of what is to be learned.
+    """Learn both ways, sample by sample in turn, so that other work on the machine affects both;
+    return the runs and the power of the output.
     """
     windowed = WindowedBPTT(copy.deepcopy(model))
     optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
@@ -228,7 +232,7 @@ def learn_from_stream(
     runs = [Run("online, d_rtrl"), Run(f"torch BPTT, window {_WINDOW}")]
     window = torch.zeros(_WINDOW, 1, 1)
     runs[0].memory, runs[1].memory = trace_of(graph) // _BATCH, saved_bytes(model, window)
-    calls, power = (lambda x, y: float(learner.step(x, y).loss), windowed.step), []
+    calls, power = (lambda x, y: cast(float, learner.step(x, y).loss), windowed.step), []
     samples = track(channel(steps, steps // 2), "stream", steps, console=console)
     for n, (x, y) in enumerate(samples):
         power.append(float(y**2))
@@ -241,8 +245,8 @@ def learn_from_stream(
 
 
 def explained(run: Run, power: list[float], window: int) -> np.ndarray:
-    """The part of the output's power that is predicted, over the last `window` samples; NaN for the
-    first samples.
+    """Return the part of the output's power that is predicted, over the last `window` samples; NaN
+    for the first samples.
     """
     ones = np.ones(min(window, len(power)))
     found = 1 - np.convolve(run.errors, ones, "valid") / np.convolve(power, ones, "valid")

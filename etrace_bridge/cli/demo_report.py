@@ -1,4 +1,4 @@
-"""The demo's report: one HTML file with pictures in it."""
+"""The demo's report: one HTML file that contains its pictures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def write_report(
     table: tuple[Sequence[Sequence[str]], str],
     closing: str,
 ) -> Path:
-    """Writes the report.
+    """Write the report.
 
     Args:
         folder: where it goes.

@@ -1,9 +1,10 @@
-"""`check`, `explain` and `recommend`: what they do."""
+"""Run `check`, `explain` and `recommend`."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from functools import partial
 from typing import Any
 
 import brainstate
@@ -31,7 +32,7 @@ from etrace_bridge.rules import make_rule
 
 
 def run_check(args: argparse.Namespace) -> int:
-    """Runs `check`."""
+    """Run `check`."""
     model, state = load_any_model(args.model, args.seed), load_state(args.state)
     steps, shape = at_least_one(args.steps, "--steps"), parse_shape(args.input)
     if isinstance(model, brainstate.nn.Module):
@@ -46,9 +47,9 @@ def run_check(args: argparse.Namespace) -> int:
         )
     rules = [make_rule(name) for name in split_names(args.rule) or ["d_rtrl"]]
     chunk = as_chunk(args.chunk)
-    found = check_gradients(
-        model, xs, targets, loss, rules if len(rules) > 1 else rules[0], chunk, state=state, dtype=None if args.dtype == "model" else args.dtype
-    )  # fmt: skip
+    dtype = None if args.dtype == "model" else args.dtype
+    run = partial(check_gradients, model, xs, targets, loss, state=state, dtype=dtype)
+    found = run(rule=rules if len(rules) > 1 else rules[0], chunk=chunk)
     content = found.to_dict()
     if args.html:
         found.to_html(args.html)
@@ -71,13 +72,13 @@ def run_check(args: argparse.Namespace) -> int:
 
 
 def _one_step(model: Any, args: argparse.Namespace) -> torch.Tensor:
-    """A random input of one time step."""
+    """Return a random input of one time step."""
     torch_model = model if isinstance(model, torch.nn.Module) else torch.nn.Identity()
     return make_inputs(torch_model, parse_shape(args.input), 1, args.classes, args.seed)[0]
 
 
 def run_explain(args: argparse.Namespace) -> int:
-    """Runs `explain`."""
+    """Run `explain`."""
     graph = graph_of(args)
     if args.json:
         print(json.dumps(_graph_dict(graph), indent=2))
@@ -87,7 +88,7 @@ def run_explain(args: argparse.Namespace) -> int:
 
 
 def graph_of(args: argparse.Namespace) -> ETraceGraph:
-    """The compiled graph of the model that the arguments name."""
+    """Return the compiled graph of the model that the arguments name."""
     model = load_any_model(args.model, args.seed)
     x = _one_step(model, args)
     if isinstance(model, brainstate.nn.Module):
@@ -117,7 +118,7 @@ def _graph_dict(graph: ETraceGraph) -> dict[str, Any]:
 
 
 def run_recommend(args: argparse.Namespace) -> int:
-    """Runs `recommend`."""
+    """Run `recommend`."""
     model = load_any_model(args.model, args.seed)
     x = _one_step(model, args)
     steps = at_least_one(args.steps, "--steps")

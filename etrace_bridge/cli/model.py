@@ -1,4 +1,4 @@
-"""What the command line takes: a model from a Python file, and sequences made for it."""
+"""A model from a Python file, and sequences made for it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LOSSES: dict[str, Callable] = {
 
 
 def load_object(reference: str) -> Any:
-    """The object that `path/to/file.py:name` names."""
+    """Return the object that `path/to/file.py:name` names."""
     file, colon, name = reference.rpartition(":")
     if not colon or not file or not name:
         raise InputError(
@@ -69,8 +69,8 @@ def load_object(reference: str) -> Any:
 
 
 def load_model(reference: str, seed: int = 0) -> nn.Module:
-    """The torch module that `path/to/file.py:name` names: a module, or a function or class that
-    makes one.
+    """Return the torch module that `path/to/file.py:name` names: a module, or what a function or
+    class makes.
     """
     found = load_any_model(reference, seed)
     if not isinstance(found, nn.Module):
@@ -82,8 +82,8 @@ def load_model(reference: str, seed: int = 0) -> nn.Module:
 
 
 def load_any_model(reference: str, seed: int = 0) -> nn.Module | brainstate.nn.Module:
-    """The torch or brainstate module that `path/to/file.py:name` names: a module, or a function or
-    class that makes one.
+    """Return the torch or brainstate module that `path/to/file.py:name` names: a module, or what a
+    function or class makes.
     """
     found = load_object(reference)
     torch.manual_seed(seed)
@@ -110,7 +110,7 @@ def load_any_model(reference: str, seed: int = 0) -> nn.Module | brainstate.nn.M
 
 
 def load_net(reference: str, state: str | None = None, seed: int = 0) -> brainstate.nn.Module:
-    """The module that `path/to/file.py:name` names, wrapped if it is torch's.
+    """Return the module that `path/to/file.py:name` names, wrapped if it is torch's.
 
     Args:
         reference: of a torch or brainstate module, or of what makes one.
@@ -136,8 +136,8 @@ def make_module_data(
     loss: str,
     seed: int,
 ) -> tuple[Any, Callable, Any]:
-    """Random inputs for a brainstate module, a loss by name, and random targets of the kind that it
-    takes.
+    """Return random inputs for a brainstate module, a loss by name, and random targets of the kind
+    that it takes.
     """
     xs = make_inputs(nn.Identity(), shape, steps, classes, seed)
     outputs = [v.aval for v in CompiledStep(net, [as_array(xs[0])]).program.out_vars]
@@ -157,7 +157,7 @@ def make_module_data(
 
 
 def load_loss(name: str) -> Callable:
-    """A loss by name, or from `path/to/file.py:name`."""
+    """Return a loss by name, or from `path/to/file.py:name`."""
     if ":" in name:
         return load_object(name)
     if name not in LOSSES:
@@ -169,12 +169,12 @@ def load_loss(name: str) -> Callable:
 
 
 def load_state(reference: str | None) -> Any:
-    """The `state=` of `wrap`, from `path/to/file.py:name`."""
+    """Return the `state=` of `wrap`, from `path/to/file.py:name`."""
     return None if reference is None else load_object(reference)
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
-    """Sizes from text such as `8,32`."""
+    """Return sizes from text such as `8,32`."""
     try:
         sizes = tuple(int(part) for part in text.replace("x", ",").split(","))
     except ValueError:
@@ -190,8 +190,8 @@ def parse_shape(text: str) -> tuple[int, ...]:
 def make_inputs(
     model: nn.Module, shape: tuple[int, ...], steps: int, classes: int | None, seed: int
 ) -> torch.Tensor:
-    """A random sequence `(T, *shape)`: normal numbers, or whole numbers below `classes`, which an
-    embedding's size gives.
+    """Return a random sequence `(T, *shape)`: normal numbers, or integers below `classes` for an
+    embedding.
     """
     generator = torch.Generator().manual_seed(seed)
     if classes is None:
@@ -203,14 +203,14 @@ def make_inputs(
 
 
 def in_layout(sequence: torch.Tensor, batch_first: bool) -> torch.Tensor:
-    """A time-major sequence as the model takes it."""
+    """Return a time-major sequence as the model takes it."""
     return sequence.transpose(0, 1).contiguous() if batch_first and sequence.dim() > 1 else sequence
 
 
 def make_loss_and_targets(
     model: nn.Module, xs: torch.Tensor, loss: str, batch_first: bool, seed: int, options: dict
 ) -> tuple[Callable, Any]:
-    """A loss by name, and random targets of the kind that it takes, for the model's output."""
+    """Return a loss by name, and random targets of the kind that it takes, for the model's output."""
     with torch.no_grad():
         run = run_torch(model, xs, **options)
     leaves = [t for _, t in flatten_state(run.outputs[0])[0]]
@@ -240,7 +240,9 @@ def make_loss_and_targets(
 def make_targets(
     loss: str, like: torch.Tensor, length: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """Random targets of the kind that a loss takes for outputs like this one, for every step."""
+    """Return random targets of the kind that a loss takes for outputs like this one, for every
+    step.
+    """
     if loss in ("cross_entropy", "nll"):
         return torch.randint(
             0, like.shape[1], (length, like.shape[0], *like.shape[2:]), generator=generator
@@ -251,7 +253,7 @@ def make_targets(
 
 
 def _on_first_float(loss: Callable) -> Callable:
-    """The loss of the first floating tensor of an output that has several tensors."""
+    """Return the loss of the first floating-point tensor of an output that has several tensors."""
 
     def first(output: Any, target: Any) -> Any:
         return loss(next(t for _, t in flatten_state(output)[0] if t.is_floating_point()), target)

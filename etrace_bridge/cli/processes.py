@@ -1,4 +1,6 @@
-"""`--processes N`: the same command in N processes of this machine, each with its part of a batch."""
+"""`--processes N`: run the same command in N processes of this machine, each with its part of a
+batch.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ GRACE_SECONDS = 5.0  # for the others to end by themselves after one has failed
 
 @dataclass(frozen=True)
 class Part:
-    """Which process this is, and its part of the data.
+    """The index of this process, and its part of the data.
 
     Attributes:
         index: of this process.
@@ -36,20 +38,20 @@ class Part:
 
     @property
     def devices(self) -> int:
-        """Devices of all processes."""
+        """Return the devices of all processes."""
         return 1 if self.mesh is None else self.mesh.size
 
     def whole(self, index: Any) -> Any:
-        """As many of the sequences as can be divided evenly."""
+        """Return as many of the sequences as can be divided evenly."""
         return index[: len(index) // self.devices * self.devices]
 
     def own(self, index: Any) -> Any:
-        """This process's part of a batch."""
+        """Return this process's part of a batch."""
         each = len(index) // self.count
         return index[self.index * each : (self.index + 1) * each]
 
     def check_batch(self, batch: int) -> None:
-        """Raises if a batch cannot be divided."""
+        """Raise if a batch cannot be divided."""
         if batch % self.devices:
             raise UsageError(
                 f"--batch is {batch}; it must be a multiple of the {self.devices} devices of all "
@@ -57,20 +59,21 @@ class Part:
             )
 
     def checkpoint(self, output: str) -> Path:
-        """Where the learner is saved."""
+        """Return the path where the learner is saved."""
         return weights_file(output) if self.mesh is None else sharded_folder(output)
 
 
 def is_worker() -> bool:
-    """Whether this process was started by `run_processes`."""
+    """Return whether this process was started by `run_processes`."""
     return INDEX in os.environ
 
 
 def join_processes() -> Part:
-    """This process's part, once it has met the others; only the first one goes on printing.
+    """Return this process's part, once it has met the others; only the first one continues to
+    print.
 
-    The library that connects them reports to the standard output, which is for results, so that is
-    sent to the standard error.
+    The library that connects them reports to the standard output, which is for results, so its
+    output goes to the standard error.
     """
     index = int(os.environ[INDEX])
     results = os.dup(1)
@@ -80,7 +83,7 @@ def join_processes() -> Part:
 
 
 def run_processes(count: int, arguments: Sequence[str]) -> int:
-    """Runs `python -m etrace_bridge` with these arguments `count` times, side by side; the exit
+    """Run `python -m etrace_bridge` with these arguments in `count` processes; return the exit
     status.
 
     If one fails, the others are ended, since they would wait for it.

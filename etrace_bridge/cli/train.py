@@ -89,7 +89,7 @@ class Settings:
 
 
 def run_train(args: argparse.Namespace) -> int:
-    """Runs `train`, in this process or in several."""
+    """Run `train`, in this process or in several."""
     settings = read_settings(args)
     check_writable(weights_file(settings.output))
     if settings.state_dict:
@@ -145,7 +145,7 @@ def run_train(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class _Batches:
-    """The batches of an epoch, in an order of its own."""
+    """The batches of an epoch, in the epoch's own order."""
 
     learner: OnlineLearner
     sequences: Sequences
@@ -155,7 +155,7 @@ class _Batches:
 
     @property
     def full_batch_size(self) -> int | None:
-        """The size of all batches but the last, if that is shorter."""
+        """The size of all batches but the last, if the last is shorter."""
         return size_to_fill(len(self.learned), self.settings.batch)
 
     def __iter__(self) -> Iterator[tuple]:
@@ -165,8 +165,8 @@ class _Batches:
 
 
 def _order_of_epoch(learner: OnlineLearner, learned: torch.Tensor, seed: int) -> torch.Tensor:
-    """The sequences in an order that depends on the seed and the epoch alone, so that a resumed run
-    has it too.
+    """Return the sequences in an order that depends on the seed and the epoch alone, so that a
+    resumed run repeats it.
     """
     epoch = len(learner.history or ())
     return learned[
@@ -177,7 +177,7 @@ def _order_of_epoch(learner: OnlineLearner, learned: torch.Tensor, seed: int) ->
 
 
 def _is_interrupted(learner: OnlineLearner) -> bool:
-    """Whether the learner comes from a checkpoint in the middle of a run."""
+    """Return whether the learner comes from a checkpoint in the middle of a run."""
     place = learner.place_in_fit
     return place is not None and (
         place.stage in ("batches", "callbacks")
@@ -186,7 +186,7 @@ def _is_interrupted(learner: OnlineLearner) -> bool:
 
 
 def _save_elsewhere(learner: OnlineLearner, error: CheckpointError) -> Path:
-    """Saves what was learned in a temporary folder, because it cannot be saved where it should be."""
+    """Save the learner in a temporary folder, because it cannot be saved where it should be."""
     path = learner.save(Path(tempfile.mkdtemp(prefix="etrace-bridge-")) / "trained")
     print(f"error: {error}\nWhat was learned is in {path} instead.", file=sys.stderr)
     return path
@@ -226,7 +226,7 @@ def _say_how_to_resume(stop: BaseException, args: argparse.Namespace, settings: 
 
 
 def read_settings(args: argparse.Namespace) -> Settings:
-    """Defaults, then the TOML file, then flags; checked."""
+    """Return defaults, overridden by the TOML file, overridden by flags; checked."""
     given = _read_toml(Path(args.config)) if args.config else {}
     names = {field.name for field in dataclasses.fields(Settings)}
     given |= {name: value for name, value in vars(args).items() if name in names}
@@ -320,7 +320,7 @@ def _make_learner(net: Any, settings: Settings, part: Part) -> OnlineLearner:
 
 
 def _divide(count: int, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sequences to learn from and those kept for validation."""
+    """Return the sequences to learn from and those for validation."""
     kept = round(count * settings.validation)
     if settings.validation and not 0 < kept < count:
         raise UsageError(
@@ -332,7 +332,7 @@ def _divide(count: int, settings: Settings) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _render(result: dict[str, Any], steps: int) -> str:
-    """The run for people; its epochs have been shown as they went."""
+    """Show the run to people; its epochs have been shown before."""
     last = result["epochs"][-1]
     shown = [
         f"{name.replace('_', ' ')} {last[name]:.6g}"

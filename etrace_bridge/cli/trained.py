@@ -29,7 +29,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 def run_evaluate(args: argparse.Namespace) -> int:
-    """Runs `evaluate`."""
+    """Run `evaluate`."""
     settings = _with_defaults(args)
     net = load_net(settings.model, settings.state)
     sequences = load_sequences(net, settings)
@@ -46,7 +46,7 @@ def run_evaluate(args: argparse.Namespace) -> int:
 
 
 def run_predict(args: argparse.Namespace) -> int:
-    """Runs `predict`."""
+    """Run `predict`."""
     settings = _with_defaults(args)
     net = load_net(settings.model, settings.state)
     learner = OnlineLearner.load(settings.checkpoint, net)
@@ -101,7 +101,7 @@ def _columns(settings: Any) -> list[str]:
 
 
 def load_sequences(net: brainstate.nn.Module, settings: Any) -> Sequences:
-    """The data that the settings name, for a model."""
+    """Return the data that the settings name, for a model."""
     xs, targets, stream = read_arrays(settings.data, settings.targets, _columns(settings))
     by_batch = (
         getattr(net, "batch_first", False)
@@ -121,7 +121,7 @@ def load_sequences(net: brainstate.nn.Module, settings: Any) -> Sequences:
 
 
 def load_metrics(names: str, loss: str) -> dict[str, Metric]:
-    """Metrics by name or from `path/to/file.py:name`; the accuracy for losses of classes."""
+    """Return metrics by name or from `path/to/file.py:name`; the accuracy for losses of classes."""
     given = [name.strip() for name in names.split(",") if name.strip()] or (
         ["accuracy"] if loss in CLASS_LOSSES else []
     )
@@ -136,8 +136,9 @@ def evaluate_sequences(
     metrics: Mapping[str, Metric],
     part: Part,
 ) -> dict[str, float]:
-    """Mean loss and metrics over some sequences, each counted alike; `part` is this process's share
-    of each batch.
+    """Return mean loss and metrics over some sequences, each with the same weight.
+
+    `part` is this process's share of each batch.
     """
     totals: dict[str, float] = {}
     with learner.runtime.filling.up_to(size_to_fill(len(index), batch)):

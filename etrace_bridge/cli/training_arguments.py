@@ -16,7 +16,7 @@ from etrace_bridge.cli.arguments import (
 
 
 def add_train(commands: Any) -> None:
-    """`train`: the model of a file on the data of a file."""
+    """Add `train`: train the model of a file on the data of a file."""
     parser = commands.add_parser(
         "train",
         help="train the model of a file online on the data of a file, and write a checkpoint",
@@ -141,7 +141,7 @@ def add_train(commands: Any) -> None:
 
 
 def add_evaluate(commands: Any) -> None:
-    """`evaluate`: loss and metrics of a trained model on the data of a file."""
+    """Add `evaluate`: loss and metrics of a trained model on the data of a file."""
     parser = commands.add_parser(
         "evaluate", help="loss and metrics of a checkpoint on the data of a file"
     )
@@ -164,7 +164,7 @@ def add_evaluate(commands: Any) -> None:
 
 
 def add_predict(commands: Any) -> None:
-    """`predict`: outputs of a trained model for the data of a file."""
+    """Add `predict`: outputs of a trained model for the data of a file."""
     parser = commands.add_parser(
         "predict", help="outputs of a checkpoint for the data of a file, as a .npy file"
     )

@@ -249,7 +249,7 @@ class Aligner:
                 joined = np.concatenate(
                     [
                         self.comes[v].reshape(-1)
-                        if (k, v) in live
+                        if isinstance(v, Var) and (k, v) in live
                         else np.full(int(np.prod(v.aval.shape, dtype=np.int64)), -1, dtype=np.int64)
                         for k, v in enumerate(eqn.invars)
                     ]

@@ -250,10 +250,8 @@ def _data_cut(
     contacts = use.contact_of_eqn.get(i, ())
     if (i, k) in alignment.cuts:
         spreads = eqn.primitive.name == "broadcast_in_dim"
-        reason, weights = (
-            f"`{eqn.primitive.name}` {'spreads' if spreads else 'moves'} positions",
-            (),
-        )
+        reason = f"`{eqn.primitive.name}` {'spreads' if spreads else 'moves'} positions"
+        weights = ()
     elif contacts:
         weights = tuple(p for c in contacts for p in c.view.paths)
         reason = f"product with `{'`, `'.join(show_path(p) for p in weights)}`"

@@ -72,6 +72,12 @@ class ContactForm:
         """Return the sizes of these letters."""
         return tuple(self.sizes[c] for c in letters)
 
+    def features(self, x: jax.Array) -> jax.Array:
+        """Return `phi(x)` of one step, with one axis per letter of `feature`."""
+        if self.phi is None:
+            raise TypeError("an element-wise contact has no features")
+        return self.phi(x).reshape(self.shape(self.feature))
+
     @property
     def trace_size(self) -> int:
         """Number of elements of the trace, for one hidden state."""

@@ -69,11 +69,9 @@ def scan(normaliser: Normaliser, eqn: JaxprEqn, operands: list[Value]) -> list[V
         )
         return normaliser.bind(eqn, operands)
     normaliser.record(DiagnosticKind.SCAN_UNROLLED, eqn, f"a scan of {length} steps was unrolled")
-    consts, carry, xs = (
-        operands[:n_consts],
-        operands[n_consts : n_consts + n_carry],
-        operands[n_consts + n_carry :],
-    )
+    consts = operands[:n_consts]
+    carry = operands[n_consts : n_consts + n_carry]
+    xs = operands[n_consts + n_carry :]
     body = p["jaxpr"]
     stacks: list[list[Value]] = []
     order = range(length - 1, -1, -1) if p["reverse"] else range(length)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import brainstate
 import jax
@@ -38,7 +38,7 @@ def extract_module_info(model: brainstate.nn.Module, *args: Any, **kwargs: Any) 
             f"`model` is a {type(model).__name__}, not a brainstate module. For a torch module, "
             "call `etrace_bridge.wrap(module)` first."
         )
-    retrieved = dict(model.states())
+    retrieved = cast(dict[Path, brainstate.State], dict(model.states().items()))
     _check_states(model, retrieved)
     args, kwargs = jax.tree.map(_example, (args, kwargs))
     stateful = _trace(model, args, kwargs)

@@ -23,6 +23,7 @@ from etrace_bridge._jax_compat import (
     Literal,
     Var,
     bind_equation,
+    called_jaxpr,
     is_concrete,
     keep_source,
     make_jaxpr_closed,
@@ -91,14 +92,14 @@ class Normaliser:
         """Run one equation, or the equations that replace it."""
         name = eqn.primitive.name
         if name in _INLINED:
-            return self.run(_body(eqn).jaxpr, _body(eqn).consts, operands)
+            body = called_jaxpr(eqn)
+            return self.run(body.jaxpr, body.consts, operands)
         if name.startswith(MARKED):
             return self.expand(lambda *args: eqn.primitive.impl(*args, **eqn.params), operands)
         if is_sparse_product(eqn, [v.val for v in operands]):
-            first, *positions, last = operands
-            fixed = [v.val for v in positions]
+            values, second, third, dense = operands
             return self.expand(
-                lambda values, dense: dense_product(eqn, values, *fixed, dense), [first, last]
+                lambda x, y: dense_product(eqn, x, second.val, third.val, y), [values, dense]
             )
         if name == "cond":
             return cond(self, eqn, operands)
@@ -224,17 +225,11 @@ def _state_values(jaxpr: Jaxpr, new_states: Sequence[Any]) -> set[Var]:
             continue
         found.add(v)
         if eqn.primitive.name in _INLINED:
-            found |= _state_values(
-                _body(eqn).jaxpr, [_body(eqn).jaxpr.outvars[eqn.outvars.index(v)]]
-            )
+            body = called_jaxpr(eqn).jaxpr
+            found |= _state_values(body, [body.outvars[eqn.outvars.index(v)]])
         elif is_alias(eqn):
             pending += variables(eqn.invars)
     return found
-
-
-def _body(eqn: JaxprEqn) -> ClosedJaxpr:
-    inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-    return inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
 
 
 def _note_origin(

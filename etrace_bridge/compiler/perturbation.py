@@ -119,7 +119,7 @@ def _undo(eqn: JaxprEqn, p: Any) -> list[Any]:
     name, params = eqn.primitive.name, eqn.params
     shape, dtype = eqn.invars[0].aval.shape, eqn.invars[0].aval.dtype
     if name == "transpose":
-        return [jnp.transpose(p, np.argsort(params["permutation"]))]
+        return [jnp.transpose(p, [int(d) for d in np.argsort(params["permutation"])])]
     if name == "rev":
         return [lax.rev(p, params["dimensions"])]
     if name == "concatenate":

@@ -16,7 +16,7 @@ import numpy as np
 
 from etrace_bridge._jax_compat import JaxprEqn, Literal
 
-_ELEMENTWISE = set(
+_ELEMENTWISE: set[str] = set(
     """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz
     convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag

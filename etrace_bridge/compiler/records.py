@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import brainstate
 import numpy as np
 
-from etrace_bridge._jax_compat import Literal, Var
+from etrace_bridge._jax_compat import Atom, Literal, Var
 from etrace_bridge.compiler.aliases import alias_roots, producers
 from etrace_bridge.compiler.certificate import Cut
 from etrace_bridge.compiler.diagnostics import (
@@ -197,9 +197,11 @@ def _cuts(
 
 
 def _stopped(
-    minfo: ModuleInfo, structure: StepStructure, cut: Cut, operand: Var
+    minfo: ModuleInfo, structure: StepStructure, cut: Cut, operand: Atom
 ) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
     """Return the states and parameters that arrive at a cut uncut."""
+    if isinstance(operand, Literal):
+        return (), ()
     if operand in structure.use.weight_paths:
         return (), structure.use.weight_paths[operand]
     facts = structure.facts.at.get(operand, {})
@@ -213,19 +215,20 @@ def _states(minfo: ModuleInfo, structure: StepStructure) -> Iterator[Compilation
     read.update(variables(minfo.jaxpr.outvars))
     for leaf in structure.alignment.leaves:
         name = show_path(leaf.path)
-        kind = message = None
         if leaf.invar not in read:
-            kind, message = (
+            yield CompilationRecord(
                 DiagnosticKind.STATE_ONLY_WRITTEN,
+                DiagnosticLevel.INFO,
                 f"`{name}` is written, but its old value is never read",
+                hidden_paths=(leaf.path,),
             )
         elif leaf.invar not in structure.matter:
-            kind, message = (
+            yield CompilationRecord(
                 DiagnosticKind.STATE_UNUSED,
+                DiagnosticLevel.INFO,
                 f"no output of this or a later step depends on `{name}`",
+                hidden_paths=(leaf.path,),
             )
-        if kind is not None:
-            yield CompilationRecord(kind, DiagnosticLevel.INFO, message, hidden_paths=(leaf.path,))
         if leaf.count > 1:
             is_group = isinstance(
                 minfo.retrieved_model_states[leaf.path], brainstate.HiddenGroupState

@@ -33,7 +33,7 @@ def slices_to_splits(closed: ClosedJaxpr) -> ClosedJaxpr:
             return None
         axis, starts, sizes = tilings[source]
         if source not in parts:
-            parts[source] = lax.split(operands[0], sizes, axis)
+            parts[source] = list(lax.split(operands[0], sizes, axis))
         return [parts[source][starts.index(eqn.params["start_indices"][axis])]]
 
     return _rewritten(closed, on_equation)

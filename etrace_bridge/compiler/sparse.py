@@ -32,11 +32,9 @@ def dense_product(eqn: JaxprEqn, values: Any, second: Any, third: Any, dense: An
     if eqn.primitive.name in _BY_POSITION:
         rows, columns, shape = second, third, params["spinfo"].shape
     else:
-        rows, columns, shape = (
-            np.repeat(np.arange(len(third) - 1), np.diff(third)),
-            second,
-            params["shape"],
-        )
+        rows = np.repeat(np.arange(len(third) - 1), np.diff(third))
+        columns = second
+        shape = params["shape"]
     # brainevent's matrices may have one value for all
     values = jnp.broadcast_to(values, rows.shape)
     matrix = jnp.zeros(tuple(shape), values.dtype).at[rows, columns].add(values)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from etrace_bridge._errors import CompilationError
-from etrace_bridge._jax_compat import JaxprEqn, Literal, Var
+from etrace_bridge._jax_compat import JaxprEqn, Var
 from etrace_bridge.compiler.contacts import ContactForm, contact_form
 from etrace_bridge.compiler.diagnostics import Path, show_path
 from etrace_bridge.compiler.jaxpr import evaluate, variables
@@ -116,16 +116,14 @@ def find_weight_use(minfo: ModuleInfo) -> WeightUse:
     producer: dict[Var, int] = {}
     found: dict[tuple[int, int], None] = {}
     for i, eqn in enumerate(eqns):
-        weight_operands = [
-            k for k, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in paths
-        ]
+        weights = {k: v for k, v in enumerate(eqn.invars) if isinstance(v, Var) and v in paths}
         if any(v in data for v in variables(eqn.invars)):
             data.update(eqn.outvars)
-            for k in weight_operands:
+            for k in weights:
                 found[_contact_site(eqn, i, k, producer)] = None
             continue
-        if weight_operands and passes_derivative(eqn):
-            joined = {p for k in weight_operands for p in paths[eqn.invars[k]]}
+        if weights and passes_derivative(eqn):
+            joined = {p for v in weights.values() for p in paths[v]}
             paths.update(
                 (v, tuple(sorted(joined, key=order.__getitem__)))
                 for v in eqn.outvars
@@ -137,7 +135,7 @@ def find_weight_use(minfo: ModuleInfo) -> WeightUse:
     for n, (i, k) in enumerate(sorted(found)):
         eqn = eqns[i]
         form = contact_form(eqn, k)
-        var = eqn.invars[k]
+        var = cast(Var, eqn.invars[k])  # a site is an operand with a weight, never a constant
         view = WeightView(var, _equations_of(var, eqns, producer), paths[var])
         x = eqn.invars[form.x_index] if form is not None and form.x_index is not None else None
         parts = _find_parts(eqn.outvars[0], form, readers) if form is not None else ()
@@ -239,11 +237,8 @@ def _contact_site(
 
     For element-wise and structural uses that is the equation that spreads it.
     """
+    maker = producer.get(cast(Var, eqn.invars[operand]))
     joins = is_elementwise(eqn) or is_structural(eqn)
-    if (
-        joins
-        and eqn.primitive.name not in ("gather", "dynamic_slice")
-        and eqn.invars[operand] in producer
-    ):
-        return producer[eqn.invars[operand]], 0
+    if maker is not None and joins and eqn.primitive.name not in ("gather", "dynamic_slice"):
+        return maker, 0
     return index, operand

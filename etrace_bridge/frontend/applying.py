@@ -1,5 +1,5 @@
-"""Running the rule of a torch call on values, and wrapping what it gives as torch would: a new
-tensor, a view, or the written input.
+"""Run the rule of a torch call on values, and wrap the result as torch would: a new tensor, a view,
+or the written input.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _compare(tracer: Tracer, rule: registry.OpRule, values: tuple) -> Any:
 
 
 def run_rule(tracer: Tracer, rule: registry.OpRule, values: tuple, named: dict) -> Any:
-    """Run a rule on values; its errors say where in the model they arose."""
+    """Run a rule on values; its errors name the line of the model."""
     try:
         return rule.rule(*values, **named)
     except BridgeError as error:
@@ -172,12 +172,12 @@ def _write_out(tracer: Tracer, out: Any, result: Any, origin: int) -> Any:
 
 
 def any_live(tracer: Tracer, value: Any) -> bool:
-    """Tell whether nested arguments hold a traced tensor."""
+    """Return whether nested arguments hold a traced tensor."""
     return any(tracer.find(tensor) is not None for tensor in tensors_in(value))
 
 
 def origin_of(tracer: Tracer, value: Any) -> int:
-    """Tell what the traced tensors of nested arguments depend on: inputs, states, or neither."""
+    """Return what the traced tensors in nested arguments depend on: inputs, states, or neither."""
     found = 0
     for tensor in tensors_in(value):
         traced = tracer.find(tensor)

@@ -1,6 +1,4 @@
-"""The slots of a plan for states that enter and leave calls by their arguments, and what those states
-start from.
-"""
+"""The slots of a plan for states that are passed as arguments, and the values that they start from."""
 
 from __future__ import annotations
 
@@ -25,8 +23,8 @@ from etrace_bridge.frontend.state import (
 def find_argument_slots(
     model: nn.Module, inputs: tuple, plan: StepPlan, paths: dict[int, str], given: tuple | None
 ) -> None:
-    """Make a slot for every call whose state the bridge has to carry: the root's, and those inside
-    a sequence model.
+    """Make a slot for every call whose state the bridge has to carry: that of the root, and calls
+    inside a sequence model.
     """
     recorder = Recorder(model, plan.root)
     call_root(model, plan, given, add_time_axis(inputs, plan.layout), recorder)
@@ -43,8 +41,8 @@ def find_argument_slots(
 
 
 def _inner_starts(calls: Sequence[Call], outer: Call) -> dict[int, torch.Tensor]:
-    """Give the initial values of states that inner layers made for themselves, by `id` of the new
-    states that came out.
+    """Return the initial values of states that inner layers made themselves, by `id` of the new
+    states they returned.
     """
     found = {}
     for call in calls:
@@ -103,9 +101,10 @@ def _keeps_shape(before: tuple, after: tuple) -> bool:
 
 def zero_state(call: Call, path: str, known: dict[int, torch.Tensor]) -> tuple:
     """Make a state of zeros like the one a module returned, and check that the module starts from
-    it: output and new state agree.
+    zeros.
 
-    `known` has the initial values that are known, by `id` of the new states.
+    It does if output and new state agree with those of a call without a state. `known` has the
+    initial values that are known, by `id` of the new states.
     """
     module, returned = call.module, call.returned
     names = call.adapter.arguments(module)

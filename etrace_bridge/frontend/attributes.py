@@ -1,6 +1,4 @@
-"""Finding state that a model keeps in attributes and buffers: run a step, compare, and check how
-the state starts.
-"""
+"""Find state in attributes and buffers: run a step, compare, and check how the state starts."""
 
 from __future__ import annotations
 
@@ -34,9 +32,7 @@ class Attribute:
 
 
 def read_attributes(model: nn.Module) -> dict[tuple[int, str], Attribute]:
-    """Copy what every module of a model keeps in attributes and buffers, parameters and submodules
-    aside.
-    """
+    """Copy the attributes and buffers of every module of a model, except parameters and submodules."""
     found = {}
     for module in model.modules():
         items = {**{k: v for k, v in module.__dict__.items() if k not in _OWN}, **module._buffers}
@@ -144,7 +140,7 @@ class _Found:
 
 
 def _changing(before: Attribute | None, now: Attribute, third: Attribute) -> tuple[Path, ...]:
-    """Paths of the Python values of an attribute that a step changes."""
+    """Return the paths of the Python values of an attribute that a step changes."""
     old = {} if before is None else before.others
     first = [
         path
@@ -157,7 +153,9 @@ def _changing(before: Attribute | None, now: Attribute, third: Attribute) -> tup
 
 
 def _far(now: Any, later: Any) -> Any:
-    """What counters would be after very many steps: some models behave differently only then."""
+    """Return what counters would be after very many steps: some models behave differently only
+    then.
+    """
     if (
         isinstance(now, (int, float))
         and isinstance(later, (int, float))
@@ -171,8 +169,8 @@ def _far(now: Any, later: Any) -> Any:
 
 
 def _has_generator(found: dict[tuple[int, str], Attribute]) -> bool:
-    """Whether a module draws from a generator of its own: its steps then differ by chance, and that
-    is not state.
+    """Return whether a module draws from its own generator: its steps then differ by chance, not by
+    state.
     """
     return any(isinstance(attribute.value, torch.Generator) for attribute in found.values())
 
@@ -206,7 +204,7 @@ def _slot(
 
 
 def _start_value(before: Attribute | None, path: Path, now: torch.Tensor) -> torch.Tensor:
-    """Give the value that a state has before the first step, in the shape that it has after one."""
+    """Return the value that a state has before the first step, in the shape that it has after one."""
     if before is not None and path in before.tensors:
         old = before.tensors[path]
         try:
@@ -218,12 +216,12 @@ def _start_value(before: Attribute | None, path: Path, now: torch.Tensor) -> tor
 
 
 def find_left_over(plan: StepPlan) -> dict[str, torch.Tensor]:
-    """Name the states whose start is what an earlier run has left in the model: their tensors belong
-    to torch's graph, or their elements differ.
+    """Name the states that start from values which an earlier run left in the model.
 
-    Libraries' own layers are reset before a plan is made. What a model's author sets before the
-    first run is zeros or another constant, as a rule; but a registered buffer is part of the
-    model's `state_dict`, and may hold any start.
+    Their tensors belong to torch's graph, or their elements differ. Libraries' own layers are reset
+    before a plan is made. What a model's author sets before the first run is zeros or another
+    constant, as a rule; but a registered buffer is part of the model's `state_dict`, and may start
+    from any values.
     """
     slots = [(slot.path, slot.module, slot.name) for slot in plan.attributes]
     slots += [] if plan.loop is None else plan.loop.start_attributes
@@ -235,7 +233,9 @@ def find_left_over(plan: StepPlan) -> dict[str, torch.Tensor]:
 
 
 def tensors_of_a_run(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Name the tensors in attributes that belong to torch's graph, so that a run has made them."""
+    """Name the tensors in attributes that belong to torch's graph, so that an earlier run made
+    them.
+    """
     places = [
         (path, module, name)
         for path, module in model.named_modules()
@@ -248,7 +248,7 @@ def tensors_of_a_run(model: nn.Module) -> dict[str, torch.Tensor]:
 def _own_tensors(
     places: Sequence[tuple[str, nn.Module, str]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in attributes `(path, module, name)` of modules that no library resets."""
+    """Yield the tensors in attributes `(path, module, name)` of modules that no library resets."""
     for path, module, name in places:
         if find_adapter(module) is None:
             value = {**vars(module), **module._buffers}.get(name)
@@ -284,7 +284,7 @@ def _check_start(
     second_output: Any,
     by_chance: bool,
 ) -> None:
-    """Run the first two steps again from the values found; they must give what the model itself
+    """Run the first two steps again from the start values; they must give what the model itself
     gave.
     """
     slots, python = found.slots, found.python

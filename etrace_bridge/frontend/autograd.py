@@ -31,21 +31,21 @@ from etrace_bridge.frontend.tracer import active
 
 
 def plain_attribute(cls: type, name: str) -> Any:
-    """Give a class attribute of a Function as the class defines it, also while `functions.py`
-    stands in front of it.
+    """Return a class attribute of a Function as the class defines it, even while `functions.py`
+    replaces it.
     """
     return type.__getattribute__(cls, name)
 
 
 def defines_setup_context(cls: type) -> bool:
-    """Tell whether `forward` takes no `ctx` because the class sets it up separately."""
+    """Return whether `forward` takes no `ctx` because the class defines `setup_context`."""
     return plain_attribute(cls, "setup_context") is not plain_attribute(
         torch.autograd.Function, "setup_context"
     )
 
 
 class Context:
-    """Stands in for the `ctx` of an `autograd.Function`."""
+    """Replaces the `ctx` of an `autograd.Function`."""
 
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
@@ -56,8 +56,8 @@ class Context:
         self.output_grad_dtypes: tuple[torch.dtype | None, ...] = ()
 
     def __getattr__(self, name: str) -> Any:
-        """Refuse what torch's `ctx` has and this one does not; every other missing name is the
-        model's own.
+        """Raise for attributes that torch's `ctx` has and this one does not; any other missing name
+        is an ordinary AttributeError.
         """
         if hasattr(torch.autograd.function.BackwardCFunction, name):
             raise messages.context_attribute(name, active().place())
@@ -69,7 +69,7 @@ class Context:
 
     @property
     def saved_variables(self) -> tuple:
-        """Old name of `saved_tensors`."""
+        """The old name of `saved_tensors`."""
         return self.saved_tensors
 
     @property
@@ -80,7 +80,7 @@ class Context:
         return (None,) * len(self.needs_input_grad)
 
     def save_for_forward(self, *tensors: Any) -> None:
-        """Keep tensors for `jvp`, which is not used: the gradient comes from `backward`."""
+        """Ignore tensors for `jvp`, which is not used: the gradient comes from `backward`."""
 
     def mark_dirty(self, *tensors: Any) -> None:
         """Note inputs that `forward` wrote in place."""
@@ -135,7 +135,7 @@ def _prepared(
     needs: tuple[bool, ...],
     known: dict,
 ) -> _FunctionCall:
-    """Trace a call, or give an earlier one of this trace with the same class, shapes and other
+    """Trace a call, or return an earlier one of this trace with the same class, shapes and other
     arguments.
     """
     others = tuple((i, type(a), a) for i, a in enumerate(args) if i not in slots)
@@ -223,8 +223,8 @@ class _FunctionCall:
             return [tracer.read(o) for o in self._forward(list(values))[1]]
 
     def _cotangents(self, values: tuple, cotangents: tuple) -> list[Any]:
-        """Run forward for its saved tensors, then `backward`; give a cotangent for each floating
-        input.
+        """Run forward for its saved tensors, then `backward`; return a cotangent for each
+        floating-point input.
         """
         with _inside_function() as tracer:
             return self._run_backward(tracer, values, cotangents)
@@ -322,7 +322,9 @@ def _inside_function() -> Iterator[Any]:
 
 
 def _backward_of(cls: type) -> Callable:
-    """Give the method that a class declares its gradient with: `backward` or its other name, `vjp`."""
+    """Return the method with which a class declares its gradient: `backward`, or its other name
+    `vjp`.
+    """
     for name in ("vjp", "backward"):
         method = plain_attribute(cls, name)
         if method is not plain_attribute(torch.autograd.Function, name):
@@ -356,7 +358,7 @@ def _sum_to(grad: Any, value: Any) -> Any:
 
 
 def _is_linear(run_backward: Callable, avals: list, cts: tuple) -> bool:
-    """Tell whether `backward` is linear in the cotangents, by transposing it."""
+    """Return whether `backward` is linear in the cotangents, by transposing it."""
 
     def transpose(values: tuple, tangents: list) -> Any:
         return jax.linear_transpose(lambda *c: run_backward(values, c), *cts)(tangents)

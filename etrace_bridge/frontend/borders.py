@@ -1,4 +1,4 @@
-"""Arrays across the border between torch, NumPy and JAX: always a copy, never shared memory."""
+"""Arrays that cross between torch, NumPy and JAX: always copied, never shared."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def to_jax(array: Any) -> jax.Array:
 
 
 def living(array: jax.Array, name: str = "The array") -> jax.Array:
-    """Give a JAX array, which may be traced, as it is; raise if its memory was given away."""
+    """Return a JAX array, which may be traced; raise if its memory was donated."""
     if is_concrete(array) and array.is_deleted():
         raise InputError(
             f"{name} is a JAX array that was deleted: it was donated to another computation. Pass "
@@ -69,7 +69,7 @@ def to_host(array: Any, name: str = "The array") -> np.ndarray:
 
 
 def _tensor_memory(tensor: torch.Tensor, name: str) -> np.ndarray:
-    """Give a view of a tensor's numbers, or a copy where NumPy cannot show them as they lie."""
+    """Return a view of a tensor's numbers, or a copy where NumPy cannot show them in place."""
     kind = (
         "nested" if tensor.is_nested
         else "quantised" if tensor.is_quantized
@@ -117,8 +117,9 @@ def _number_array(array: Any, name: str) -> np.ndarray:
 
 
 def to_real_jax(tensor: torch.Tensor) -> jax.Array:
-    """Copy a torch tensor as the step holds it: a complex one as a real array with a last axis of
-    real and imaginary part.
+    """Copy a torch tensor to JAX as the step stores it.
+
+    A complex tensor becomes a real array with a last axis of real and imaginary part.
     """
     return to_jax(
         torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
@@ -126,7 +127,7 @@ def to_real_jax(tensor: torch.Tensor) -> jax.Array:
 
 
 def held_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Give the shape of `to_real_jax(tensor)`."""
+    """Return the shape of `to_real_jax(tensor)`."""
     return (*tensor.shape, 2) if tensor.is_complex() else tuple(tensor.shape)
 
 

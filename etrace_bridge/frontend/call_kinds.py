@@ -1,5 +1,5 @@
-"""Kinds of torch calls, by name: what traced tensors answer without computing, and what they cannot
-answer.
+"""Kinds of torch calls, by name: those that traced tensors answer without computing, and those they
+cannot answer.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ RANDOM = frozenset(
 
 
 def name_of(func: Callable) -> str:
-    """Give the name of a torch function or method; of an attribute's getter, the attribute's."""
+    """Return the name of a torch function or method; of an attribute's getter, the attribute's."""
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         owner = getattr(func.__self__, "__name__", "")

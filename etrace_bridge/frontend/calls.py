@@ -1,4 +1,4 @@
-"""Seeing every call of a torch module in this thread, without changing the module."""
+"""Intercept every call of a torch module in this thread, without changing the module."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ def intercepted_calls(handler: Handler) -> Iterator[None]:
 
 
 def as_written() -> contextlib.AbstractContextManager:
-    """Run what `torch.compile` has compiled as it was written; nothing to do where it was never
-    used, since it imports much.
+    """Run code that `torch.compile` has compiled as it was written.
+
+    Does nothing where `torch.compile` was never used, because importing it takes long.
     """
     return (
         torch.compiler.set_stance("force_eager")
@@ -50,8 +51,8 @@ def as_written() -> contextlib.AbstractContextManager:
 
 
 class DefinedMemory(TorchFunctionMode):
-    """Fill uninitialized tensors with NaN, so that two runs of a model can be compared: it may
-    return what it never writes.
+    """Fills uninitialised tensors with NaN, so that two runs of a model can be compared even if it
+    returns memory that it never writes.
     """
 
     _CREATE = {

@@ -1,10 +1,10 @@
 """The private parts of torch, JAX, brainstate and torch2jax that this package relies on, each with
-a check of what it must do.
+a check.
 
-`HOOKS` is the list of them. `check_hooks` runs once per process, at the first `wrap`: a version in
-which one of them has changed is refused by name, before it can give a wrong gradient. What fails by
-itself with an error (`torch._decomp`, `Optimizer._opt_called`, an option of the compiler) is not
-listed.
+`HOOKS` lists them. `check_hooks` runs once per process, at the first `wrap`: a version in which one
+of them has changed is refused by name, before it can give a wrong gradient. Parts that fail with an
+error of their own when they change (`torch._decomp`, `Optimizer._opt_called`, an option of the
+compiler) are not listed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import platform
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import brainstate
 import jax
@@ -72,8 +72,9 @@ def check_hooks() -> None:
 
 @contextlib.contextmanager
 def _plain_surroundings() -> Iterator[None]:
-    """Keep out what the caller is in: `no_grad`, `inference_mode`, warnings as errors. (A JAX trace
-    does no harm: nothing runs.)
+    """Shield the checks from the caller's modes: `no_grad`, `inference_mode`, warnings as errors.
+
+    A JAX trace does no harm, because nothing runs.
     """
     with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -99,7 +100,7 @@ def _refusal(hook: Hook, cause: Exception | None) -> str:
 
 
 class _Declared(Function):
-    """The gradient is not that of the forward code."""
+    """A Function whose declared gradient is not that of its forward code."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -145,7 +146,7 @@ def _functions() -> bool:
 
 
 def _product(closed: Any) -> float:
-    """Evaluate the gradient of the above at 2 operation by operation: compiling would take longer
+    """Evaluate the gradient of the above at 2, operation by operation: compiling would take longer
     than all checks.
     """
     rules = {"mul": np.multiply, "add_any": np.add}
@@ -257,8 +258,9 @@ def _memory() -> bool:
     module.register_buffer("state", torch.zeros(2))
     state = module.get_buffer("state")
     before = state._version
-    module.state.add_(1)
-    return state is module._buffers["state"] is module.state and state._version > before
+    attribute = cast(torch.Tensor, module.state)
+    attribute.add_(1)
+    return state is module._buffers["state"] is attribute and state._version > before
 
 
 # ---- JAX, all in `_jax_compat.py`

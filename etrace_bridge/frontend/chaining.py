@@ -1,5 +1,5 @@
-"""Whether a step that was found is right: torch's own result for a whole sequence beside that of its
-steps, and samples that must not mix.
+"""Check a step: torch's result for a whole sequence must equal that of its steps, and samples must
+not mix.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from etrace_bridge.frontend.state import flatten_state
 
 
 def check_chaining(model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple | None) -> None:
-    """Run a random sequence at once and step by step: a state that the bridge does not carry, or a
-    look ahead, would show.
+    """Run a random sequence at once and step by step, which shows a state that the bridge does not
+    carry, or an output that looks ahead.
 
     Raises:
         NotChained: They differ, or nothing tells whether an output of the last step is not a sum or
@@ -50,7 +50,7 @@ def check_chaining(model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple
 
 
 class _WholeAndSteps:
-    """What torch gives for a random sequence at once, and for its steps one after the other.
+    """torch's results for a random sequence at once, and for its steps one after the other.
 
     Attributes:
         whole: Output tensors of the sequence.
@@ -81,10 +81,10 @@ class _WholeAndSteps:
         return any(not bool(tensor.any()) for tensor in self.whole)
 
     def agree(self) -> bool:
-        """Tell whether values and derivatives are the same.
+        """Return whether values and derivatives are the same.
 
-        Values alone do not tell a last step from a sum, where the steps before it are silent; nor
-        whether `forward` detaches the state that it gets.
+        Values alone do not distinguish a last step from a sum where the steps before it are silent;
+        nor do they show whether `forward` detaches its state.
         """
         root = [slot for slot in self.plan.arguments if slot.module is self.model]
         if root and len(root) < len(self.plan.arguments):
@@ -96,7 +96,7 @@ class _WholeAndSteps:
         return self._same_values(outputs) and self._same_derivatives(outputs)
 
     def _in_steps(self, plan: StepPlan) -> list[list[torch.Tensor]]:
-        """Give the outputs of each step."""
+        """Return the outputs of each step."""
         outputs = []
         with restored(self.model, values=False):
             states = [leaf.initial.clone() for leaf in plan.leaves]
@@ -108,7 +108,9 @@ class _WholeAndSteps:
     def _pairs(
         self, outputs: list[list[torch.Tensor]], index: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Give an output at each step beside what it should be; without a time axis, the last."""
+        """Yield an output at each step together with the expected one; without a time axis, only
+        the last.
+        """
         column, whole = [y[index] for y in outputs], self.whole[index]
         axis = self.plan.output_time_axes[index]
         if axis is None:
@@ -123,7 +125,7 @@ class _WholeAndSteps:
         )
 
     def _same_derivatives(self, outputs: list[list[torch.Tensor]]) -> bool:
-        """Compare the gradients of each output by the weights."""
+        """Return whether the gradients of each output with respect to the weights agree."""
         for index, (y, axis) in enumerate(zip(self.whole, self.plan.output_time_axes, strict=True)):
             if y.is_complex() or not self._weights:
                 continue
@@ -145,7 +147,7 @@ class _WholeAndSteps:
         return True
 
     def _gradients(self, values: tuple[torch.Tensor, ...]) -> list[torch.Tensor | None]:
-        """Give the gradients of a sum of values with positive factors, None where it does not
+        """Return the gradients of a sum of values with positive factors, None where it does not
         depend on a weight.
         """
         generator = torch.Generator().manual_seed(0)
@@ -157,7 +159,7 @@ class _WholeAndSteps:
 
 
 def _close_gradients(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Tell whether two gradients agree; half precision and exploding ones are not judged."""
+    """Return whether two gradients agree; half precision and exploding ones are not judged."""
     if wanted.dtype not in (torch.float32, torch.float64) or not wanted.isfinite().all():
         return True
     scale = max(1e-3, float(wanted.abs().max()))
@@ -168,7 +170,9 @@ def _close_gradients(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def reads_state(model: nn.Module, inputs: tuple, plan: StepPlan) -> bool:
-    """Whether a step depends on any of its states: `forward` may set them anew in every call."""
+    """Return whether a step depends on any of its states: `forward` may set them anew in every
+    call.
+    """
     start = [leaf.initial for leaf in plan.leaves]
     moved = [(t == 0) if t.dtype == torch.bool else t + torch.ones_like(t) for t in start]
     return bool(start) and any(
@@ -180,7 +184,7 @@ def reads_state(model: nn.Module, inputs: tuple, plan: StepPlan) -> bool:
 def _tells_apart(
     model: nn.Module, inputs: tuple, plan: StepPlan, *states: list[torch.Tensor]
 ) -> bool:
-    """Whether a step gives other results from other states."""
+    """Return whether a step gives different results for different states."""
     runs = []
     for some in states:
         try:

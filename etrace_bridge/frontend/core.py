@@ -1,6 +1,4 @@
-"""The torch side of a bridged module: what its tensors are, how its step runs, the steps traced so
-far.
-"""
+"""The torch side of a bridged module: its tensors, how its step runs, and the steps traced so far."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ class WrapOptions:
 
 @dataclass(eq=False)
 class Session:
-    """What `init_state` fixed: the plan of a step for one batch size, and the steps traced for it."""
+    """What `init_state` fixes: the plan of a step for one batch size, and the steps traced for it."""
 
     batch_size: int | None
     plan: StepPlan
@@ -77,7 +75,7 @@ class Core:
         self._guessed_batch_first: bool | None = None
 
     def inputs_for(self, batch_size: int | None) -> tuple[tuple | None, bool]:
-        """Give one step of input for a batch size, and whether it is guessed from the layers'
+        """Return one step of input for a batch size, and whether it is guessed from the layers'
         sizes.
         """
         if self.options.example_input is not None:
@@ -89,7 +87,7 @@ class Core:
         return examples.guess_inputs(self.model, batch_size), True
 
     def learn_sequences(self, sequences: tuple) -> None:
-        """Note what a user's sequences are like: they tell the layout where layers do not."""
+        """Note the layout of a user's sequences, which decides where the layers do not."""
         if all(getattr(x, "ndim", 0) >= 2 for x in sequences):
             self.step_of_sequences = tuple(
                 examples.example_tensor((2, *x.shape[2:]), self.as_input(x[:1, :1]).dtype)
@@ -103,8 +101,9 @@ class Core:
             self._guessed_batch_first = None
 
     def tell_batch_first(self) -> bool:
-        """Tell whether sequences are batch-first before an input is known: by the layers, else by
-        sequences that were read, else by a guessed input.
+        """Return whether sequences are batch-first before an input is known.
+
+        The layers decide; else sequences that were read; else a guessed input.
 
         Raises:
             InputError: Callers were told otherwise before; what they cut then would be wrong.
@@ -178,7 +177,7 @@ class Core:
         return plan
 
     def settings(self, plan: StepPlan) -> Settings:
-        """The model's settings of now, without what a step changes."""
+        """The model's current settings, without those that a step changes."""
         changed = (*plan.attributes, *plan.python)
         return Settings(self.model, {(id(each.module), each.name) for each in changed})
 

@@ -1,5 +1,5 @@
-"""Finding out how a torch model runs one step, by running it: what it consumes, where its state is,
-how the state starts.
+"""Find out how a torch model runs one step, by running it: its inputs, where its state is, and how
+the state starts.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def find_plan(
 
 @contextlib.contextmanager
 def _trying(model: nn.Module) -> Iterator[None]:
-    """Within this, the model may be run; its library layers start from their reset states."""
+    """Let the model be run in this context; its library layers start from their reset states."""
     with LOCK, restored(model), torch.enable_grad(), as_written(), DefinedMemory():
         for module in model.modules():  # a run before `wrap` must not show
             if (adapter := find_adapter(module)) is not None:
@@ -135,8 +135,8 @@ def _trying(model: nn.Module) -> Iterator[None]:
 
 
 def see_layout(model: nn.Module, inputs: tuple, form: InputForm) -> str | None:
-    """Tell in which layout a model's recurrent layers get sequences of such steps; None if nothing
-    tells.
+    """Return the layout in which a model's recurrent layers receive sequences of such steps; None
+    if it is unknown.
     """
     with contextlib.suppress(Exception), _trying(model):  # the first input will tell
         return find_layout(model, inputs, None, None, form)
@@ -144,7 +144,7 @@ def see_layout(model: nn.Module, inputs: tuple, form: InputForm) -> str | None:
 
 
 def _unlike_batch(inputs: tuple, batch_size: int | None) -> int | None:
-    """Give a batch size that no other axis of the inputs has, if this one is that of another."""
+    """Return a batch size that no other axis of the inputs has, if another axis has this one."""
     sizes = {size for x in inputs if isinstance(x, torch.Tensor) for size in x.shape[1:]}
     if batch_size is None or batch_size not in sizes:
         return None
@@ -152,7 +152,7 @@ def _unlike_batch(inputs: tuple, batch_size: int | None) -> int | None:
 
 
 def _runs_alone(model: nn.Module, inputs: tuple, form: InputForm) -> bool:
-    """Whether torch runs a single step of a model from its initial state."""
+    """Return whether torch runs a single step of a model from its initial state."""
     try:
         with restored(model, values=False), torch.no_grad():
             call_without_state(model, inputs, form)
@@ -162,9 +162,7 @@ def _runs_alone(model: nn.Module, inputs: tuple, form: InputForm) -> bool:
 
 
 def _may_take_sequences(model: nn.Module, error: Exception | None) -> bool:
-    """Whether it is worth trying a model on whole sequences after one step failed, or after it
-    showed no state.
-    """
+    """Return whether to try a model on whole sequences after one step failed or showed no state."""
     known = find_adapter(model)
     if known is not None and (known.arguments(model) or known.sequence(model) is not None):
         return False
@@ -179,7 +177,9 @@ def _plan_in_layout(
     batched: bool,
     form: InputForm,
 ) -> StepPlan:
-    """Find how a model runs whose state is in arguments, attributes and layers with an adapter."""
+    """Return the plan of a model whose state is in arguments, attributes and layers with an
+    adapter.
+    """
     paths = {id(module): path for path, module in model.named_modules()}
     plan = StepPlan(layout=layout, form=form)
     with restored(model, values=False):
@@ -287,8 +287,10 @@ def takes_time_at(
     form: InputForm,
     axis: int,
 ) -> bool:
-    """Tell whether a model with one input loops over a later axis, as in `(batch, channels,
-    time)`: samples stay apart, and there is a state.
+    """Return whether a model with one input loops over a later axis, as in `(batch, channels,
+    time)`.
+
+    Then samples do not mix, and there is a state.
     """
     from etrace_bridge.frontend.time.loop import find_loop  # which imports the plan
 
@@ -305,7 +307,7 @@ def takes_time_at(
 def _later_time_axis(
     model: nn.Module, tensors: Sequence[NamedTensor], inputs: tuple, form: InputForm
 ) -> int | None:
-    """Give the axis behind the second along which a model loops over time; None if none is."""
+    """Return the axis behind the second along which a model loops over time; None if there is none."""
     if not form.is_plain or len(inputs) != 1 or not isinstance(inputs[0], torch.Tensor):
         return None
     axes = range(2, inputs[0].dim() + 1)
@@ -313,7 +315,7 @@ def _later_time_axis(
 
 
 class _TimeMoved(nn.Module):
-    """A model that takes time along a later axis, as one that takes it along the second."""
+    """Moves the time axis of a model from a later position to the second."""
 
     def __init__(self, model: nn.Module, axis: int) -> None:
         super().__init__()
@@ -325,7 +327,7 @@ class _TimeMoved(nn.Module):
 
 
 def _keeps_apart(model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple | None) -> bool:
-    """Whether samples stay apart in a plan's layout, from the state that the user gave."""
+    """Return whether samples do not mix in a plan's layout, from the user's state."""
 
     def call(x: tuple) -> Any:
         return plan.output_of(model, call_root(model, plan, given, x, Recorder()))

@@ -1,5 +1,5 @@
-"""Computing one torch call on traced tensors: by our rule, by torch itself, or by the aten pieces
-torch makes of it.
+"""Compute one torch call on traced tensors: by a rule, by torch itself, or by the aten ops that
+torch breaks it into.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class BridgeMode(torch2jax.TorchishMode):
-    """Sees every torch call while tracing, also those on parameters and those that make new
-    tensors.
+    """Receives every torch call while tracing, including calls on parameters and calls that make
+    new tensors.
     """
 
     def __torch_function__(
@@ -47,8 +47,8 @@ class BridgeMode(torch2jax.TorchishMode):
 
 
 def dispatch(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Compute one torch call: by our rule, by torch itself if no traced value takes part, else by
-    its aten pieces.
+    """Compute one torch call: by its rule, by torch itself if no traced value takes part, else by
+    its aten ops.
     """
     tracer = current()
     name = name_of(func)
@@ -116,8 +116,8 @@ def dispatch_aten(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 
 def _decompose(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """Compute an op without a rule by the ops that torch itself makes of it; `NotImplemented` if
-    torch knows none.
+    """Compute an op without a rule by the ops that torch breaks it into; `NotImplemented` if torch
+    knows none.
 
     First by the C++ code of a composite op, then by torch's registered decompositions, where a
     `prims` op stands for the aten op of the same name.
@@ -159,8 +159,8 @@ def _apply_masked(tracer: Tracer, func: Callable, name: str, args: tuple, kwargs
 
 
 def _known_index(tracer: Tracer, index: Any) -> Any:
-    """Replace constant tensors of one integer in an index by the integer, which torch reads them
-    as: `for t in torch.arange(T): x[:, t]`.
+    """Replace constant one-element integer tensors in an index by integers, as torch reads them:
+    `for t in torch.arange(T): x[:, t]`.
     """
     if isinstance(index, tuple):
         return tuple(_known_index(tracer, item) for item in index)
@@ -177,8 +177,10 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _with_grad_flag(tracer: Tracer, func: Callable, name: str, args: tuple, kwargs: dict) -> Any:
-    """Let torch compute a constant. One that `forward` itself makes a leaf that requires grad (an
-    initial state, say) is no parameter from outside: it is traced from here on.
+    """Let torch compute a constant.
+
+    A leaf that requires grad and is made by `forward` itself (an initial state, say) is not an
+    external parameter, so it is traced from here on.
     """
     if name in ("requires_grad_", "requires_grad.__set__") and not args[0].requires_grad:
         tracer.promote(args[0])
@@ -218,8 +220,9 @@ def _get_data(tracer: Tracer, tensor: torch.Tensor) -> TracedTensor:
 
 
 def _set_data(tracer: Tracer, tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """`x.data = y`: a new value, the old gradient; nothing if `y` is what `x.data` gave (a bound
-    that is not set, say).
+    """Run `x.data = y`: a new value with the old gradient.
+
+    Does nothing if `y` is what `x.data` returned (a bound that is not set, say).
     """
     known = tracer.data_values.get(id(tracer.traced(tensor).value))
     if known is not None and tracer.read(value) is known[1]:

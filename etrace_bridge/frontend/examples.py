@@ -1,10 +1,11 @@
-"""Inputs and initial states to try a model with: guessed from its layers, random, or given by the
+"""Inputs and initial states for trying a model: guessed from its layers, random, or given by the
 user.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -50,8 +51,9 @@ def example_tensor(shape: tuple[int, ...], dtype: Any) -> torch.Tensor:
 
 
 def random_like(x: Any, step: int) -> Any:
-    """Give random numbers of the shape of an input, other ones for each step; of indices, those of
-    the example, moved along.
+    """Return random numbers of an input's shape, different for each step.
+
+    Indices are those of the example, shifted.
     """
     if not isinstance(x, torch.Tensor):
         return x
@@ -73,8 +75,9 @@ def scaled(inputs: tuple, scale: float) -> tuple:
 
 
 def with_sample_changed(x: Any, axis: int, size: int, sample: int | None = 0) -> Any:
-    """Change one sample of an input whose batch axis has this size, indices to other ones in their
-    range; None changes nothing.
+    """Change one sample of an input whose batch axis has this size; None changes nothing.
+
+    Indices change to others in their range.
     """
     if (
         sample is None
@@ -93,9 +96,7 @@ def with_sample_changed(x: Any, axis: int, size: int, sample: int | None = 0) ->
 
 
 def share_changed(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
-    """Give the share of elements in which two lists of tensors differ; all of them, if shapes
-    depend on values.
-    """
+    """Return the share of elements in which two lists of tensors differ; 1 if their shapes do."""
     if [t.shape for t in a] != [t.shape for t in b]:
         return 1.0
     return sum(int((s != t).sum()) for s, t in zip(a, b, strict=True)) / max(
@@ -111,8 +112,9 @@ def with_batch(x: torch.Tensor, batch_size: int | None) -> torch.Tensor:
 
 
 def given_state(state: Any, batch_size: int | None, dtype: torch.dtype, detach: bool = True) -> Any:
-    """Give the user's initial state for a batch size, floating tensors in the model's dtype,
-    constant or as it was made.
+    """Return the user's initial state for a batch size.
+
+    Floating-point tensors get the model's dtype. With `detach` all of them are constants.
     """
     if type(state) is dict and any(_is_maker(value) for value in state.values()):
         return {
@@ -127,5 +129,5 @@ def given_state(state: Any, batch_size: int | None, dtype: torch.dtype, detach: 
     return unflatten_state(skeleton, tensors)
 
 
-def _is_maker(state: Any) -> bool:
+def _is_maker(state: Any) -> TypeGuard[Callable[[int | None], Any]]:
     return callable(state) and not isinstance(state, (torch.Tensor, nn.Module))

@@ -1,4 +1,4 @@
-"""Seeing every call of a `torch.autograd.Function` while tracing, however its `apply` was bound.
+"""Intercept every call of a `torch.autograd.Function` while tracing, however its `apply` was bound.
 
 Which class defines `apply`, and whether it is Python or C, differs between torch versions, and
 `spike = Spike.apply` keeps the method it was given. What every version does inside `apply` is the
@@ -42,8 +42,8 @@ def intercepted_functions() -> Iterator[None]:
 
 
 def _lookup(cls: type, name: str) -> Any:
-    """Give a class attribute of a Function; in a thread that is tracing, with the bridge in front
-    of what `apply` calls.
+    """Return a class attribute of a Function; in a thread that is tracing, the bridge's version of
+    what `apply` calls.
     """
     value = plain_attribute(cls, name)
     tracer = current() if name in ("_backward_cls", "forward", "setup_context") else None
@@ -59,8 +59,8 @@ def _lookup(cls: type, name: str) -> Any:
 
 
 def _bridged_forward(tracer: Tracer, cls: type, forward: Callable) -> Callable:
-    """Stand in for `forward`: run the whole call on JAX values if `apply` calls it with a traced
-    tensor.
+    """Replace `forward`: if `apply` calls it with a traced tensor, run the whole call on JAX
+    values.
     """
 
     @functools.wraps(forward)
@@ -81,7 +81,7 @@ def _bridged_forward(tracer: Tracer, cls: type, forward: Callable) -> Callable:
 
 
 def _bridged_setup(tracer: Tracer, setup_context: Callable) -> Callable:
-    """Stand in for `setup_context`: `apply_function` has run it already, on a `ctx` of its own."""
+    """Replace `setup_context`, which `apply_function` has already run on its own `ctx`."""
 
     @functools.wraps(setup_context)
     def bridged(ctx: Any, inputs: tuple, output: Any) -> None:

@@ -24,7 +24,7 @@ KEY_PATH: Path = ("rng_key",)
 
 
 class BufferState(brainstate.State):
-    """A tensor that a step reads or carries and that no rule trains: a buffer, a frozen parameter,
+    """A tensor that a step reads or carries without training it: a buffer, a frozen parameter,
     running statistics.
     """
 
@@ -34,7 +34,7 @@ class KeyState(brainstate.State):
 
 
 def insert_tensors(core: Core, tree: dict[str, Any]) -> None:
-    """Give every parameter and buffer that a step can read its state, unless it has one."""
+    """Make a state for every parameter and buffer that a step can read, unless there is one."""
     for named in core.step_tensors:
         if lookup(tree, to_path(named.name)) is None:
             kind = brainstate.ParamState if named.trained else BufferState
@@ -42,8 +42,8 @@ def insert_tensors(core: Core, tree: dict[str, Any]) -> None:
 
 
 def adopt_plan(core: Core, tree: dict[str, Any], plan: StepPlan, made: Sequence[Path]) -> None:
-    """Bring the tree to the states of a plan; those of the plan before (`made`) keep their values
-    if they fit.
+    """Fit the tree to the states of a plan; states of the previous plan (`made`) that fit keep
+    their values.
     """
     old = {path: lookup(tree, path) for path in made}
     for path, state in old.items():
@@ -62,7 +62,7 @@ def adopt_plan(core: Core, tree: dict[str, Any], plan: StepPlan, made: Sequence[
 
 
 def _state_kind(leaf: StateLeaf) -> type[brainstate.State]:
-    """Choose the kind of a state; a complex one is a group of two hidden states, its real and its
+    """Return the kind of a state; a complex one is a group of two hidden states, its real and its
     imaginary part.
     """
     if not leaf.hidden:
@@ -88,7 +88,7 @@ def tensor_values(
 
 
 def torch_state_dict(core: Core, tree: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Give the current parameters and buffers as copies, under all their torch names."""
+    """Return the current parameters and buffers as copies, under all their torch names."""
     current: dict[str, torch.Tensor] = {}
     for named in core.tensors:
         state = lookup(tree, to_path(named.name))

@@ -1,5 +1,6 @@
-"""torch's backward pass: the hooks of parameters, which torch runs on the final gradient, so that
-they are applied there and not traced; and whether such a pass is running.
+"""Hooks of parameters in torch's backward pass, and whether such a pass is running.
+
+torch runs the hooks on the final gradient, so they are applied there and not traced.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from torch import nn
 def apply_parameter_hooks(
     model: nn.Module, gradients: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Give gradients as torch would leave them in `.grad`: after the hooks that
-    `parameter.register_hook` added.
+    """Return gradients as torch would leave them in `.grad`, after the hooks of
+    `parameter.register_hook`.
 
     Args:
         model: The torch model.
@@ -31,5 +32,5 @@ def apply_parameter_hooks(
 
 
 def is_in_backward() -> bool:
-    """Whether this thread is within torch's backward pass."""
+    """Return whether this thread is within torch's backward pass."""
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,7 +1,8 @@
-"""The inputs of a model as one tree: what a call of `forward` gets by position and by keyword.
+"""The inputs of a model as one tree: the positional and keyword arguments of a call of `forward`.
 
-The bridge works on the tree's tensors in a row, in the order of JAX's trees: arguments by position
-first, then those by keyword, the keys of a dict sorted. An `InputForm` puts them back into a call.
+The bridge works on a flat list of the tree's tensors, in the order of JAX's trees: positional
+arguments first, then keyword arguments, the keys of a dict sorted. An `InputForm` puts them back
+into a call.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_
 
 @dataclass(frozen=True, eq=False)
 class InputForm:
-    """How the tensors of an input stand in a call of `forward`.
+    """How a flat list of tensors fills a call of `forward`.
 
     Attributes:
         tree: The structure of `(args, kwargs)`; None if every tensor is an argument by position.
@@ -45,11 +46,11 @@ class InputForm:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every tensor is an argument by position."""
+        """Whether every tensor is a positional argument."""
         return self.tree is None
 
     def fill(self, tensors: Sequence[Any]) -> tuple[tuple, dict[str, Any]]:
-        """Give the arguments of a call, by position and by keyword."""
+        """Return the positional and keyword arguments of a call."""
         return (tuple(tensors), {}) if self.tree is None else self.tree.unflatten(tensors)
 
     def call(
@@ -66,7 +67,7 @@ class InputForm:
         return call_with_state(model, names, args, kwargs, states, model.forward)
 
     def takes(self, tensors: Sequence[Any]) -> bool:
-        """Tell whether there are as many tensors as this form has places."""
+        """Return whether this form takes as many tensors as there are."""
         return self.tree is None or self.tree.num_leaves == len(tensors)
 
     def __str__(self) -> str:
@@ -77,9 +78,9 @@ PLAIN = InputForm()
 
 
 def read_call(forward: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tuple[tuple, InputForm]:
-    """Take the arguments of a call apart into tensors and their form.
+    """Flatten the arguments of a call into tensors and their form.
 
-    The first argument counts as one by position, whichever way it is given.
+    The first argument counts as positional, however it is passed.
 
     Args:
         forward: The function that is called.
@@ -119,11 +120,11 @@ def read_call(forward: Callable, args: tuple, kwargs: Mapping[str, Any]) -> tupl
 
 
 def read_input(forward: Callable, x: Any) -> tuple[tuple, InputForm]:
-    """Take an input that is one value apart into tensors and their form.
+    """Flatten an input that is one value into tensors and their form.
 
-    A tuple or list holds the arguments by position. A dict whose keys are arguments of `forward`
-    holds arguments by keyword; any other dict is the only argument. Everything else is the only
-    argument too.
+    A tuple or list holds positional arguments. A dict whose keys are arguments of `forward` holds
+    keyword arguments; any other dict is the only argument. Everything else is the only argument
+    too.
     """
     if isinstance(x, dict):
         return read_call(forward, *(((), x) if _are_arguments(forward, x) else ((x,), {})))
@@ -132,12 +133,12 @@ def read_input(forward: Callable, x: Any) -> tuple[tuple, InputForm]:
 
 
 def map_input(function: Callable[[Any], Any], x: Any) -> Any:
-    """Apply a function to every tensor of an input, whose structure stays."""
+    """Apply a function to every tensor of an input and keep its structure."""
     return jax.tree.map(function, x, is_leaf=_is_leaf)
 
 
 def missing_keywords(forward: Callable, form: InputForm) -> list[str]:
-    """Name the arguments that `forward` takes by keyword only and a call of this form lacks."""
+    """Return the keyword-only arguments of `forward` that a call of this form lacks."""
     given = {} if form.tree is None else form.fill(range(form.tree.num_leaves))[1]
     return [
         name
@@ -147,7 +148,9 @@ def missing_keywords(forward: Callable, form: InputForm) -> list[str]:
 
 
 def _is_leaf(x: Any) -> bool:
-    """Whether something is one array rather than a tree of them; lists of numbers are arrays."""
+    """Return whether something is one array rather than a tree of arrays; lists of numbers are
+    arrays.
+    """
     if isinstance(x, list):
         return not any(_is_array(item) or isinstance(item, (dict, tuple)) for item in x)
     return x is not None and (not isinstance(x, (dict, tuple)) or isinstance(x, PackedSequence))
@@ -158,7 +161,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _are_arguments(forward: Callable, x: dict) -> bool:
-    """Whether the keys of a dict are arguments of a function, the first among them."""
+    """Return whether the keys of a dict are arguments of a function, the first one among them."""
     parameters = inspect.signature(forward).parameters
     first = next(iter(parameters.values()), None)
     if first is None or not all(isinstance(key, str) for key in x):
@@ -170,7 +173,7 @@ def _are_arguments(forward: Callable, x: dict) -> bool:
 
 
 def _name(path: Sequence[Any], positional: Sequence[str]) -> str:
-    """A tensor's place as code would write it."""
+    """Return a tensor's position in a call as code would write it."""
     which, first, *rest = path
     if which.idx == 0:
         known = first.idx < len(positional)

@@ -33,7 +33,7 @@ def find_layout(
     form: InputForm = PLAIN,
     batched: bool = True,
 ) -> str | None:
-    """Tell whether layers inside a model read whole sequences, and the layout in which the model
+    """Return whether layers inside a model read whole sequences, and the layout in which the model
     takes them; None for one time step, and for a model without such layers.
 
     The batch axis is the one along which samples stay apart: of the layouts that the model runs
@@ -77,7 +77,7 @@ def keeps_samples_apart(
     call: Callable[[tuple], Any],
     batched: bool = True,
 ) -> bool:
-    """Tell whether a model runs in a layout, and a change of the first or the last sample then
+    """Return whether a model runs in a layout, and a change of the first or the last sample then
     changes no other sample's output.
 
     Args:

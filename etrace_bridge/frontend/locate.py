@@ -27,7 +27,7 @@ _ADAPTERS = f"{os.sep}adapters{os.sep}"
 
 
 def is_user_file(filename: str) -> bool:
-    """Tell whether a source file belongs to the model rather than to torch, JAX or this package."""
+    """Return whether a source file belongs to the model rather than to torch, JAX or this package."""
     if filename.startswith(("<", *_FOREIGN)):
         return False
     return not (_ADAPTERS in filename and "etrace" in filename.lower())
@@ -56,9 +56,7 @@ def user_line() -> str:
 
 
 def raised_inside(model: object, error: BaseException) -> bool:
-    """Tell whether an error left a call of the model: a method of it, its own or one of torch's, is
-    in the traceback.
-    """
+    """Return whether an error was raised inside a call of the model, that is in one of its methods."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     return any(
         frame.f_locals.get("self") is model and not frame.f_code.co_filename.startswith(_PACKAGE)

@@ -1,5 +1,5 @@
-"""`x[mask]` with a traced mask: its size is not known, but `x[mask] = f(x[mask])` is, and models
-write it.
+"""`x[mask]` with a traced mask: its size is unknown, but `x[mask] = f(x[mask])` can be computed,
+and models write it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _ELEMENTWISE = frozenset(
 
 
 class MaskedTensor(TracedTensor):
-    """The elements of a tensor where a mask holds: the whole tensor's values and the mask, until
-    they are written back.
+    """The elements of a tensor where a mask holds: the whole tensor and the mask, until they are
+    written back.
 
     Attributes:
         full: Values of the shape of the mask, meaningless where it does not hold.
@@ -42,7 +42,7 @@ class MaskedTensor(TracedTensor):
 
 
 def is_mask_of(index: Any, source: Any) -> bool:
-    """Tell whether an index is one traced boolean mask of the whole tensor."""
+    """Return whether an index is one traced boolean mask of the whole tensor."""
     return (
         isinstance(index, TracedTensor)
         and index.dtype == torch.bool
@@ -51,8 +51,8 @@ def is_mask_of(index: Any, source: Any) -> bool:
 
 
 def can_compute(rule_name: str, others: list[Any], mask: Any) -> bool:
-    """Tell whether an op on masked elements is element by element, with numbers or elements of the
-    same mask.
+    """Return whether an op on masked elements acts element by element, with numbers or elements
+    under the same mask.
     """
     return rule_name in _ELEMENTWISE and all(
         other.mask is mask if isinstance(other, MaskedTensor) else other.dim() == 0

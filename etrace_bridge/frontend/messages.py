@@ -1,4 +1,4 @@
-"""The errors of the front-end, each with what was found, why it cannot work and what to do."""
+"""The errors of the front-end. Each names the cause, says why it cannot work, and what to do."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def unsupported_op(op: str, place: str) -> UnsupportedOpError:
 
 
 def needs_keyword(model: str, name: str) -> InputError:
-    """An input without an argument that `forward` takes by keyword only."""
+    """Return the error for an input without a keyword argument that `forward` needs."""
     return InputError(
         f"`{model}.forward` needs `{name}` as a keyword. Call `net(x, {name}=...)`; where an input "
         "is one value (a learner's methods, `check_gradients`, `example_input`), pass a dict by "

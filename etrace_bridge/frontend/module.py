@@ -120,13 +120,13 @@ class BridgedModule(brainstate.nn.Module):
 
     @property
     def input_names(self) -> tuple[str, ...]:
-        """Names of an input's tensors in a row, such as `x` and `batch['gate']`; empty if all of
-        them are arguments by position.
+        """Names of an input's tensors, in order, such as `x` and `batch['gate']`; empty if all of
+        them are positional.
         """
         return self._core.form.names
 
     def hidden_tensors(self, values: Sequence[Any]) -> dict[str, torch.Tensor]:
-        """Give the states of a step by name as torch tensors, complex where the model's are, from
+        """Return the states of a step by name as torch tensors, complex where the model's are, from
         values in the step's order.
         """
         leaves = self._ready().plan.leaves
@@ -137,8 +137,8 @@ class BridgedModule(brainstate.nn.Module):
 
     @property
     def start_parameters(self) -> tuple[str, ...]:
-        """Parameters that do nothing but make the initial state: they get no gradient, since that
-        state is a constant here.
+        """Parameters that only make the initial state: they get no gradient, because that state is
+        a constant here.
         """
         return self._ready().plan.start_parameters
 
@@ -204,9 +204,7 @@ class BridgedModule(brainstate.nn.Module):
         )
 
     def _start(self, inputs: tuple, batch_size: int | None, guessed: bool) -> None:
-        """Make the states for inputs of this shape, or put existing ones back to their initial
-        values.
-        """
+        """Make the states for inputs of this shape, or reset existing ones."""
         old = self._session
         same = (
             old is not None
@@ -225,9 +223,7 @@ class BridgedModule(brainstate.nn.Module):
                 lookup(self._tree, leaf.path).value = to_real_jax(leaf.initial)
 
     def _start_from(self, values: tuple, batch_size: int | None) -> Session:
-        """Make the states for an input that the user gave; if the torch model does not take it, say
-        so.
-        """
+        """Make the states for a user's input; if the torch model does not accept the input, say so."""
         examples = self._core.example_like(values)
         try:
             self._start(examples, batch_size, guessed=False)
@@ -242,7 +238,7 @@ class BridgedModule(brainstate.nn.Module):
         return self._ready()
 
     def _plan_states(self, inputs: tuple, batch_size: int | None, guessed: bool) -> Session:
-        """Find the plan of a step and bring the tree of states to it; states that fit keep their
+        """Find the plan of a step and fit the tree of states to it; states that fit keep their
         values.
         """
         core = self._core
@@ -278,8 +274,10 @@ class BridgedModule(brainstate.nn.Module):
     # ---- a step
 
     def read_inputs(self, x: Any, sequence: bool = False) -> tuple:
-        """Give the tensors of an input that is one value in a row: arguments by position, then by
-        keyword, a dict's in the order of its sorted keys.
+        """Return the tensors of an input that is one value as a flat list.
+
+        The order is that of positional arguments, then keyword arguments, a dict's in the order of
+        its sorted keys.
 
         Args:
             x: A tensor or array; a tuple of arguments; a dict by argument names, or one that is
@@ -292,14 +290,14 @@ class BridgedModule(brainstate.nn.Module):
         return tensors
 
     def _read(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple:
-        """Give the tensors of a call as JAX arrays in a row."""
+        """Return the tensors of a call as a flat list of JAX arrays."""
         tensors = self.expect(*read_call(self.model.forward, args, kwargs))
         return tuple(self._core.as_input(x) for x in tensors)
 
     def expect(self, tensors: tuple, form: InputForm) -> tuple:
-        """Take over the form of an input, or raise if the states are those of another form.
+        """Take over the form of an input, or raise if the states were made for another form.
 
-        The tensors of any form may also be given by position, in a row.
+        The tensors of any form may also be passed as positional arguments, in order.
         """
         core = self._core
         if form.is_plain and core.form.takes(tensors):
@@ -343,13 +341,13 @@ class BridgedModule(brainstate.nn.Module):
         return pack_output(step, outputs)
 
     def traced_step(self, *inputs: Any) -> TracedStep:
-        """Give the step as a closed jaxpr for input tensors of this shape, traced at most once per
-        shape and mode.
+        """Return the step as a closed jaxpr for inputs of this shape, traced at most once per shape
+        and mode.
         """
         return self._core.traced_step(self._ready(), inputs)
 
     def functional_step(self, *inputs: Any) -> tuple[tuple[str, ...], Callable]:
-        """Give the step as a pure function, for code that handles values itself.
+        """Return the step as a pure function, for code that handles values itself.
 
         Args:
             *inputs: One time step of each input tensor, for shapes and dtypes.
@@ -373,13 +371,13 @@ class BridgedModule(brainstate.nn.Module):
         return tuple(".".join(leaf.path) for leaf in session.plan.leaves), run
 
     def steady_step(self, *inputs: Any, **keywords: Any) -> SteadyStep:
-        """Give the compiled step with its values in plain lists: the fast way to run a stream
+        """Return the compiled step with its values in plain lists: the fast way to run a stream
         without learning.
 
         `brainstate.transform.jit(net)` reads and writes every state at each call, which takes
-        longer than a small model's step. This starts from the module's weights and states of now;
+        longer than a small model's step. This starts from the module's current weights and states;
         `write_back()` puts the states into the module. The arguments are one time step of each
-        input, as for a call, for shapes and dtypes; the result takes their tensors in a row.
+        input, as for a call, for shapes and dtypes; the result takes their tensors in order.
         """
         values = self._read(inputs, keywords)
         session = self._session_for(values)
@@ -397,15 +395,17 @@ class BridgedModule(brainstate.nn.Module):
         )
 
     def parameter_values(self) -> dict[str, jax.Array]:
-        """Give the trained parameters by torch name."""
+        """Return the trained parameters by torch name."""
         return {name: lookup(self._tree, to_path(name)).value for name in self.parameter_names}
 
     def hidden_values(self) -> list[jax.Array]:
-        """Give the values of all states of the step, in its order."""
+        """Return the values of all states of the step, in its order."""
         return [lookup(self._tree, leaf.path).value for leaf in self._ready().plan.leaves]
 
     def _session_for(self, values: tuple) -> Session:
-        """Give the session, made now if the states wait for an input; check that the input fits."""
+        """Return the session, making it now if the states wait for an input; check that the input
+        fits.
+        """
         if self._session is None and not isinstance(self._pending, _NotInitialised):
             self._start_from(values, self._pending)
         session = self._ready()
@@ -446,7 +446,7 @@ class BridgedModule(brainstate.nn.Module):
 
     @contextlib.contextmanager
     def restored_on_error(self) -> Iterator[None]:
-        """Within this, an error leaves the module's States and their values as they were."""
+        """Restore the module's States and their values if this context raises."""
         values = [(state, state.value) for state in self.states().values()]
         before = self._session, self._pending, self._made, copied(self._tree)
         try:
@@ -461,17 +461,19 @@ class BridgedModule(brainstate.nn.Module):
 
     @property
     def versions_read(self) -> dict[str, int]:
-        """torch's count of writes into each parameter and buffer, as it was when this module last
-        took their values.
+        """torch's count of writes into each parameter and buffer when this module last read their
+        values.
         """
         return self._core.versions_read
 
     def note_versions(self) -> None:
-        """Count what was written into the torch model as known: it came from this module."""
+        """Record the current versions of the torch model's tensors as known, because this module
+        wrote them.
+        """
         self._core.versions_read = versions_of(self._core.tensors)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Give the current parameters and buffers as copies, under all their torch names, as the
+        """Return the current parameters and buffers as copies, under all their torch names, as the
         torch model's `state_dict` does.
         """
         return torch_state_dict(self._core, self._tree)

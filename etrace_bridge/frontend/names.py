@@ -29,7 +29,7 @@ def to_name(path: Path) -> str:
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """One tensor of a model with all names it has there.
+    """One tensor of a model with all its names.
 
     Attributes:
         tensor: The torch tensor.
@@ -52,7 +52,7 @@ class NamedTensor:
 
 
 def versions_of(tensors: Iterable[NamedTensor]) -> dict[str, int]:
-    """Give torch's count of writes into each tensor; those made in inference mode have none."""
+    """Return torch's count of writes into each tensor; those made in inference mode have none."""
     return {n.name: n.tensor._version for n in tensors if not n.tensor.is_inference()}
 
 
@@ -88,7 +88,7 @@ def step_tensors(model: nn.Module) -> list[NamedTensor]:
 
 
 def check_dtypes(model: nn.Module) -> None:
-    """Raise if a parameter or buffer has no values yet, or a dtype that JAX would not keep."""
+    """Raise if a parameter or buffer has no values yet, or a dtype that JAX would not preserve."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             raise NotSupportedError(

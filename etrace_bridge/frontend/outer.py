@@ -1,4 +1,4 @@
-"""What may stand around a model: wrappers that only say how it runs."""
+"""Wrappers around a model that only say how it runs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Give the model inside `torch.compile`, `DataParallel` and `DistributedDataParallel`: its code
-    and parameters are the same.
+    """Return the model inside `torch.compile`, `DataParallel` and `DistributedDataParallel`, which
+    share its code and parameters.
     """
     while True:
         if isinstance(model, (DataParallel, DistributedDataParallel)):

@@ -1,4 +1,4 @@
-"""What a step returns: the tensors of the model's output in the structure that the model gave them."""
+"""What a step returns: the tensors of the model's output, in the model's own structure."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from etrace_bridge.frontend.state import children, is_hole, rebuild
 
 
 def keep_tensors(skeleton: Any) -> Any:
-    """Put None for all that is not a tensor in an output, and let JAX know the dataclasses in
-    it.
+    """Replace everything that is not a tensor in an output by None, and register its dataclasses
+    with JAX.
 
-    A step is traced once: a number or text that the model returns would be that of the first step
-    for ever.
+    A step is traced once, so a number or text that the model returns would be that of the first
+    step for ever.
     """
     items = children(skeleton)
     if items is None:

@@ -1,6 +1,4 @@
-"""What is known about one step of a torch model: where its state lives, what it consumes, and how
-to call it.
-"""
+"""How one step of a torch model runs: where its state is, what it consumes, and how to call it."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TimeAxis:
-    """Where an output has its steps: along one axis, which is read as `(outer, steps, inner)`.
+    """Where the steps of an output are: along one axis, which is read as `(outer, steps, inner)`.
 
     Models that flatten time and batch to one axis (`y.view(-1, classes)`) have an `outer` or
     `inner` of the batch size.
@@ -44,12 +42,10 @@ class TimeAxis:
     inner: int = 1
 
     def select(self, value: Any, step: int) -> Any:
-        """Give one step of a tensor or array."""
-        before, after, width = (
-            value.shape[: self.axis],
-            value.shape[self.axis + 1 :],
-            self.outer * self.inner,
-        )
+        """Return one step of a tensor or array."""
+        before = value.shape[: self.axis]
+        after = value.shape[self.axis + 1 :]
+        width = self.outer * self.inner
         if value.shape[self.axis] == width:  # the only step
             return value.squeeze(self.axis) if width == 1 else value
         if width == 1:
@@ -171,8 +167,8 @@ class PythonAttribute:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the second step changes it too: a counter, and not a flag that the first step
-        sets.
+        """Whether the second step changes it too, as a counter; a flag that the first step sets
+        does not.
         """
         return repr(self.values[0]) != repr(self.values[1])
 
@@ -335,7 +331,7 @@ class Injector:
             position += len(slot.leaves)
 
     def new_states(self) -> list[Any]:
-        """Give the state tensors after the step; a module that was not called keeps its state."""
+        """Return the state tensors after the step; a module that was not called keeps its state."""
         return [value for values in self._values.values() for value in values]
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -390,7 +386,7 @@ def _origin(given: tuple) -> int:
 
 
 def time_axis_of(layout: str | None) -> int | None:
-    """Give the time axis of a layout; None for one step."""
+    """Return the time axis of a layout; None for one step."""
     return None if layout is None else int(layout == "batch_first")
 
 

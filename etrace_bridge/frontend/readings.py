@@ -40,7 +40,7 @@ class Reading:
     places: tuple[Place, ...]
 
     def split(self, returned: Any) -> tuple[Any, tuple]:
-        """Take the returned value apart into output and new states."""
+        """Split the returned value into output and new states."""
         states = tuple(pick(returned, place) for place in self.places)
         items = children(returned)
         if items is None or () in self.places:
@@ -138,7 +138,7 @@ def required_arguments(model: nn.Module, names: Sequence[str]) -> list[str]:
 
 
 def per_argument(state: Any, names: tuple[str, ...]) -> tuple:
-    """Give the user's initial state as one value per state argument."""
+    """Return the user's initial state as one value per state argument."""
     if is_by_name(state, names):
         return tuple(state[name] for name in names)
     if len(names) == 1:
@@ -152,7 +152,7 @@ def per_argument(state: Any, names: tuple[str, ...]) -> tuple:
 
 
 def is_by_name(state: Any, arguments: Sequence[str]) -> bool:
-    """Tell whether a `state` names arguments of `forward`."""
+    """Return whether a `state` names arguments of `forward`."""
     return type(state) is dict and all(key in arguments for key in state)
 
 
@@ -160,7 +160,7 @@ def is_by_name(state: Any, arguments: Sequence[str]) -> bool:
 
 
 def pick(returned: Any, place: Place) -> Any:
-    """Give the part of a returned value that is at a place."""
+    """Return the part of a returned value at a path."""
     for key in place:
         if key in (_REST, _MOST):
             returned = returned[1:] if key == _REST else returned[:-1]

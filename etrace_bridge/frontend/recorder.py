@@ -1,4 +1,4 @@
-"""Calling a model on plain tensors from its initial state, and noting the calls of its layers."""
+"""Call a model on plain tensors from its initial state, and record the calls of its layers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Call:
 
 
 class Recorder:
-    """Handles module calls on plain tensors: notes the calls of modules with an adapter."""
+    """Handles module calls on plain tensors and records those of modules with an adapter."""
 
     def __init__(self, root: nn.Module | None = None, root_adapter: Adapter | None = None) -> None:
         self.calls: list[Call] = []

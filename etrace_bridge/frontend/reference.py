@@ -1,5 +1,5 @@
-"""Running a torch model over a sequence as a torch user would: the reference for everything the
-bridge computes.
+"""Run a torch model over a sequence as a torch user would: the reference for everything the bridge
+computes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from etrace_bridge.frontend.state import flatten_state, unflatten_state
 
 @dataclass
 class TorchRun:
-    """What torch computed, with its autograd graph.
+    """torch's results, with their autograd graph.
 
     Attributes:
         outputs: The output of each time step, in the structure that one bridged step gives.
@@ -39,7 +39,7 @@ class TorchRun:
     seconds: float = 0.0
 
     def stacked(self) -> Any:
-        """Stack the outputs along a first, time axis."""
+        """Stack the outputs along a new first axis, time."""
         leaves = [flatten_state(output) for output in self.outputs]
         columns = zip(*[[t for _, t in found] for found, _ in leaves], strict=True)
         return unflatten_state(leaves[0][1], [torch.stack(column) for column in columns])
@@ -55,11 +55,10 @@ def run_torch(
     stepwise: bool = False,
     form: InputForm | None = None,
 ) -> TorchRun:
-    """Run the torch model itself over a sequence, time steps chained, gradients recorded, and leave
-    it as it was.
+    """Run the torch model itself over a sequence, recording gradients, and leave it as it was.
 
-    A model that consumes sequences gets the whole sequence in one call, with torch's own kernels;
-    any other model is called once per step, its state passed from call to call or kept in its
+    A model that consumes sequences gets the whole sequence in one call, with torch's own kernels.
+    Any other model is called once per step, its state passed from call to call or kept in its
     attributes.
 
     Args:
@@ -166,7 +165,7 @@ def _addends(
     prefixes: list[tuple[list[torch.Tensor], Any]],
     axes: tuple[TimeAxis | None, ...],
 ) -> list[Any]:
-    """Give what sums and means over time add up at each step, from the results of all prefixes of a
+    """Return what sums and means over time add at each step, from the results of all prefixes of a
     sequence.
     """
     outputs = []

@@ -1,10 +1,10 @@
-"""Which arguments of a module's `forward` carry state, and where the new state comes back: found by
-what flows.
+"""Find which arguments of a module's `forward` are states, and which part of the returned value is
+the new state.
 
 A *reading* says which arguments are states and which part of the returned value becomes each of
 them at the next call. Every reading that the shapes allow is run for a few steps on random inputs.
 A reading is dropped if the call fails, if structure or shapes change, if the state has no effect,
-or if it mixes samples of the batch that one call keeps apart. Of a `forward` that takes sequences,
+or if it mixes samples of the batch that one call keeps apart. For a `forward` that takes sequences,
 a reading is right if parts of a sequence, run one after the other, give what the whole gives. If
 readings with different results are left, the code itself decides (an argument that `forward`
 assigns again and returns), else `wrap` refuses.
@@ -49,11 +49,11 @@ class FoundAdapter(Adapter):
         self._reading = reading
 
     def arguments(self, module: nn.Module) -> tuple[str, ...]:
-        """The state arguments that were found."""
+        """Return the state arguments that were found."""
         return self._reading.names
 
     def split(self, module: nn.Module, returned: Any) -> tuple[Any, tuple]:
-        """The convention that was found."""
+        """Split a returned value as the reading says."""
         return self._reading.split(returned)
 
 
@@ -65,8 +65,8 @@ def find_root_adapter(
     time_axis: int | None = None,
     form: InputForm = PLAIN,
 ) -> tuple[Adapter | None, tuple | None]:
-    """Give the root module's adapter, registered or made for its `forward(x, state)`, and the state
-    that the user gave.
+    """Return the root module's adapter, registered or made for its `forward(x, state)`, and the
+    user's state.
 
     Args:
         model: The root module, which the caller restores.
@@ -104,11 +104,11 @@ def find_root_adapter(
 
 @dataclass(frozen=True)
 class Trial:
-    """A reading that could be right: what it returns over the steps, and what the code says for
-    each of its arguments.
+    """A reading that could be right: its results over the steps, and a grade of what the code says
+    about each argument.
 
-    `fits` tells whether the new states are built like what `forward` itself puts into the arguments
-    where they are None.
+    `fits` says whether the new states are built like the values that `forward` itself uses for the
+    arguments where they are None.
     """
 
     reading: Reading
@@ -217,7 +217,7 @@ def _no_reading(trials: Trials, candidates: list[tuple[str, ...]]) -> None:
 
 
 def _fits(reading: Reading, returned: Any, trials: Trials) -> bool:
-    """Tell whether each new state has the structure and shapes of its argument's variable at the
+    """Return whether each new state has the structure and shapes of its argument's variable at the
     end of `forward`.
     """
     pairs = [

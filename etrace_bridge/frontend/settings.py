@@ -27,11 +27,11 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 class Settings:
-    """The plain attributes (`training` is one) and forward hooks of a model's modules, as they were
-    when this was made.
+    """A snapshot of the plain attributes (including `training`) and forward hooks of a model's
+    modules.
 
-    A step is traced with them once. Values inside lists, dicts and objects are not looked at, nor
-    is an attribute that has become a tensor or was one: that is a state.
+    A step is traced with them once. Values inside lists, dicts and objects are not compared, nor is
+    an attribute that became a tensor or was one: that is a state.
 
     Args:
         model: The model.
@@ -54,7 +54,7 @@ class Settings:
         }
 
     def hold(self) -> bool:
-        """Whether nothing is different now."""
+        """Return whether nothing has changed."""
         try:
             for _, m, size, plain in self._modules:
                 if len(m.__dict__) != size or not plain.items() <= m.__dict__.items():
@@ -64,7 +64,7 @@ class Settings:
         return list(map(tuple, self._hook_dicts)) == self._hooks
 
     def differences(self) -> list[str]:
-        """Tell what is different now, a phrase each."""
+        """Return what has changed, one phrase per change."""
         found = []
         for path, m, _, plain in self._modules:
             for name in dict.fromkeys((*plain, *self._plain(m))):

@@ -1,4 +1,4 @@
-"""Tidying the jaxpr of a traced step: axes that were added and removed again, inputs that nothing
+"""Tidy the jaxpr of a traced step: axes that were added and removed again, inputs that nothing
 reads.
 """
 
@@ -74,7 +74,7 @@ def _cancel_reshapes(jaxpr: Any) -> tuple[list[JaxprEqn], list[Any]]:
 
 
 def _keeps_elements(eqn: JaxprEqn) -> bool:
-    """Tell whether an equation only adds or removes axes of size one, or otherwise keeps the
+    """Return whether an equation only adds or removes axes of size one, or otherwise keeps the
     row-major order of elements.
     """
     name = eqn.primitive.name

@@ -1,6 +1,4 @@
-"""Putting a torch module back exactly as it was, after its code ran on tensors that are not the
-user's.
-"""
+"""Put a torch module back exactly as it was, after its code ran on other tensors than the user's."""
 
 from __future__ import annotations
 
@@ -87,8 +85,8 @@ def _save(module: nn.Module, values: bool) -> Any:
 
 
 def _is_plain_object(value: Any) -> bool:
-    """Whether a value is an object of some Python class with attributes of its own, such as a
-    counter or a config.
+    """Return whether a value is an object of a Python class with attributes, such as a counter or a
+    config.
     """
     return (
         hasattr(value, "__dict__")

@@ -19,11 +19,10 @@ from etrace_bridge.frontend.state import flatten_state
 def find_start_parameters(
     model: nn.Module, inputs: tuple, plan: StepPlan, state: Any
 ) -> tuple[str, ...]:
-    """Name the parameters whose way to the first step's result leads through the initial state.
+    """Name the parameters that reach the first step's result only through the initial state.
 
     The first step is run twice, as torch would and from the plan's constant initial state, and
-    differentiated by torch: where the two gradients differ, the initial state is what made the
-    difference.
+    differentiated by torch: where the two gradients differ, the initial state made the difference.
 
     Args:
         model: The torch model; it is left as it was.
@@ -65,7 +64,7 @@ def _call(model: nn.Module, inputs: tuple, plan: StepPlan, state: Any) -> Any:
 
 
 def _gradients(roots: Sequence[torch.Tensor], named: dict[str, nn.Parameter]) -> list[bool]:
-    """Whether there is a way from each parameter to a result."""
+    """Return for each parameter whether a result depends on it."""
     terms = [root.abs().sum() for root in roots if root.requires_grad]
     if not terms:
         return [False] * len(named)
@@ -84,7 +83,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _held(model: nn.Module) -> list[torch.Tensor]:
-    """Tensors that a step left in attributes, parameters aside."""
+    """Return the tensors that a step left in attributes, except parameters."""
     kinds = (torch.Tensor, tuple, list, dict)
     values = [
         v

@@ -71,14 +71,14 @@ class Adapter:
         """
 
     def arguments(self, module: nn.Module) -> tuple[str, ...]:
-        """Name the parameters of `module.forward` that carry state in; none if the state lives in
+        """Return the parameters of `module.forward` that are states; none if the state is in
         attributes.
         """
         return ()
 
     def split(self, module: nn.Module, returned: Any) -> tuple[Any, tuple]:
-        """Take `forward`'s return value apart: the output, and the new values of
-        `arguments(module)` in that order.
+        """Split `forward`'s return value into the output and the new values of `arguments(module)`,
+        in that order.
 
         The default reads `(output, *states)`.
         """
@@ -95,20 +95,21 @@ class Adapter:
         return None
 
     def adopt(self, module: nn.Module, given: tuple) -> tuple:
-        """Bring state values that a model passes itself into the form of `initial`; only adapters
-        with `forward` differ.
+        """Convert state values that a model passes itself to the form of `initial`.
+
+        Only adapters with `forward` override it.
         """
         return given
 
     def pack(self, module: nn.Module, states: tuple) -> tuple:
-        """Bring states in the form of `initial` into what the module's own `forward` takes; the
+        """Convert states in the form of `initial` to what the module's own `forward` takes; the
         inverse of `adopt`.
         """
         return states
 
     def reset(self, module: nn.Module) -> None:
-        """Put state that an earlier run left in the module's attributes back to the library's
-        initial state.
+        """Reset state that an earlier run left in the module's attributes to the library's initial
+        state.
         """
 
     def constants(self, module: nn.Module) -> tuple[torch.Tensor, ...]:
@@ -118,7 +119,7 @@ class Adapter:
         return ()
 
     def sequence(self, module: nn.Module) -> str | None:
-        """Tell what `forward` consumes: None for one time step, `"time_major"` for `(T, B, ...)`,
+        """Return what `forward` consumes: None for one time step, `"time_major"` for `(T, B, ...)`,
         `"batch_first"`.
         """
         return None
@@ -130,7 +131,7 @@ class Adapter:
         return path
 
     def is_hidden(self, module: nn.Module, path: Path) -> bool:
-        """Tell whether a (renamed) state is recurrent; False for statistics that are carried and
+        """Return whether a (renamed) state is recurrent; False for statistics that are carried and
         not trained through.
         """
         return True
@@ -178,7 +179,7 @@ def register_adapter(adapter: Adapter) -> Adapter:
 
 
 def find_adapter(module: nn.Module) -> Adapter | None:
-    """Give the adapter of a module's class or of its nearest base class that has one."""
+    """Return the adapter of a module's class or of its nearest base class that has one."""
     load_adapters()
     return next((_ADAPTERS[cls] for cls in type(module).__mro__ if cls in _ADAPTERS), None)
 
@@ -233,7 +234,7 @@ def load_adapters() -> None:
 
 
 def flatten_state(value: Any) -> tuple[list[tuple[Path, torch.Tensor]], Any]:
-    """Take a state value apart into its tensors with their paths, and a skeleton for
+    """Flatten a state value into its tensors with their paths, and a skeleton for
     `unflatten_state`.
 
     A path is made of field names, dict keys and positions; a bare tensor has the path `()`.
@@ -255,7 +256,7 @@ def flatten_state(value: Any) -> tuple[list[tuple[Path, torch.Tensor]], Any]:
 
 
 def unflatten_state(skeleton: Any, tensors: Sequence[Any]) -> Any:
-    """Put tensors (or any values) back into the skeleton that `flatten_state` gave."""
+    """Fill the skeleton of `flatten_state` with tensors or other values."""
     if isinstance(skeleton, _Hole):
         return tensors[skeleton.index]
     items = children(skeleton)
@@ -277,7 +278,7 @@ class _Hole:
 
 
 def is_hole(node: Any) -> bool:
-    """Tell whether a node of a skeleton stands for a tensor."""
+    """Return whether a node of a skeleton stands for a tensor."""
     return isinstance(node, _Hole)
 
 
@@ -356,8 +357,8 @@ def call_with_state(
     states: Sequence[Any],
     signature: Callable | None = None,
 ) -> Any:
-    """Call a function with other arguments by position and state arguments in the places that the
-    signature says.
+    """Call a function with state arguments where its signature has them, among other positional
+    arguments.
     """
     given = dict(zip(names, states, strict=True))
     waiting = iter(rest)
@@ -374,8 +375,8 @@ def call_with_state(
 
 
 def fill_missing(forward: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Give None for required arguments beyond those given: a model's code often takes None for "no
-    state yet".
+    """Pass None for required arguments beyond those given, because a model's code often reads None
+    as "no state yet".
     """
     required = [
         name

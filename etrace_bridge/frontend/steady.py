@@ -1,5 +1,5 @@
-"""Running a bridged module step after step with the least overhead: values in plain lists,
-brainstate's states written on request.
+"""Run a bridged module step after step with the least overhead: values in plain lists, brainstate's
+states written on request.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from etrace_bridge.frontend.step import TracedStep, pack_output
 
 
 class SteadyStep:
-    """The compiled step of a bridged module that keeps weights and states itself; made by
+    """The compiled step of a bridged module with its own copies of weights and states; made by
     `BridgedModule.steady_step`.
 
-    Calling it runs one step. The module's own states stay as they were until `write_back`; weights
-    are those of the moment it was made.
+    Calling it runs one step. The module's own states stay as they were until `write_back`; the
+    weights are those at the time it was made.
     """
 
     def __init__(
@@ -33,19 +33,17 @@ class SteadyStep:
         write: Callable[..., None],
     ) -> None:
         self._step, self._write = step, write
-        self._tensors, self._states, self._key = (
-            list(tensors),
-            list(states),
-            [] if key is None else [key],
-        )
+        self._tensors = list(tensors)
+        self._states = list(states)
+        self._key = [] if key is None else [key]
         inputs = step.jaxpr.in_avals[len(self._tensors) + len(self._states) + len(self._key) :]
         self._shapes = [aval.shape for aval in inputs]
         self._dtypes = [aval.dtype for aval in inputs]
         self._end = step.num_outputs + len(self._states)
 
     def __call__(self, *inputs: Any) -> Any:
-        """Run one step on torch tensors, NumPy or JAX arrays, `(batch, ...)` each; gives what
-        `net(x)` gives.
+        """Run one step on torch tensors, NumPy or JAX arrays, `(batch, ...)` each; return what
+        `net(x)` returns.
         """
         # A copy: JAX may read the memory of a NumPy array after the call has returned, when torch
         # has changed it already.

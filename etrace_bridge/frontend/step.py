@@ -111,11 +111,9 @@ def trace_step(
         keys = _KeyChain(first_key)
         if plan.loop is not None:
             outputs, new_values = plan.loop(tensor_values, state_values, keys.next, input_values)
-            found["output"], found["num_outputs"], found["uses_key"] = (
-                plan.loop.skeleton,
-                len(outputs),
-                keys.used,
-            )
+            found["output"] = plan.loop.skeleton
+            found["num_outputs"] = len(outputs)
+            found["uses_key"] = keys.used
             return (*outputs, *new_values, *([keys.key] if keys.used else []))
         tracer = Tracer({id(m): path for path, m in model.named_modules()}, make_key=keys.next)
         with restored(model, values=False), tracing(tracer):
@@ -200,13 +198,13 @@ def _jax_dtype(dtype: Any) -> Any:
 
 
 class _KeyChain:
-    """Splits a fresh key off for each random op of a step."""
+    """Splits off a fresh key for each random op of a step."""
 
     def __init__(self, key: Any) -> None:
         self.key, self.used = key, False
 
     def next(self) -> Any:
-        """Give a fresh key."""
+        """Return a fresh key."""
         self.used = True
         self.key, fresh = jax.random.split(self.key)
         return fresh
@@ -221,8 +219,8 @@ def _split(flat: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:
 
 
 def _track_old_attributes(plan: StepPlan, traced: list[TracedTensor], tracer: Tracer) -> None:
-    """Let other references to a state's old tensor (a list of buffers, a closure) see the traced
-    state.
+    """Show the traced state through other references to its old tensor (a list of buffers, a
+    closure).
     """
     position = sum(len(slot.leaves) for slot in plan.arguments)
     for slot in plan.attributes:

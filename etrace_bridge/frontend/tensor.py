@@ -109,7 +109,9 @@ class TracedTensor(torch.Tensor, torch2jax.Torchish):
         return distinct(positions)
 
     def _follow(self, array: Any) -> Any:
-        """Apply to an array in the place of the root what leads from there to this view."""
+        """Apply to an array in the place of the root the operations that lead from there to this
+        view.
+        """
         chain, tensor = [], self
         while tensor.base is not None:
             chain.append(tensor._view)
@@ -141,8 +143,8 @@ class TracedTensor(torch.Tensor, torch2jax.Torchish):
 def strided_view(
     tensor: torch.Tensor, owner: TracedTensor, stop_gradient: bool = False
 ) -> TracedTensor:
-    """Make the traced view of `owner` (the whole storage, flat) that a plain torch tensor is of its
-    storage.
+    """Make the traced view of `owner` (the whole storage, flat) that corresponds to a plain
+    tensor's view of its storage.
     """
     positions = (
         torch.arange(owner._value.size)
@@ -164,7 +166,7 @@ def strided_view(
 
 
 def torch_dtype(dtype: Any) -> torch.dtype:
-    """Give the torch dtype that a traced value has; without x64, JAX's default integer stands for
+    """Return the torch dtype that a traced value has; without x64, JAX's default integer stands for
     torch's `int64`.
     """
     found = to_torch_dtype(dtype)

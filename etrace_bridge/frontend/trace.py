@@ -1,5 +1,5 @@
-"""Running torch's own code on JAX values: the trace of a piece of torch code, and a torch function
-as a JAX function.
+"""Run torch's own code on JAX values: the trace of a piece of torch code, and a torch function as a
+JAX function.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from etrace_bridge.frontend.tracer import Tracer, activated, map_tensors
 
 @contextlib.contextmanager
 def tracing(tracer: Tracer) -> Iterator[Tracer]:
-    """Send this thread's torch calls to the tracer; gradients on, module calls and
-    `autograd.Function` seen.
+    """Send this thread's torch calls to the tracer in this context.
+
+    Gradients are on, and calls of modules and of `autograd.Function` are intercepted.
     """
     with LOCK, contextlib.ExitStack() as stack:
         stack.enter_context(activated(tracer))
@@ -49,7 +50,7 @@ def trace_function(function: Callable) -> Callable:
 
     For losses and other stateless torch code: `F.mse_loss`, an `nn.CrossEntropyLoss()`, a lambda.
     Inputs that are arrays or tensors are traced; everything else is passed as it is. Parameters of
-    a module are taken as constants.
+    a module are constants.
 
     Args:
         function: The torch callable.

@@ -1,5 +1,5 @@
-"""What is known while torch code is traced: which tensors stand for traced ones, where in the model
-we are.
+"""What is known while torch code is traced: which tensors stand for traced ones, and the current
+module.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _active = threading.local()
 
 
 def current() -> Tracer | None:
-    """Give the tracer of this thread, or None if nothing is being traced."""
+    """Return the tracer of this thread, or None if nothing is being traced."""
     return getattr(_active, "tracer", None)
 
 
 def active() -> Tracer:
-    """Give the tracer of this thread, which must be tracing."""
+    """Return the tracer of this thread, which must be tracing."""
     tracer = current()
     if tracer is None:
         raise messages.escaped_tensor("a traced operation")
@@ -82,8 +82,8 @@ class Tracer:
     def track(
         self, tensor: torch.Tensor, traced: TracedTensor, *, read_only: str | None = None
     ) -> None:
-        """Let a plain tensor (a parameter, a buffer) stand for a traced one; `read_only` names a
-        parameter.
+        """Register a plain tensor (a parameter, a buffer) as standing for a traced one; `read_only`
+        names a parameter.
         """
         self._tracked[id(tensor)] = (tensor, traced)
         storage = _storage(tensor)
@@ -93,7 +93,7 @@ class Tracer:
             self._read_only[id(traced)] = read_only
 
     def find(self, tensor: torch.Tensor) -> TracedTensor | None:
-        """Give the traced tensor that a tensor is or stands for, or None for a constant."""
+        """Return the traced tensor that a tensor is or stands for, or None for a constant."""
         if isinstance(tensor, TracedTensor):
             return tensor
         found = self._tracked.get(id(tensor))
@@ -107,7 +107,7 @@ class Tracer:
         return None if owner is None else self._alias(tensor, *owner)
 
     def traced(self, tensor: torch.Tensor) -> TracedTensor:
-        """Give the traced tensor that a tensor is or stands for; a constant becomes one."""
+        """Return the traced tensor that a tensor is or stands for; a constant becomes one."""
         found = self.find(tensor)
         return self.promote(tensor) if found is None else found
 
@@ -171,7 +171,7 @@ class Tracer:
         return view
 
     def read(self, tensor: torch.Tensor) -> Any:
-        """Give the JAX value of any tensor."""
+        """Return the JAX value of any tensor."""
         traced = self.find(tensor)
         if isinstance(traced, MaskedTensor):
             raise messages.masked_selection("the model", traced.place, self.place())
@@ -191,7 +191,7 @@ class Tracer:
         )
 
     def used_constant(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a plain tensor was read as a constant."""
+        """Return whether a plain tensor was read as a constant."""
         return _storage(tensor) in self._used_constants
 
     def refuse_parameter_write(self, target: TracedTensor) -> None:
@@ -202,7 +202,7 @@ class Tracer:
 
     def call_module(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
         """Call a module inside the JAX name scope of its torch path; scopes nest, so each adds only
-        its own part.
+        its last part.
         """
         path = self.paths.get(id(module))
         if path is None:
@@ -216,7 +216,7 @@ class Tracer:
             self.scope.pop()
 
     def place(self) -> str:
-        """Describe where in the model the trace is now: the module's path and the user's line."""
+        """Describe where in the model the trace is: the module's path and the user's line."""
         return (
             f"module `{self.scope[-1] or '(root)'}`, {locate.user_line()}"
             if self.scope
@@ -225,7 +225,7 @@ class Tracer:
 
 
 def _storage(tensor: torch.Tensor) -> int | None:
-    """Give the address of a tensor's memory, or None if it has none of its own."""
+    """Return the address of a tensor's memory, or None if it has none."""
     with torch._C.DisableTorchFunction():
         if tensor.layout != torch.strided or tensor.numel() == 0:
             return None
@@ -233,8 +233,9 @@ def _storage(tensor: torch.Tensor) -> int | None:
 
 
 def constant(tensor: torch.Tensor) -> Any:
-    """Turn a plain tensor into a JAX constant; a tensor of one repeated value becomes a fill, not
-    an array in the program.
+    """Turn a plain tensor into a JAX constant.
+
+    A tensor of one repeated value becomes a fill, not an array in the program.
     """
     with torch._C.DisableTorchFunction():
         return _constant(tensor)
@@ -259,7 +260,7 @@ def _constant(tensor: torch.Tensor) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Go through the tensors of nested arguments."""
+    """Yield the tensors in nested arguments."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -273,7 +274,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def map_tensors(function: Callable, value: Any) -> Any:
-    """Replace the tensors of nested arguments."""
+    """Replace the tensors in nested arguments."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -11,7 +11,7 @@ from etrace_bridge.frontend.names import Path
 
 
 def outside_traces(state: brainstate.State) -> brainstate.State:
-    """Let a state that was made during a brainstate trace count as one that existed before."""
+    """Make a state created during a brainstate trace count as one that existed before."""
     state.stack_level = 0
     return state
 
@@ -34,7 +34,7 @@ def insert(tree: dict, path: Path, state: brainstate.State, replace: type | None
 
 
 def lookup(tree: dict, path: Path) -> Any:
-    """Give the state at a path, or None."""
+    """Return the state at a path, or None."""
     node: Any = tree
     for key in path:
         if not isinstance(node, dict) or key not in node:
@@ -44,12 +44,12 @@ def lookup(tree: dict, path: Path) -> Any:
 
 
 def remove(tree: dict, path: Path) -> None:
-    """Take the state at a path out of the tree."""
+    """Remove the state at a path from the tree and return it."""
     for key in path[:-1]:
         tree = tree.get(key, {})
     tree.pop(path[-1], None)
 
 
 def copied(tree: dict) -> dict:
-    """A tree of new dicts that holds the same States."""
+    """Return a tree of new dicts that holds the same States."""
     return {key: copied(x) if isinstance(x, dict) else x for key, x in tree.items()}

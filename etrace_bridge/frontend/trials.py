@@ -1,4 +1,4 @@
-"""Running readings of a model on random inputs, to see which of them can be right."""
+"""Run readings of a model on random inputs, to see which of them can be right."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ _STEPS = 3
 
 
 class _LooksForFrame(TorchFunctionMode):
-    """Finds the frame of a function among the callers of a torch function. A frame that is held
-    keeps its local variables; and a user's profiler or debugger is left alone.
+    """Finds the frame of a function among the callers of a torch function.
+
+    A frame that is referenced keeps its local variables. A profiler or debugger of the user is not
+    disturbed.
     """
 
     def __init__(self, code: Any) -> None:
@@ -49,7 +51,7 @@ class _LooksForFrame(TorchFunctionMode):
 
 
 class Trials:
-    """Runs readings of one model on random inputs; the model is put back after each run."""
+    """Runs readings of one model on random inputs; the model is restored after each run."""
 
     def __init__(
         self,
@@ -70,15 +72,15 @@ class Trials:
         return None if self.state is None else per_argument(self.state, names)
 
     def start(self, names: tuple[str, ...]) -> tuple:
-        """What the state arguments get at the first call."""
+        """Return the values of the state arguments in the first call."""
         given = self.given(names)
         return (
             (None,) * len(names) if given is None else tuple(copied_state(value) for value in given)
         )
 
     def first_call(self, names: tuple[str, ...]) -> Any:
-        """Call the model once from its initial state, and note the local variables of `forward` at
-        its end.
+        """Call the model once from its initial state, and record the local variables of `forward`
+        at its end.
         """
         looking = _LooksForFrame(getattr(inspect.unwrap(self.model.forward), "__code__", None))
         with restored(self.model, values=False), looking:
@@ -87,7 +89,7 @@ class Trials:
         return returned
 
     def runs_without_state(self) -> bool:
-        """Tell whether the inputs alone fill the arguments of `forward`."""
+        """Return whether `forward` can be called with the inputs alone."""
         try:
             with restored(self.model, values=False), torch.no_grad():
                 self.form.call(self.model, self.steps[0])
@@ -107,8 +109,9 @@ class Trials:
         return results
 
     def _has_effect(self, reading: Reading, name: str, returned: Any) -> bool:
-        """Tell whether a second step changes with an argument; attributes are put back, which may
-        hold the state too.
+        """Return whether an argument changes the result of a second step.
+
+        Attributes are restored, because they may hold the state too.
         """
         new, start = reading.split(copied_state(returned))[1], self.start(reading.names)
         results = []
@@ -125,7 +128,7 @@ class Trials:
         return not same_numbers(*results)
 
     def result(self, reading: Reading) -> list[torch.Tensor] | None:
-        """Give everything that a reading returns over the steps, or None if the reading cannot be
+        """Return everything that a reading returns over the steps, or None if the reading cannot be
         right.
         """
         try:
@@ -146,8 +149,8 @@ class Trials:
             return None
 
     def continues(self, reading: Reading) -> bool:
-        """Tell whether sequences that are run one after the other end as one long sequence does:
-        new states, and outputs with a time axis.
+        """Return whether two sequences run one after the other end as one long sequence does: new
+        states, and outputs with a time axis.
         """
         axis = self.time_axis or 0
         whole = tuple(
@@ -172,7 +175,7 @@ class Trials:
         )
 
     def mixes_batch(self, reading: Reading) -> bool:
-        """Tell whether a second step mixes samples that the first step keeps apart."""
+        """Return whether a second step mixes samples that the first step keeps apart."""
         axis = self.batch_axis
         x = next(
             (

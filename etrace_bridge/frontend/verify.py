@@ -1,4 +1,4 @@
-"""`verify`: the torch module and the bridged one side by side."""
+"""`verify`: compare a torch module with its bridged form, step by step."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """True if every difference is within the tolerance."""
+        """Whether every difference is within the tolerance."""
         return all(
             d <= self.tolerance
             for d in (self.outputs, *self.states.values(), *self.gradients.values())
@@ -160,7 +160,7 @@ def _vary(x: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 def _weights(run: TorchRun) -> list[list[np.ndarray]]:
-    """Fixed random weights: the loss is the weighted sum of all outputs."""
+    """Return fixed random weights: the loss is the weighted sum of all outputs."""
     rng = np.random.default_rng(0)
     return [
         [rng.standard_normal(tuple(t.shape)) for _, t in flatten_state(output)[0]]
@@ -193,7 +193,7 @@ def _torch_gradients(
 def _bridge_results(
     net: BridgedModule, sequences: list[torch.Tensor], weights: list
 ) -> tuple[list, list, dict[str, Any]]:
-    """Run the bridged step over the sequence with JAX's reverse mode; give outputs and states by
+    """Run the bridged step over the sequence with JAX's reverse mode; return outputs and states by
     step, gradients by name.
     """
     xs = [to_jax(x) for x in sequences]
@@ -276,7 +276,7 @@ def _difference(found: Any, wanted: torch.Tensor) -> float:
 
 
 def run_dtype(run: TorchRun) -> torch.dtype:
-    """Give the floating dtype of a run's outputs."""
+    """Return the floating dtype of a run's outputs."""
     return next(
         (t.dtype for _, t in flatten_state(run.outputs[0])[0] if t.is_floating_point()),
         torch.float32,

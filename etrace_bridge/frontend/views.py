@@ -1,4 +1,4 @@
-"""Reading and writing the positions that a view shows, in primitives that keep positions visible
+"""Read and write the elements that a view shows, with primitives that keep positions visible
 (slice, concatenate).
 """
 
@@ -17,8 +17,8 @@ from etrace_bridge.frontend import locate
 
 
 def read_positions(array: Any, positions: np.ndarray) -> Any:
-    """Take the elements at flat positions, as slices and transposes where they form a box, else as
-    a gather.
+    """Return the elements at flat positions, as slices and transposes where they form a box, else
+    as a gather.
     """
     if array.size == positions.size and np.array_equal(positions.ravel(), np.arange(array.size)):
         return lax.reshape(array, positions.shape) if array.shape != positions.shape else array
@@ -62,7 +62,7 @@ def write_numbers(array: Any, view: Callable[[Any], Any], value: Any) -> Any:
     """Return `array` after a write of `value` to its view, where one of them or both are complex
     (`z.real`, `z.conj()`).
 
-    The view is followed on the numbers of the real values in memory: 1, 2, 3, …, so that a
+    The view is followed on the numbers 1, 2, 3, … in place of the real values in memory, so that a
     conjugate shows as a minus sign.
     """
     memory, complex_memory = _as_real(array), jnp.iscomplexobj(array)
@@ -124,9 +124,7 @@ def _box(
 
 
 def _write_box(array: Any, starts: list[int], stops: list[int], value: Any, axis: int) -> Any:
-    """Replace a box, axis by axis, by concatenation of what is before it, the box and what is
-    after.
-    """
+    """Replace a box, axis by axis, by concatenating what is before it, the box and what is after."""
     while axis < array.ndim and (starts[axis], stops[axis]) == (0, array.shape[axis]):
         axis += 1
     if axis == array.ndim:

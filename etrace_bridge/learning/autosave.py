@@ -1,4 +1,6 @@
-"""Checkpoints that `fit` writes by itself: now and then, at its end, and when something ends it."""
+"""Checkpoints that `fit` writes by itself: at intervals, at its end, and when something interrupts
+it.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Where and how often `fit` saves; it also saves at its end, at Ctrl-C, at SIGTERM and when a
-    loader fails.
+    """Where and how often `fit` saves.
+
+    It also saves at its end, at Ctrl-C, at SIGTERM and when a loader fails.
 
     Attributes:
         path: the file, as for `OnlineLearner.save`.
@@ -38,7 +41,7 @@ class Checkpoints:
 
 
 class Autosave:
-    """Saves a learner when it is time to.
+    """Saves a learner at the intervals of a plan.
 
     Args:
         learner: the learner.
@@ -60,7 +63,10 @@ class Autosave:
         self._since, self._updates = time.monotonic(), self.learner.updates
 
     def after_batch(self) -> None:
-        """Saves if it is time; a disk that is full or gone does not end the training."""
+        """Save if it is time.
+
+        A disk that is full or gone does not end the training.
+        """
         plan = self.plan
         if plan is None:
             return
@@ -81,12 +87,12 @@ class Autosave:
             )
 
     def at_end(self) -> None:
-        """Saves what has been learned."""
+        """Save the trained learner."""
         if self.plan is not None:
             self.learner.save(self.plan.path)
 
     def after_error(self, error: BaseException) -> None:
-        """Saves the state after the last whole batch, and adds a note about it to the error."""
+        """Save the state after the last complete batch, and add a note about it to the error."""
         place = self.learner.place_in_fit
         if self.plan is None or place is None or isinstance(error, NonFiniteError):
             return

@@ -12,8 +12,9 @@ from etrace_bridge._errors import InputError
 
 
 def split_batch(item: Any) -> tuple[Any, Any, Any]:
-    """Inputs, targets and mask of a batch: `(xs, targets)` or `(xs, targets, mask)`, or a dict with
-    these keys.
+    """Return inputs, targets and mask of a batch.
+
+    A batch is `(xs, targets)`, `(xs, targets, mask)` or a dict with these keys.
     """
     if isinstance(item, Mapping) and "xs" in item and "targets" in item:
         return item["xs"], item["targets"], item.get("mask")
@@ -30,7 +31,7 @@ def split_batch(item: Any) -> tuple[Any, Any, Any]:
 
 
 class ReadAhead:
-    """Reads batches, and can read one before its turn.
+    """Reads batches, and can read one of them early.
 
     Args:
         batches: an iterator.
@@ -43,7 +44,7 @@ class ReadAhead:
         self.next: tuple | None = None
 
     def fetch(self) -> None:
-        """Reads the next batch; what goes wrong is raised when it is taken."""
+        """Read the next batch. An error is raised when the batch is taken."""
         if self.next is None and self._error is None:
             try:
                 self.next = self._unpack(*split_batch(next(self._batches)))
@@ -51,7 +52,7 @@ class ReadAhead:
                 self._error = error
 
     def take(self) -> tuple | None:
-        """Inputs, targets and mask of the next batch; None after the last."""
+        """Return inputs, targets and mask of the next batch; None after the last."""
         self.fetch()
         if isinstance(self._error, StopIteration):
             return None
@@ -62,7 +63,7 @@ class ReadAhead:
 
 
 def count_batches(source: Any, most: int | None) -> int | None:
-    """How many batches there will be, if that is known."""
+    """Return the number of batches; None if it is unknown."""
     try:
         length = len(source)
     except TypeError:
@@ -71,7 +72,7 @@ def count_batches(source: Any, most: int | None) -> int | None:
 
 
 def batch_shapes(item: Any) -> tuple:
-    """Shapes and dtypes in a batch: one of new shapes is compiled for."""
+    """Return the shapes and dtypes in a batch, which decide whether it needs a new program."""
     return tuple(
         (np.shape(x), str(x.dtype)) if hasattr(x, "shape") else type(x)
         for x in jax.tree.leaves(item)

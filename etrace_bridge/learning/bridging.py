@@ -1,4 +1,4 @@
-"""The brainstate module of whatever model a user gives."""
+"""Turn the model that a user passes into a brainstate module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays of a learner as tensors of a checkpoint, and back."""
+"""Converts a learner's arrays to the tensors of a checkpoint and back."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from etrace_bridge.frontend import to_jax, to_torch
 
 
 def as_tensor(x: Any) -> torch.Tensor:
-    """A private copy of a JAX array; a random key as its numbers."""
+    """Copy a JAX array to a torch tensor; a random key becomes its numbers."""
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     return to_torch(x)
 
 
 def like(x: Any, saved: torch.Tensor) -> Any:
-    """A tensor as an array of the kind of `x`."""
+    """Convert a tensor to an array of the same kind as `x`."""
     array = to_jax(saved)
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(array, impl=jax.random.key_impl(x))
@@ -30,7 +30,7 @@ def like(x: Any, saved: torch.Tensor) -> Any:
 def compare(
     own: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor], kind: str
 ) -> list[str]:
-    """A line for each name, shape or dtype that differs."""
+    """Return one line for each name, shape or dtype that differs."""
     lines = [f"{kind}{n}: missing in the checkpoint" for n in sorted(set(own) - set(saved))]
     lines += [f"{kind}{n}: in the checkpoint only" for n in sorted(set(saved) - set(own))]
     for n in sorted(set(own) & set(saved)):
@@ -42,7 +42,7 @@ def compare(
 
 
 def raise_differences(lines: list[str]) -> None:
-    """Raises if there are any."""
+    """Raise a `CheckpointError` that lists the differences, if there are any."""
     if lines:
         raise StateError(
             "The checkpoint does not fit:\n" + "\n".join(f"  {line}" for line in lines)

@@ -1,4 +1,4 @@
-"""The facts in a checkpoint besides arrays: which there are, and what each of them may be."""
+"""The facts in a checkpoint besides its arrays: their names and allowed values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STAGES = ("batches", "callbacks", "end", "over")
 
 
 def check_facts(facts: Mapping[str, Any]) -> None:
-    """Raises if a fact is missing, unknown, or not what it may be."""
+    """Raise if a fact is missing, unknown or has a wrong value."""
     problems = [f"`{name}` is missing" for name in FACTS if name not in facts]
     problems += [f"`{name}` is not known" for name in sorted(set(facts) - set(FACTS))]
     for name, (allowed, is_allowed) in FACTS.items():
@@ -45,7 +45,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """A value of JSON that is not a dict: a number, a text, None, or a list of such values."""
+    """Return whether a value is a number, a string, None or a list of these."""
     if isinstance(value, list):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (bool, int, float, str))

@@ -1,8 +1,9 @@
-"""Checkpoints of learners whose arrays lie in several processes: a folder, written by orbax.
+"""Checkpoints of learners whose arrays are spread over several processes: a folder, written by
+orbax.
 
 Every process writes its own part. A new checkpoint is a new numbered folder inside, which counts
-once it is whole; then the one before it is removed. Any number of processes and devices can read
-it: each takes the parts that its own mesh gives it.
+once it is complete; then its predecessor is removed. Any number of processes and devices can read
+it: each reads the parts that its own mesh assigns to it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ STATE, HOST, ABOUT = "state", "host", "about"  # the items of a checkpoint
 
 
 def is_sharded(path: str | os.PathLike) -> bool:
-    """Whether a path is a folder that `write_sharded` made."""
+    """Return whether `write_sharded` made this folder."""
     path = sharded_folder(path)
     return path.is_dir() and any(
         child.name.isdigit() and child.is_dir() for child in path.iterdir()
@@ -37,7 +38,7 @@ def is_sharded(path: str | os.PathLike) -> bool:
 
 
 def sharded_folder(path: str | os.PathLike) -> Path:
-    """The folder of a checkpoint: `path`, without `.safetensors`."""
+    """Return the folder of a checkpoint: `path` without `.safetensors`."""
     path = Path(path).absolute()
     return path.with_suffix("") if path.suffix == ".safetensors" else path
 
@@ -48,7 +49,7 @@ def write_sharded(
     held: Mapping[str, torch.Tensor],
     facts: Mapping[str, Any],
 ) -> Path:
-    """Writes a learner; every process must call it.
+    """Write a learner; every process must call this.
 
     Args:
         path: the folder.
@@ -75,7 +76,7 @@ def write_sharded(
 
 
 def read_host(path: str | os.PathLike) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors that are the same in every process, and the facts."""
+    """Return the facts and the tensors that are the same in every process."""
     about = _about(path)
     like = {name: np.zeros(shape, jnp.dtype(dtype)) for name, shape, dtype in about[HOST]}
     found = _read(path, HOST, about, like)
@@ -83,10 +84,10 @@ def read_host(path: str | os.PathLike) -> tuple[dict[str, torch.Tensor], dict[st
 
 
 def read_state(path: str | os.PathLike, own: Mapping[str, Any], place: Placement) -> dict[str, Any]:
-    """The state by name, placed as `own` is; every process must call it.
+    """Return the state by name, placed as `own` is; every process must call this.
 
-    Raises with a list if names, shapes or dtypes differ. What only the checkpoint has of an
-    optimizer goes to every device.
+    Raises with a list if names, shapes or dtypes differ. Optimizer arrays that only the checkpoint
+    has go to every device.
     """
     about = _about(path)
     saved = {name: (tuple(shape), dtype) for name, shape, dtype in about[STATE]}
@@ -101,7 +102,7 @@ def read_state(path: str | os.PathLike, own: Mapping[str, Any], place: Placement
 
 
 def _differences(saved: Mapping[str, tuple], own: Mapping[str, Any]) -> list[str]:
-    """A line for each name, shape or dtype that differs."""
+    """Return one line for each name, shape or dtype that differs."""
     here = {name: (tuple(shape), dtype) for name, shape, dtype in _describe(own)}
     extra = [n for n in sorted(set(saved) - set(here)) if not n.startswith("optimizer ")]
     lines = [f"{n}: missing in the checkpoint" for n in sorted(set(here) - set(saved))]
@@ -162,7 +163,7 @@ def _orbax() -> Any:
 
 @contextlib.contextmanager
 def _explained(folder: Path, what: str) -> Iterator[None]:
-    """Within this, an error of orbax or of the disk is a `CheckpointError`."""
+    """Turn errors of orbax or of the disk into a `CheckpointError` in this context."""
     try:
         yield
     except BridgeError:
@@ -174,14 +175,15 @@ def _explained(folder: Path, what: str) -> Iterator[None]:
 
 
 def _numbered(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrays by number: orbax would read the dots and brackets of names as a tree. It refuses empty
-    arrays.
+    """Return arrays by number, without empty ones.
+
+    orbax would read dots and brackets in names as a tree, and it rejects empty arrays.
     """
     return {f"{n:05}": x for n, x in enumerate(arrays.values()) if x.size}
 
 
 def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """A tensor's numbers in its own dtype, also where JAX would take a smaller one."""
+    """Return a tensor's numbers in its dtype, also where JAX would use a smaller one."""
     if tensor.dtype == torch.bfloat16:
         return tensor.contiguous().view(torch.int16).numpy().view(jnp.bfloat16)
     # `np.ascontiguousarray` would make a scalar one-dimensional

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a parameter group that JSON can hold."""
+    """Return the options of a parameter group that JSON can store."""
     values = {
         k: float(v) if isinstance(v, torch.Tensor) else v
         for k, v in group.items()
@@ -31,7 +31,9 @@ def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pack_torch_optimizer(runtime: Runtime) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """State of an optimizer that runs in torch: its tensors, and the rest as plain values."""
+    """Return the state of an optimizer that runs in torch: its tensors, and the rest as plain
+    values.
+    """
     update = runtime.torch_update
     tensors: dict[str, torch.Tensor] = {}
     plain: dict[str, Any] = {"waiting": update.waiting, "state": {}}  # pyright: ignore[reportOptionalMemberAccess]
@@ -49,7 +51,7 @@ def pack_torch_optimizer(runtime: Runtime) -> tuple[dict[str, torch.Tensor], dic
 
 
 def restore_groups(optimizer: Any, facts: Mapping[str, Any]) -> None:
-    """Takes over the saved parameter groups, if every option of them can be one of this optimizer."""
+    """Restore the saved parameter groups, if all their options are valid for this optimizer."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return
     groups, name = facts["groups"], type(optimizer).__name__
@@ -79,8 +81,9 @@ def restore_groups(optimizer: Any, facts: Mapping[str, Any]) -> None:
 def _group_problems(
     own: Mapping[str, Any], saved: Mapping[str, Any], options: set[str]
 ) -> list[str]:
-    """What in a saved parameter group cannot be one of this optimizer's options; others are a
-    scheduler's.
+    """Return what is invalid in a saved parameter group.
+
+    Options that the optimizer does not know belong to a scheduler and are not problems.
     """
 
     def kind(value: Any) -> Any:
@@ -109,7 +112,7 @@ def _group_problems(
 
 
 def _other_equations(kind: type, own: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """What in a saved parameter group makes a translated optimizer another one than this."""
+    """Return the saved options that would change the equations of a translated optimizer."""
     rule = TORCH_RULES.get(kind)
     if rule is None:
         return []
@@ -126,7 +129,7 @@ def _other_equations(kind: type, own: Mapping[str, Any], saved: Mapping[str, Any
 def unpack_torch_optimizer(
     runtime: Runtime, arrays: Tensors, plain: Mapping[str, Any] | None
 ) -> None:
-    """Puts back the state of an optimizer that runs in torch."""
+    """Restore the state of an optimizer that runs in torch."""
     saved = {n: t for n, t in arrays.items() if n.startswith("torch ")}
     update = runtime.torch_update
     if update is None:
@@ -185,9 +188,7 @@ def unpack_torch_optimizer(
 
 
 def _is_factor(tensor: torch.Tensor, p: torch.Tensor) -> bool:
-    """Whether a slot has the parameter's shape, but for axes that are summed or averaged over
-    (Adafactor).
-    """
+    """Return whether a slot has the parameter's shape up to axes that are reduced (Adafactor)."""
     return tensor.dim() == p.dim() and all(
         a in (1, b) for a, b in zip(tensor.shape, p.shape, strict=True)
     )

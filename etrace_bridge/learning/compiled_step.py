@@ -175,10 +175,10 @@ class CompiledStep:
 
     @cached_property
     def serves_any_batch(self) -> bool:
-        """Whether what it makes of a batch element is the same in a batch of any size.
+        """Whether a batch element gets the same results in a batch of any size.
 
-        Known for torch models; the model is traced for one element more. False if a step leaves
-        something in the model, such as running means or a random key.
+        Known for torch models, which are traced for one element more. False if a step changes the
+        model itself, such as running means or a random key.
         """
         pairs = zip(self.resets, self.program.other_vars, strict=True)
         if (
@@ -200,7 +200,7 @@ class CompiledStep:
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether evaluation would run the same step: nothing in it depends on the mode."""
+        """Whether evaluation would run the same step, because nothing in it depends on the mode."""
         if not isinstance(self.net, BridgedModule):
             return False
         inputs = [jax.numpy.asarray(a) for a in self._examples]
@@ -216,11 +216,11 @@ class CompiledStep:
 
     @property
     def settings_hold(self) -> bool:
-        """Whether the torch model's settings are those that this step was traced with."""
+        """Return whether the torch model's settings are those that this step was traced with."""
         return not isinstance(self.net, BridgedModule) or self._settings.hold()
 
     def check_settings(self, evaluates: bool = False) -> None:
-        """Raise if the torch model's settings have changed such that its step is another.
+        """Raise if the torch model's settings have changed since the step was traced.
 
         Args:
             evaluates: modes of the modules do not count: the step runs in its own.
@@ -267,14 +267,12 @@ class CompiledStep:
         if isinstance(self.net, BridgedModule):
             fit_bridged_states(self.net, self._examples, self.batch)
             return
-        states = self._states()
-        hidden, other = self.initial
+        states, (hidden, other) = self._states(), self.initial
         for leaf, start in zip(self.program.leaves, hidden, strict=True):
             if array_of(states[leaf.path]).shape != start.shape:
                 set_array(states[leaf.path], jax.numpy.asarray(start))
         starts = iter(other)
-        for path, state in self._other_states:
-            state = states.get(path, state)
+        for state in self._other(states):
             leaves, tree = jax.tree.flatten(state.value)
             fresh = [next(starts) for _ in leaves]
             if [np.shape(x) for x in leaves] != [x.shape for x in fresh]:
@@ -286,7 +284,7 @@ class CompiledStep:
         return (
             [x for p in self._weight_paths for x in jax.tree.leaves(states[p].value)],
             [array_of(states[leaf.path]) for leaf in self.program.leaves],
-            [x for p, s in self._other_states for x in jax.tree.leaves(states.get(p, s).value)],
+            [x for state in self._other(states) for x in jax.tree.leaves(state.value)],
         )
 
     def write(self, theta: Sequence[Any], hidden: Sequence[Any], other: Sequence[Any]) -> None:
@@ -295,9 +293,7 @@ class CompiledStep:
         states = self._states()
         for path, leaf in zip((leaf.path for leaf in self.program.leaves), hidden, strict=True):
             set_array(states[path], leaf)
-        targets = [states[p] for p in self._weight_paths] + [
-            states.get(p, s) for p, s in self._other_states
-        ]
+        targets = [*(states[p] for p in self._weight_paths), *self._other(states)]
         at, arrays = 0, [*theta, *other]
         for state in targets:
             tree = jax.tree.structure(state.value)
@@ -306,6 +302,13 @@ class CompiledStep:
 
     def _states(self) -> dict[Path, Any]:
         return dict(self.net.states().items())
+
+    def _other(self, states: Mapping[Path, Any]) -> list[Any]:
+        """Return the model's other States.
+
+        A State without a path is the object that the step was traced with.
+        """
+        return [s if p is None else states.get(p, s) for p, s in self._other_states]
 
     def _initial(self) -> tuple[list[Any], list[Any]]:
         current = self.read()

@@ -1,9 +1,9 @@
 """The loss of single batch elements, where the loss of a batch is their mean or sum.
 
-A mask of single sequences needs the loss of each of them, and a loss gives one number for the
-batch. So the loss runs on every element as a batch of one. Whether that is the same loss is tried
-on random numbers: `loss(batch)` must be the mean of these losses, or their sum, or with class
-weights `c_b` torch's own mean `sum of c_b l_b / sum of c_b`.
+A mask of single sequences needs a loss for each sequence, but a loss returns one number per batch.
+So the loss runs on every element as a batch of one. Random numbers test whether that is the same
+loss: `loss(batch)` must be the mean or the sum of these losses or, with class weights `c_b`,
+torch's mean `sum of c_b l_b / sum of c_b`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CLASS_LOSSES = (torch.nn.functional.cross_entropy, torch.nn.functional.nll_loss
 
 
 def class_weights(loss: Any) -> np.ndarray | None:
-    """The class weights of a loss of torch, module or `functools.partial`; None if it has none."""
+    """Return the class weights of a torch loss, module or `functools.partial`; None without any."""
     weight = None
     if isinstance(loss, (torch.nn.CrossEntropyLoss, torch.nn.NLLLoss)):
         weight = loss.weight
@@ -35,7 +35,7 @@ def class_weights(loss: Any) -> np.ndarray | None:
 
 
 def ignored_value(ranges: Sequence[InputRange]) -> tuple[int, int] | None:
-    """Which target has labels that may be ignored, and the value that says so."""
+    """Return which target has labels that may be ignored, and the label that is ignored."""
     found = [
         (r.position, r.range.ignore)
         for r in ranges
@@ -45,7 +45,7 @@ def ignored_value(ranges: Sequence[InputRange]) -> tuple[int, int] | None:
 
 
 def without_empty_steps(function: Callable, ignored: tuple[int, int] | None) -> Callable:
-    """A loss that is zero where every label is to be ignored, in place of torch's 0/0."""
+    """Return a loss that is zero where every label is ignored, instead of torch's 0/0."""
     if ignored is None:
         return function
     position, value = ignored
@@ -61,15 +61,15 @@ def without_empty_steps(function: Callable, ignored: tuple[int, int] | None) -> 
 
 
 class Weighted(NamedTuple):
-    """Targets, and the factors (…, B) of the batch elements' losses."""
+    """Targets, and factors (…, B) for the losses of the batch elements."""
 
     target: Any
     factors: Any
 
 
 class ElementLoss:
-    """A loss `(output, Weighted(target, factors)) -> scalar`: the losses of the batch elements,
-    each times its factor.
+    """A loss `(output, Weighted(target, factors)) -> scalar`: the losses of the batch elements
+    times their factors.
 
     Args:
         function: the loss of a batch.
@@ -100,7 +100,7 @@ class ElementLoss:
         self.is_mean = self._find_kind(output, target)
 
     def __call__(self, output: Any, wanted: Weighted) -> Any:
-        """The masked loss of one step."""
+        """Return the masked loss of one step."""
         target, factors = wanted
         counts = factors != 0
         losses = self.of_elements(*jax.tree.map(lambda x: _keep(counts, x), (output, target)))
@@ -108,7 +108,7 @@ class ElementLoss:
         return jnp.mean(found) if self.is_mean else jnp.sum(found)
 
     def of_elements(self, output: Any, target: Any) -> Any:
-        """The loss of each batch element."""
+        """Return the loss of each batch element."""
 
         def one(output: Any, target: Any) -> Any:
             return self.function(*jax.tree.map(lambda x: x[None], (output, target)))
@@ -116,8 +116,11 @@ class ElementLoss:
         return jax.vmap(one)(output, target)
 
     def counts(self, targets: Sequence[Any]) -> np.ndarray | None:
-        """How much each element counts in the loss's mean, (T, B), from flat targets with time in
-        front; None if all count alike, or the loss is a sum, to which ignored labels add nothing.
+        """Return each element's weight in the loss's mean, (T, B), from flat targets with time in
+        front.
+
+        None if all elements weigh the same, or if the loss is a sum, where ignored labels add
+        nothing.
         """
         if self._ignored is None or not self.is_mean:
             return None
@@ -133,12 +136,12 @@ class ElementLoss:
 
     @property
     def weighs_classes(self) -> bool:
-        """Whether the mean has class weights, which the loss of a single element does not show."""
+        """Whether the mean has class weights, which do not show in the loss of a single element."""
         return self.is_mean and self._weights is not None
 
     @cached_property
     def _takes_mean_of_others(self) -> bool:
-        """Whether the loss of a batch with an ignored label is that of its other elements."""
+        """Return whether an ignored label leaves the mean over the other elements."""
         draw, (position, value) = np.random.default_rng(1), self._ignored or (0, 0)
         outputs, targets = self._draw(draw, 3, *self._shapes, 0.1, 0.9)
         leaves, tree = jax.tree.flatten(targets)
@@ -148,7 +151,7 @@ class ElementLoss:
         return bool(np.allclose(whole, self.function(*others), rtol=1e-4, atol=0))
 
     def check_ignored(self) -> None:
-        """Raises if labels that are to be ignored do not simply drop out of the loss's mean."""
+        """Raise if ignored labels are not simply left out of the loss's mean."""
         if not self._takes_mean_of_others:
             self._refuse(
                 "with a label that is to be ignored, it is not the loss of the other elements (a "
@@ -181,8 +184,10 @@ class ElementLoss:
         low: float,
         high: float,
     ) -> dict[bool, bool]:
-        """Whether the loss of random numbers is the mean of its elements' losses (True), and
-        whether it is their sum (False); both if it is not finite for numbers below zero.
+        """Return whether the loss of random numbers is the mean (True) or the sum (False) of its
+        elements' losses.
+
+        Returns both if the loss is not finite for negative numbers.
         """
         outputs, targets = self._draw(draw, count, output, target, low, high)
         try:
@@ -213,7 +218,7 @@ class ElementLoss:
         low: float,
         high: float,
     ) -> tuple[Any, Any]:
-        """Random outputs and targets of a batch."""
+        """Return random outputs and targets of a batch."""
         outputs = jax.tree.map(
             lambda s: jnp.asarray(draw.uniform(low, high, (count, *s.shape[1:])), s.dtype), output
         )
@@ -243,5 +248,5 @@ class ElementLoss:
 
 
 def _keep(counts: Any, x: Any) -> Any:
-    """Zeros for the batch elements that do not count, so that nothing in them matters."""
+    """Replace batch elements that do not count by zeros, so that their values do not matter."""
     return jnp.where(counts.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.zeros_like(x))

@@ -25,13 +25,13 @@ class EvaluationStep:
     compiled: CompiledStep
 
     def tuned_for(self, platform: str) -> EvaluationStep:
-        """The same for another kind of device."""
+        """Return the same step for another kind of device."""
         return EvaluationStep(self.training.tuned_for(platform), self.compiled.tuned_for(platform))
 
     def run(
         self, theta: Sequence[Any], hidden: Sequence[Any], other: Sequence[Any], args: Sequence[Any]
     ):
-        """Outputs of K steps, and hidden states and other arrays after them."""
+        """Return outputs of K steps, and hidden states and other arrays after them."""
         outer, inner = self.training, self.compiled
         known = outer.by_weight_name(theta) | outer.by_state_name(hidden, other)
 

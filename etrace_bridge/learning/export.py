@@ -210,10 +210,8 @@ def _any_batch(runtime: Runtime, target: Any, loss: JaxLoss) -> _Parts:
         other=list(compiled.resets),
         trace=jax.tree.map(lambda _: True, trace),
     )
-    learn, infer = (
-        (lambda platform: mapped.tuned_for(platform).learn),
-        (lambda platform: mapped.tuned_for(platform).infer),
-    )
+    learn = lambda platform: mapped.tuned_for(platform).learn
+    infer = lambda platform: mapped.tuned_for(platform).infer
     return _flat(runtime, state, jax.tree.leaves(each), target, learn, infer)
 
 
@@ -239,10 +237,8 @@ def _flat(
         function = learn(platform)
 
         def run(*arrays: Any) -> tuple:
-            state, targets = (
-                jax.tree.unflatten(tree, arrays[:states]),
-                jax.tree.unflatten(wanted, arrays[given:]),
-            )
+            state = jax.tree.unflatten(tree, arrays[:states])
+            targets = jax.tree.unflatten(wanted, arrays[given:])
             new, value, output = function(state, list(arrays[states:given]), targets)
             return *jax.tree.leaves(new), value, *jax.tree.leaves(output)
 

@@ -1,9 +1,9 @@
 """A learner's step for any batch size: the step of a batch of one, mapped over batch elements.
 
-A model is traced for inputs of one shape, so its own step has one batch size. The step of a batch
-of one, under `vmap`, is the same step for any number of elements if none of them looks at another,
-and if the loss is the mean or the sum of theirs. Both are tested before anything is written, on a
-batch of three over two steps.
+A model is traced for inputs of one shape, so its step has one batch size. If batch elements do not
+interact, and the loss is the mean or the sum of theirs, the step of a batch of one under `vmap` is
+the same step for any number of elements. Both conditions are tested before anything is written, on
+a batch of three over two steps.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class MappedStep:
     reduce: Callable[..., Any]
 
     def tuned_for(self, platform: str) -> MappedStep:
-        """The same for another kind of device."""
+        """Return the same step for another kind of device."""
         spec = replace(self.spec, core=self.core.tuned_for(platform))
         return replace(self, spec=spec, evaluation=self.evaluation.tuned_for(platform))
 
@@ -60,13 +60,13 @@ class MappedStep:
         return self.spec.core
 
     def start(self) -> tuple[list[Any], list[Any], Any]:
-        """Hidden states, other arrays and trace of one element."""
+        """Return hidden states, other arrays and trace of one element."""
         hidden, other = self.core.compiled.initial
         return hidden, other, jax.tree.map(np.asarray, self.core.zero_trace())
 
     def gradients(self, theta: Sequence[Any], carry: Carry, args: Sequence[Any], target: Any):
-        """Gradients, loss, output and carry after one step; every array of `carry` has the batch in
-        front.
+        """Return gradients, loss, output and carry after one step; every array of `carry` has a
+        batch axis in front.
         """
         other_axes = _axes(self.core.compiled)
 
@@ -100,14 +100,14 @@ class MappedStep:
     def learn(
         self, state: LearnerState, args: Sequence[Any], target: Any
     ) -> tuple[LearnerState, Any, Any]:
-        """One step with update and guard."""
+        """Run one step with update and guard."""
         grads, loss, output, carry = self.gradients(state.theta, state.carry, args, target)
         theta, opt = self.spec.apply(grads, state.opt, state.theta)
         new = state.with_carry(carry).replace(theta=theta, opt=opt)
         return self.spec.checked(state, new, loss, grads), loss, output
 
     def infer(self, state: LearnerState, args: Sequence[Any]) -> tuple[LearnerState, Any]:
-        """One step in evaluation mode; the trace is zero afterwards."""
+        """Run one step in evaluation mode; the trace is zero afterwards."""
         other_axes = _axes(self.core.compiled)
 
         def one(hidden: Any, other: Any, args_b: Any):
@@ -126,22 +126,22 @@ class MappedStep:
 
 
 def _axes(compiled: CompiledStep) -> list[int | None]:
-    """For each of the other arrays, 0 if every batch element has its own."""
+    """Return 0 for each of the other arrays that every batch element has for itself, else None."""
     return [0 if resets else None for resets in compiled.resets]
 
 
 def _only(arrays: Sequence[Any], axes: Sequence[int | None]) -> list[Any]:
-    """The arrays that are mapped; zeros stand for the others, which no element changes."""
+    """Return the mapped arrays, with zeros in place of the others, which no element changes."""
     return [a if axis == 0 else jnp.zeros(()) for a, axis in zip(arrays, axes, strict=True)]
 
 
 def _moved(before: Sequence[Any], after: Sequence[Any], axes: Sequence[int | None]) -> list[Any]:
-    """All other arrays after a step: those that are mapped have moved on."""
+    """Return all other arrays after a step: new values of the mapped ones, old ones of the rest."""
     return [a if axis == 0 else b for b, a, axis in zip(before, after, axes, strict=True)]
 
 
 def map_step(runtime: Runtime, loss: JaxLoss, target: Any) -> MappedStep:
-    """The learner's step for any batch size, tested against a step of three elements."""
+    """Return the learner's step for any batch size, tested on a step of three elements."""
     net, own = runtime.net, runtime.store.compiled
     if not isinstance(net, BridgedModule):
         raise NotSupportedError(
@@ -191,8 +191,8 @@ def map_step(runtime: Runtime, loss: JaxLoss, target: Any) -> MappedStep:
 
 
 def _agrees(mapped: MappedStep, spec: ProgramSpec, target: Any) -> bool:
-    """Whether two steps of three random elements give the same outputs, losses and gradients either
-    way.
+    """Return whether both ways give the same outputs, losses and gradients in two steps of three
+    random elements.
     """
     draw, compiled = np.random.default_rng(0), spec.core.compiled
 

@@ -1,4 +1,4 @@
-"""`load_exported`: runs a learner that `OnlineLearner.export` wrote, without the model's code."""
+"""`load_exported`: run a learner that `OnlineLearner.export` wrote, without the model's code."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ExportedLearner:
         )
 
     def step(self, x: Any, target: Any) -> tuple[Any, Any]:
-        """One online step with its update; returns loss and outputs."""
+        """Run one online step with its update; return loss and output."""
         targets = jax.tree.leaves(target)
         rest = self._call(
             "learn",
@@ -73,12 +73,12 @@ class ExportedLearner:
         return rest[0], _unpack(rest[1:])
 
     def predict(self, x: Any) -> Any:
-        """One step in evaluation mode; states move on, traces are zero afterwards."""
+        """Run one step in evaluation mode: states advance, and traces are zero afterwards."""
         return _unpack(self._call("infer", list(as_inputs(x)), self.manifest["inputs"]))
 
     @property
     def stopped(self) -> bool:
-        """Whether the guard has met NaN or infinity; the last finite values are then kept."""
+        """Whether the guard has seen NaN or infinity; from then on the last finite values stay."""
         return bool(np.asarray(self.state["alarm"])[STOPPED])
 
     def _call(
@@ -151,7 +151,7 @@ def load_exported(path: str | os.PathLike, batch: int | None = None) -> Exported
 
 
 def _for_this_platform(programs: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The program for the device that JAX computes on."""
+    """Return the program for the device that JAX computes on."""
     here = jax.devices()[0].platform
     names = ("cuda", "rocm") if here == "gpu" else (here,)
     for facts in programs:
@@ -167,8 +167,9 @@ def _for_this_platform(programs: Sequence[Mapping[str, Any]]) -> Mapping[str, An
 def rebuild(
     name: str, manifest: Mapping[str, Any], facts: Mapping[str, Any], code: bytes
 ) -> jax.export.Exported:
-    """JAX's own object for a program. Its `serialize` would need the flatbuffers package on both
-    sides.
+    """Return JAX's object for a program.
+
+    JAX's `serialize` would need the flatbuffers package on both sides.
     """
     rows = [
         *manifest["state"],

@@ -1,8 +1,8 @@
-"""Short batches, filled up to the size of the others so that nothing is compiled for them.
+"""Short batches, padded to the size of the others so that no new program is compiled for them.
 
-Copies of the last batch element are appended, and their losses have the factor zero. That gives the
+Copies of the last batch element are appended, with the factor zero for their losses. This gives the
 results of the short batch wherever an element's results are the same in a batch of any size, and
-the loss is a mean or a sum over the batch. Where it is not certain, the batch stays short.
+the loss is a mean or a sum over the batch. Where that is not certain, the batch stays short.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from etrace_bridge.rules import Rule
 
 
 def full_batch_size(batches: Any, is_batch_first: Callable[[Any], bool]) -> int | None:
-    """The size of all batches but the last, if that is known to be shorter.
+    """Return the size of all batches but the last; None unless the last is known to be shorter.
 
     Args:
         batches: as for `fit`; known are a DataLoader, a list or tuple, and what has a
@@ -47,7 +47,7 @@ def full_batch_size(batches: Any, is_batch_first: Callable[[Any], bool]) -> int 
 
 
 def _first_shape(xs: Any) -> tuple:
-    """The shape of the first input; none for a packed sequence, which has no batch axis."""
+    """Return the shape of the first input; `()` for a packed sequence, which has no batch axis."""
     leaves = jax.tree.leaves(xs, is_leaf=lambda x: isinstance(x, PackedSequence))
     return tuple(getattr(leaves[0], "shape", ())) if leaves else ()
 
@@ -62,12 +62,12 @@ def _of_loader(loader: DataLoader) -> int | None:
 
 
 def size_to_fill(count: int, size: int) -> int | None:
-    """`size`, if batches of it leave a shorter one at the end of `count` elements."""
+    """Return `size` if batches of it leave a shorter one at the end of `count` elements."""
     return size if count > size and count % size else None
 
 
 class Filling:
-    """Fills up a learner's batches.
+    """Pads a learner's short batches.
 
     Args:
         rule: the learner's rule.
@@ -86,7 +86,7 @@ class Filling:
 
     @contextmanager
     def up_to(self, size: int | None) -> Iterator[None]:
-        """Within this, batches are filled up to `size` elements; None changes nothing."""
+        """Pad batches up to `size` elements in this context; None changes nothing."""
         before, self.size = self.size, size or self.size
         try:
             yield
@@ -94,7 +94,8 @@ class Filling:
             self.size = before
 
     def fill(self, data: SequenceData, learns: bool) -> SequenceData | None:
-        """A sequence with more batch elements, of which `rows` count; None if it stays as it is.
+        """Return a sequence with more batch elements, of which `rows` count; None if it stays as it
+        is.
 
         Args:
             data: the sequence.
@@ -122,14 +123,14 @@ class Filling:
 
 
 def cut_outputs(outputs: Any, data: SequenceData) -> Any:
-    """Outputs of the batch elements that the user gave."""
+    """Return the outputs of the batch elements that the user gave."""
     if data.rows is None or data.rows == np.shape(data.args[0])[1]:
         return outputs
     return jax.tree.map(lambda x: np.asarray(x)[:, : data.rows], outputs)
 
 
 def _lengthened(x: Any, axis: int, size: int) -> Any:
-    """An array with copies of its last element along an axis."""
+    """Append copies of an array's last element along an axis."""
     rows = x.shape[axis]
     if rows == size:
         return x

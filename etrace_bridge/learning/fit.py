@@ -1,5 +1,6 @@
-"""`fit`: epochs over any iterable, with history, validation, early stopping, checkpoints and an
-orderly end whatever happens.
+"""`fit`: epochs over any iterable, with history, validation, early stopping and checkpoints.
+
+Whatever ends it, the learner and its history are left complete.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class History:
     stopped: str = ""
 
     def __getitem__(self, key: str) -> list[Any]:
-        """One number of every epoch that has it."""
+        """Return one number of every epoch that has it."""
         return [record[key] for record in self.epochs if key in record]
 
     def __len__(self) -> int:
@@ -153,9 +154,7 @@ def _require_count(name: str, value: Any) -> None:
 
 
 def run_fit(learner: OnlineLearner, batches: Any, epochs: int, options: FitOptions) -> History:
-    """Trains; the learner's `history` is filled as it goes, so it survives whatever ends the
-    training.
-    """
+    """Train. The learner's `history` is filled meanwhile, so it survives an interruption."""
     _require_count("epochs", epochs)
     if options.max_batches is not None:
         _require_count("max_batches", options.max_batches)
@@ -188,13 +187,11 @@ def run_fit(learner: OnlineLearner, batches: Any, epochs: int, options: FitOptio
 
 
 def _begin(learner: OnlineLearner, options: FitOptions) -> tuple[History, PlaceInFit]:
-    """A new history, or that of the call of `fit` which is resumed."""
+    """Return a new history and position, or those of the call of `fit` that is resumed."""
     place, history = learner.place_in_fit, learner.history
     if not options.resume or place is None or history is None:
-        learner.history, learner.place_in_fit = (
-            History(),
-            PlaceInFit(scheduler=scheduler_state(options.scheduler)),
-        )
+        learner.history = History()
+        learner.place_in_fit = PlaceInFit(scheduler=scheduler_state(options.scheduler))
         return learner.history, learner.place_in_fit
     if place.stage != "over":
         set_scheduler_state(options.scheduler, place.scheduler)
@@ -224,7 +221,7 @@ class _Run:
         self.full = full_batch_size(self.batches, self.learner.runtime.is_batch_first)
 
     def all_epochs(self) -> None:
-        """What is left of an interrupted epoch, then the others."""
+        """Finish an interrupted epoch, then run the others."""
         place = self.place
         if place.stage in ("callbacks", "end") and place.generators:
             set_generator_states(place.generators, self.batches)
@@ -235,7 +232,7 @@ class _Run:
         self.early.restore(self.learner)
 
     def one_epoch(self, resumed: bool) -> None:
-        """Batches, validation, scheduler, callbacks, early stopping."""
+        """Run batches, validation, scheduler, callbacks and early stopping of one epoch."""
         place, options, shield = self.place, self.options, self.shield
         source = (
             self.stream
@@ -284,15 +281,13 @@ class _Run:
         shield.check()
 
     def all_batches(self, source: Any, record: dict[str, Any], resumed: bool) -> None:
-        """The epoch's batches; those that an interrupted call has done are read and left out."""
+        """Run the epoch's batches; batches that an interrupted call has done are read and skipped."""
         place, most = self.place, self.options.max_batches
         try:
             iterator = self._skip_done(source) if resumed and self.stream is None else iter(source)
             batches = ReadAhead(iterator, self.learner._unpacked)
-            begun, first = (
-                time.perf_counter() - record.get("seconds", 0.0),
-                self.learner.steps - record["steps"],
-            )
+            begun = time.perf_counter() - record.get("seconds", 0.0)
+            first = self.learner.steps - record["steps"]
             while most is None or place.batch < most:
                 given = batches.take()
                 if given is None:
@@ -333,7 +328,7 @@ class _Run:
     def one_batch(
         self, given: tuple, batches: ReadAhead, record: dict[str, Any], begun: float, first: int
     ) -> None:
-        """One update, and what is recorded of it; `batches` has those to come."""
+        """Make one update and record its results; `batches` holds the batches to come."""
         learner, place, options = self.learner, self.place, self.options
         xs, targets, mask = given
         shapes = batch_shapes(given)
@@ -366,9 +361,9 @@ class _Run:
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether the next batch may be read before the results of this one are known.
+        """Return whether the next batch may be read before the results of this one are known.
 
-        Not from a stream, which would lose a batch at an interruption and may have none yet, nor
+        Not from a stream, which would lose a batch at an interruption and may have none yet; not
         from the user's own generator, which may look at the learner; and not where callbacks run
         between two batches.
         """
@@ -379,7 +374,7 @@ class _Run:
         )
 
     def _read_ahead(self, batches: ReadAhead, shapes: tuple) -> None:
-        """Reads the next batch while the device computes this one, of these shapes."""
+        """Read the next batch while the device computes this one, of these shapes."""
         most = self.options.max_batches
         if most is not None and self.place.batch + 1 >= most:
             return
@@ -408,7 +403,7 @@ class _Run:
         self._add(found)
 
     def _add(self, numbers: Iterable[tuple[str, float, float]]) -> None:
-        """Adds numbers with their weights to the epoch's means."""
+        """Add numbers with their weights to the epoch's means."""
         for name, value, count in numbers:
             total, weight = self.place.sums.get(name, (0.0, 0))
             self.place.sums[name] = [total + value * count, weight + count]
@@ -417,8 +412,8 @@ class _Run:
 def run_validation(
     learner: OnlineLearner, validation: Any, metrics: Mapping[str, Metric]
 ) -> dict[str, float]:
-    """The numbers of a validation: from a function of the learner, or loss and metrics over some
-    batches.
+    """Return the numbers of a validation: from a function of the learner, or loss and metrics over
+    some batches.
     """
     if callable(validation):
         found = validation(learner)
@@ -440,7 +435,7 @@ def _step_scheduler(scheduler: Any, record: dict[str, Any]) -> None:
 
 
 class _Early:
-    """Early stopping: compares each epoch with the best one, and puts the best one's weights back."""
+    """Early stopping: compares each epoch with the best one, whose weights it can restore."""
 
     def __init__(self, options: FitOptions, place: PlaceInFit) -> None:
         rule = options.early_stopping

@@ -1,4 +1,4 @@
-"""Memory of a gradient program, as counted for the compiled program, without running it."""
+"""Memory of a gradient program, as the compiler reports it, without running the program."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class GradientProgram:
 
 
 def tree_bytes(tree: Any) -> int:
-    """Bytes of arrays or shapes."""
+    """Return the bytes of arrays or shapes."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def rule_bytes(compiled: CompiledStep, rule: Rule) -> int:
-    """Bytes of a rule's own memory."""
+    """Return the bytes of a rule's own memory."""
     return tree_bytes(jax.eval_shape(lambda: rule.init(compiled.program)))
 
 
@@ -50,7 +50,7 @@ def compile_gradients(
     chunk: int,
     reduction: str = "mean",
 ) -> GradientProgram:
-    """Compiles a learner's gradient program for a sequence and reads what it needs.
+    """Compile a learner's gradient program for a sequence, and read how much memory it needs.
 
     Args:
         compiled: the compiled step.

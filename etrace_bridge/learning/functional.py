@@ -53,12 +53,12 @@ def functional(
     rule: str | Rule = "d_rtrl",
     seed: int | None = None,
 ) -> Functional:
-    """Give a model under a learning rule as pure functions of arrays.
+    """Return a model under a learning rule as pure functions of arrays.
 
     `jax.grad` of any function of `step`'s output with respect to `params` is the online gradient of
-    this step: the step's own derivative, and that of the past by the trace in `carry`. The carry
-    itself passes no derivative on, as if by `lax.stop_gradient`. The functions work under `jit`,
-    `scan` and `vmap`, and with any optimizer.
+    this step: the derivative of the step itself, plus that of the past through the trace in
+    `carry`. The carry passes no derivative on, as if by `lax.stop_gradient`. The functions work
+    under `jit`, `scan` and `vmap`, and with any optimizer.
 
     Args:
         net: a torch module, a `BridgedModule`, or any brainstate module.
@@ -122,7 +122,7 @@ def functional(
 
 
 def compile_step(net: Any, x: tuple, seed: int | None = None) -> CompiledStep:
-    """The compiled step of a torch or brainstate module for inputs like these."""
+    """Return the compiled step of a torch or brainstate module for inputs like these."""
     net = as_brainstate(net, seed, "net")
     if not x:
         raise InputError("`functional` needs an example of one time step: `eb.functional(net, x)`.")

@@ -1,14 +1,13 @@
 """The guard: values that are not finite never replace good ones.
 
-The verdict is part of the compiled program, so the host need not wait for it: once something was
-NaN or infinite, all later updates are held back too, and the host hears of it at its next look.
+The verdict is part of the compiled program, so the host need not wait for it. Once something was
+NaN or infinite, all later updates are held back too, and the host finds out when it next reads the
+alarm. Where a product of finite numbers overflows in the update itself, only that element keeps its
+old value.
 
-Where a product of finite numbers overflows in the update itself, that element alone keeps its old
-value.
-
-The alarm is a vector of whole numbers: how many updates (and steps without a target) were good;
-whether one was not; and for every watched array (loss, gradients, hidden states) whether it was
-that.
+The alarm is a vector of integers: the number of good updates (and steps without a target); whether
+one was not good; and for every watched array (loss, gradients, hidden states) whether it was not
+finite.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ COUNT, STOPPED, FIRST = 0, 1, 2
 
 
 def watched_names(weights: Sequence[str], hidden: Sequence[str]) -> list[str]:
-    """What the guard watches, in the alarm's order."""
+    """Return what the guard watches, in the alarm's order."""
     return [
         "the loss",
         *(f"the gradient of `{n}`" for n in weights),
@@ -36,14 +35,12 @@ def watched_names(weights: Sequence[str], hidden: Sequence[str]) -> list[str]:
 
 
 def new_alarm(count: int, num_watched: int) -> np.ndarray:
-    """An alarm that is silent."""
+    """Return an alarm that has seen nothing."""
     return np.array([count] + [0] * (1 + num_watched), np.int32)
 
 
 def is_bad(tree: Any) -> Any:
-    """Whether an array, or any of several, has NaN or infinity; random keys and whole numbers have
-    not.
-    """
+    """Return whether any of some arrays has NaN or infinity; random keys and integers never do."""
     numbers = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
     return (
         jnp.any(jnp.stack([jnp.any(~jnp.isfinite(x)) for x in numbers]))
@@ -53,12 +50,14 @@ def is_bad(tree: Any) -> Any:
 
 
 def choose(fine: Any, new: Any, old: Any) -> Any:
-    """`new` if it is fine, else `old`."""
+    """Return `new` if it is fine, else `old`."""
     return jax.tree.map(lambda n, o: jnp.where(fine, n, o), new, old)
 
 
 def hold_back(fine: Any, new: Any, old: Any) -> Any:
-    """`new` if it is fine, else `old`; an element that has overflowed stays `old` in any case."""
+    """Return `new` if it is fine, else `old`; an element that has overflowed stays `old` in any
+    case.
+    """
 
     def one(new: Any, old: Any) -> Any:
         finite = jnp.isfinite(new) if jnp.issubdtype(new.dtype, jnp.inexact) else True
@@ -68,32 +67,35 @@ def hold_back(fine: Any, new: Any, old: Any) -> Any:
 
 
 def full_verdict(alarm: Any, watched: Sequence[Any]) -> tuple[Any, Any]:
-    """Whether everything watched is finite, and the new alarm."""
+    """Return whether everything watched is finite, and the new alarm."""
     bad = jnp.stack([is_bad(x) for x in watched])
     stopped = alarm[STOPPED] > 0
     fine = ~jnp.any(bad) & ~stopped
-    flags = jnp.where(stopped, alarm[FIRST:], bad)
-    return fine, jnp.concatenate([jnp.stack([alarm[COUNT] + fine, ~fine]), flags]).astype(jnp.int32)
+    good, is_stopped, bad = (x.astype(alarm.dtype) for x in (fine, ~fine, bad))
+    head = jnp.stack([alarm[COUNT] + good, is_stopped])
+    return fine, jnp.concatenate([head, jnp.where(stopped, alarm[FIRST:], bad)])
 
 
 def quick_verdict(alarm: Any, watched: Any, tuning: Tuning) -> tuple[Any, Any]:
-    """A verdict in few operations, for a single step: whether all arrays are finite, not which is
-    not.
+    """Return whether all arrays of a single step are finite, in few operations.
+
+    It does not tell which one is not.
     """
     fine = ~tuning.any_not_finite(jax.tree.leaves(watched)) & (alarm[STOPPED] == 0)
-    index = lax.iota(alarm.dtype, alarm.size)
-    return fine, jnp.where(index == COUNT, alarm + fine, jnp.where(index == STOPPED, ~fine, alarm))
+    index, good = lax.iota(alarm.dtype, alarm.size), fine.astype(alarm.dtype)
+    stopped = jnp.where(index == STOPPED, 1 - good, alarm)
+    return fine, jnp.where(index == COUNT, alarm + good, stopped)
 
 
 def to_watch(
     grads: Sequence[Any] | None, memory: Any, factors: Any, is_product: Sequence[bool]
 ) -> Any:
-    """What of a step is watched: its gradients, or in place of some the factors of which they are
-    sums of products.
+    """Return what the guard watches of a step: its gradients, or the factors of which some are sums
+    of products.
 
-    A gradient that is only used in the update of its weight is never written to memory; one that is
-    watched is written and read once more. That is still less work than reading the memory of a rule
-    where it is much more than the gradients, as for a large batch.
+    A gradient that is only used in the update of its weight is never written to memory; if it is
+    watched, it is written and read once more. That is still less work than reading the rule's
+    memory where the memory is much larger than the gradients, as for a large batch.
 
     Args:
         grads: gradients; None without a loss.
@@ -114,13 +116,16 @@ def _elements(tree: Any) -> int:
 
 
 def describe_alarm(bad: Sequence[str], most: int = 4) -> str:
-    """The watched arrays that were not finite, for people."""
+    """Name the watched arrays that were not finite, for people."""
     shown = ", ".join(bad[:most]) + (f" and {len(bad) - most} more" if len(bad) > most else "")
     return shown or "the trace"
 
 
 def alarm_text(step: int, bad: Sequence[str], last: int | None = None) -> str:
-    """The error's message; `last`: it is known only that it was between `step` and this one."""
+    """Return the error's message.
+
+    `last`: the step is only known to lie between `step` and this one.
+    """
     where = f"At step {step}" if last in (None, step) else f"Somewhere in steps {step} to {last}"
     return (
         f"{where}, NaN or infinity appeared in: {describe_alarm(bad)}. The update there and "

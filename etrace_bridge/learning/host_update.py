@@ -19,7 +19,7 @@ from etrace_bridge.learning.torch_watch import TorchWatch
 
 
 class HostUpdate:
-    """Gives gradients to torch and takes new weights from it.
+    """Passes gradients to torch and takes the new weights from it.
 
     Args:
         store: the learner's store.
@@ -46,14 +46,14 @@ class HostUpdate:
         return self._torch_update is not None or has_hooks(self._parameters.values())
 
     def all_gradients(self, grads: Sequence[Any]) -> dict[str, Any]:
-        """Gradients by name; zeros for torch parameters that the step does not use."""
+        """Return gradients by name, with zeros for torch parameters that the step does not use."""
         named = self._store.compiled.by_weight_name(grads)
         if not self._parameters:
             return named
         return {n: named[n] if n in named else _zeros_like(p) for n, p in self._parameters.items()}
 
     def apply(self, grads: Mapping[str, Any], unreached: frozenset[str]) -> None:
-        """Runs hooks and optimizer, and takes over the new weights.
+        """Run hooks and optimizer, and take over the new weights.
 
         Args:
             grads: gradients by name.

@@ -1,8 +1,8 @@
-"""Sequences of any length through one compiled program: that of a chunk, run as often as needed.
+"""Sequences of any length through one compiled program, that of a chunk, run as often as needed.
 
 The last chunk is padded with repetitions of the last step whose losses have weight zero. A padded
-step comes after all steps that count, so it adds nothing to the gradient whatever the rule; the
-states and the trace after it are not used.
+step comes after all steps that count, so it adds nothing to the gradient under any rule; the states
+and the trace after it are not used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from etrace_bridge.schedule.chunk_plan import MAX_CHUNK
 
 
 class SequenceGradient(NamedTuple):
-    """What the chunks of a sequence give.
+    """The results of a sequence that ran in chunks.
 
     Attributes:
         grads: summed gradients, one array per weight.
@@ -54,11 +54,11 @@ class ChunkRunner:
         self._store, self._programs, self._options = store, programs, options
 
     def serves(self, loss: Any, carry: bool) -> bool:
-        """Whether a sequence can be run so.
+        """Return whether a sequence can be run this way.
 
-        It must begin anew, have a loss of every step, and leave nothing behind in the model, such
-        as running means or the state of a random generator; there must be one device, and a rule
-        whose chunks may have any length.
+        It must start anew, have a loss of every step, and change nothing in the model, such as
+        running means or the state of a random generator. There must be one device, and a rule whose
+        chunks may have any length.
         """
         store, options = self._store, self._options
         return (
@@ -72,14 +72,15 @@ class ChunkRunner:
         )
 
     def serves_evaluation(self, loss: Any) -> bool:
-        """Whether a sequence can be run so in evaluation mode: on one device, with a loss of every
-        step or none.
+        """Return whether a sequence can be run this way in evaluation mode.
+
+        That needs one device, and a loss of every step or none.
         """
         is_single = self._store.placement.is_single
         return self._options.any_length and is_single and not isinstance(loss, SequenceLoss)
 
     def run(self, data: SequenceData, loss: Any) -> SequenceGradient:
-        """Gradients of a sequence from the initial states."""
+        """Return the gradients of a sequence from the initial states."""
         store, theta, weights = self._store, self._store.state.theta, self.weights(data)
         call, (hidden, other) = self._programs.part(loss), store.start_states()
         kept, made = self._programs.first_part()(theta), []
@@ -99,7 +100,7 @@ class ChunkRunner:
         )
 
     def evaluate(self, data: SequenceData, start: tuple[Any, Any], loss: Any) -> tuple[Any, Any]:
-        """Outputs of a sequence in evaluation mode, and its losses.
+        """Return outputs of a sequence in evaluation mode, and its losses.
 
         Args:
             data: the sequence.
@@ -116,13 +117,13 @@ class ChunkRunner:
         return jax.tree.map(lambda *xs: np.concatenate(xs)[: data.length], *made)
 
     def weights(self, data: SequenceData) -> np.ndarray:
-        """(T,) factors of the losses."""
+        """Return the factors (T,) of the losses."""
         weights = np.ones(data.length) if data.mask is None else np.asarray(data.mask, float)
         weights = weights / weights.sum() if self._options.reduction == "mean" else weights
         return weights.astype(self._store.state.theta[0].dtype)
 
     def _chunks(self, args: Any, targets: Any, weights: np.ndarray) -> Iterator[tuple]:
-        """Inputs, targets and weights of one chunk after the other."""
+        """Yield inputs, targets and weights of one chunk after the other."""
         steps = self._store.core.plan(MAX_CHUNK, self._options.chunk, self._options.budget).steps
         missing = -len(weights) % steps
         arrays = jax.tree.map(lambda x: _padded(x, missing), (args, targets))

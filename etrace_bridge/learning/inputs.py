@@ -1,5 +1,5 @@
-"""Arrays on their way in: private copies, their shapes checked once for each shape, their indices
-at every call.
+"""Arrays on their way in: private copies, with shapes checked once per shape and indices at every
+call.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from etrace_bridge.frontend import BridgedModule, InputRange, input_name, living
 
 
 def as_inputs(x: Any) -> tuple:
-    """The inputs of a program that takes arrays by position, as a tuple."""
+    """Return the inputs of a program that takes arrays by position, as a tuple."""
     if isinstance(x, dict):
         raise InputError(
             f"The input is a dict with the keys {', '.join(map(repr, x))}. A brainstate module and "
@@ -31,14 +31,14 @@ def as_inputs(x: Any) -> tuple:
 
 
 def read_inputs(net: brainstate.nn.Module, x: Any, sequence: bool = False) -> tuple:
-    """The tensors of a model's input in a row: of a torch model's, whatever its form is."""
+    """Return the tensors in a model's input, in order, whatever its structure."""
     if isinstance(net, BridgedModule):
         return net.read_inputs(x, sequence)
     return as_inputs(x)
 
 
 def as_targets(targets: Any) -> Any:
-    """Targets as a tree of arrays; numbers and lists of numbers become arrays."""
+    """Return targets as a tree of arrays; numbers and lists of numbers become arrays."""
     if isinstance(targets, (bool, int, float)) or (
         isinstance(targets, list) and not any(map(_is_tree, targets))
     ):
@@ -49,7 +49,7 @@ def as_targets(targets: Any) -> Any:
 
 
 def is_array(x: Any) -> bool:
-    """Whether this is an array of one of the three libraries."""
+    """Return whether this is an array of torch, NumPy or JAX."""
     return isinstance(x, (torch.Tensor, np.ndarray, jax.Array))
 
 
@@ -58,7 +58,7 @@ def _is_tree(x: Any) -> bool:
 
 
 def read_mask(mask: Any, float_dtype: Any = None) -> Any:
-    """A mask as an array of finite real numbers."""
+    """Return a mask as an array of finite real numbers."""
     array = as_array(mask, float_dtype, "`mask`")
     if array.dtype.kind == "c" or not np.isfinite(np.asarray(array)).all():
         raise InputError(
@@ -75,7 +75,7 @@ def read_mask(mask: Any, float_dtype: Any = None) -> Any:
 
 
 def read_choice(mask: Any) -> Any:
-    """A mask that picks batch elements, of booleans or of 0 and 1, as an array."""
+    """Return a mask that picks batch elements, of booleans or of 0 and 1, as an array."""
     array = read_mask(mask)
     if not np.isin(np.asarray(array), (0, 1)).all():
         raise InputError(
@@ -86,8 +86,8 @@ def read_choice(mask: Any) -> Any:
 
 
 def as_array(x: Any, float_dtype: Any = None, name: str = "The array") -> Any:
-    """A private copy of a torch tensor or NumPy array, in the dtype that JAX will use; JAX arrays
-    as they are.
+    """Copy a torch tensor or NumPy array, in the dtype that JAX will use; return JAX arrays as they
+    are.
 
     Args:
         x: the array.
@@ -106,7 +106,7 @@ def as_array(x: Any, float_dtype: Any = None, name: str = "The array") -> Any:
 
 
 def check_batch(args: Sequence[Any], axis: int) -> None:
-    """Raises if there is no input, or nothing in the batch."""
+    """Raise if there is no input, or if the batch is empty."""
     if not args:
         raise InputError(
             "There is no input. Pass a tensor, or a tuple or dict of tensors for a model with "
@@ -121,17 +121,17 @@ def check_batch(args: Sequence[Any], axis: int) -> None:
 
 
 def signature(arrays: Sequence[Any]) -> tuple:
-    """Shapes and dtypes."""
+    """Return shapes and dtypes."""
     return tuple((tuple(np.shape(a)), str(a.dtype)) for a in arrays)
 
 
 def show_signature(shapes: Sequence[tuple]) -> str:
-    """A signature for people."""
+    """Show a signature to people."""
     return ", ".join(f"{dtype}{shape}" for shape, dtype in shapes)
 
 
 def check_float_dtypes(args: Sequence[Any], float_dtype: Any) -> None:
-    """Raises if a floating input has another precision than the model."""
+    """Raise if a floating-point input has another precision than the model."""
     for n, a in enumerate(args):
         if jnp.issubdtype(a.dtype, jnp.floating) and a.dtype != float_dtype:
             raise InputError(
@@ -141,7 +141,7 @@ def check_float_dtypes(args: Sequence[Any], float_dtype: Any) -> None:
 
 
 def check_finite(named: dict[str, Any]) -> None:
-    """Raises if an array has NaN or infinity, and says where."""
+    """Raise if an array has NaN or infinity, and say where."""
     for name, array in named.items():
         array = np.asarray(array)
         if array.dtype.kind == "f" and not np.isfinite(array).all():
@@ -153,7 +153,9 @@ def check_finite(named: dict[str, Any]) -> None:
 
 
 def sequence_length(args: Sequence[Any], targets: Any, mask: Any, batch_first: bool) -> int:
-    """The number of time steps that inputs, targets and mask agree on; arrays are time-major here."""
+    """Return the number of time steps that inputs, targets and mask agree on; arrays are time-major
+    here.
+    """
     for n, a in enumerate(args):
         if np.ndim(a) < 2:
             raise InputError(
@@ -185,14 +187,14 @@ def sequence_length(args: Sequence[Any], targets: Any, mask: Any, batch_first: b
 
 
 class FastReader:
-    """Reads a step's arrays of one known kind; gives None for anything else, which then takes the
+    """Reads a step's arrays of one known kind; returns None for anything else, which then takes the
     checked way.
 
-    Everything is converted by `as_array`, except for torch tensors in plain memory, which go into
-    buffers of our own. The buffers are used in turn: whoever reads must let the computation catch
-    up every `turns` reads. Bytes that are already those that JAX wants are copied by `memmove`:
+    Everything is converted by `as_array`, except for torch tensors in plain memory, which are
+    copied to buffers. The buffers are used in turn, so the reader must let the computation catch up
+    every `turns` reads. Bytes that JAX can use as they are are copied by `memmove`:
     `Tensor.numpy()` and a copy take 13 µs when the caches are cold from the step before. Eight-byte
-    numbers of which JAX keeps four bytes are cast.
+    numbers of which JAX uses four bytes are cast.
 
     Args:
         example: an array as the user gave it, of the shape and dtype to come.
@@ -225,12 +227,10 @@ class FastReader:
         turns: int,
     ) -> None:
         self._type, self._dtype, self._shape = type(example), example.dtype, tuple(example.shape)
-        self._float_dtype, self._ranges, self._name, self._size = (
-            float_dtype,
-            ranges,
-            name,
-            array.nbytes,
-        )
+        self._float_dtype = float_dtype
+        self._ranges = ranges
+        self._name = name
+        self._size = array.nbytes
         kinds = str(self._dtype), str(array.dtype)
         self._casts = kinds in (("torch.int64", "int32"), ("torch.float64", "float32"))
         is_buffered = self._casts or (kinds[0] == f"torch.{kinds[1]}" and array.dtype.kind != "c")
@@ -242,7 +242,7 @@ class FastReader:
         self._buffers = None if buffers is None else itertools.cycle(buffers)
 
     def __call__(self, x: Any) -> Any:
-        """A private copy of `x`, or None."""
+        """Return a private copy of `x`, or None."""
         try:
             if type(x) is not self._type or x.dtype != self._dtype or x.shape != self._shape:
                 return None
@@ -266,15 +266,15 @@ class FastReader:
 
 
 def _is_plain_memory(x: torch.Tensor) -> bool:
-    """Whether a tensor's bytes lie in memory in the order of its elements."""
+    """Return whether a tensor's bytes lie in memory in the order of its elements."""
     return x.is_cpu and x.layout is torch.strided and x.is_contiguous() and not x.is_neg()
 
 
 def _unaligned_like(array: Any) -> tuple[np.ndarray, int]:
-    """A buffer of an array's shape, and its address.
+    """Return a buffer of an array's shape, and its address.
 
-    Its address is odd for vector loads, so that JAX always copies it: an aligned one it would use
-    in place, and a result that is an input unchanged would then change with the buffer.
+    Its address is odd for vector loads, so that JAX always copies it. JAX would use an aligned
+    buffer in place, and a result that is an unchanged input would then change with the buffer.
     """
     memory = np.empty(array.nbytes + 64 + array.dtype.itemsize, np.uint8)
     start = -memory.ctypes.data % 64 + array.dtype.itemsize

@@ -1,4 +1,4 @@
-"""A learner's programs, jitted: each is made once for each compiled step and kind of data."""
+"""A learner's jitted programs: each is made once per compiled step and kind of data."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from etrace_bridge.schedule.chunk_plan import ChunkPlan
 class JittedPrograms:
     """The jitted programs of the store's active step.
 
-    Those that change the learner's state take and give it as a flat list of arrays, for
+    Programs that change the learner's state take and return it as a flat list of arrays, for
     `Store.advance`.
 
     Args:
@@ -51,29 +51,31 @@ class JittedPrograms:
         self._store, self._options = store, options
 
     def spec(self, loss: Any) -> ProgramSpec:
-        """What the programs have in common."""
+        """Return what the programs have in common."""
         options = self._options
         reduction = "sum" if isinstance(loss, SequenceLoss) else options.reduction
         return ProgramSpec(self._store.core, loss, self._store.updater, reduction, options.guard)
 
     def step(self, loss: Any, own_update: bool) -> Callable:
-        """`(leaves, args, target) -> (leaves, loss, output, more)` as `make_step` describes it;
-        donates `leaves` if the update is its own.
+        """Return `(leaves, args, target) -> (leaves, loss, output, more)`, as in `make_step`.
+
+        It donates `leaves` if the update is part of the program.
         """
         key = ("step", loss, own_update)
         make = lambda: self._settled(make_step(self.spec(loss), own_update), 0)
         return self._on_leaves(key, make, donate=own_update, one_step=True)
 
     def update(self, loss: Any, plan: ChunkPlan, carry: bool, by_chunk: bool) -> Callable:
-        """`(leaves, start, args, targets, mask) -> (leaves, losses, outputs, weights)`; donates
-        `leaves`.
+        """Return `(leaves, start, args, targets, mask) -> (leaves, losses, outputs, weights)`.
+
+        It donates `leaves`.
         """
         key = ("update", loss, plan, carry, by_chunk)
         make = lambda: self._settled(make_update(self.spec(loss), plan, carry, by_chunk), 1)
         return self._on_leaves(key, make, donate=True)
 
     def gradients(self, loss: Any, plan: ChunkPlan, carry: bool) -> Callable:
-        """As `make_gradients` describes it."""
+        """Return the program of `make_gradients`."""
         return self._jit(
             ("gradients", loss, plan, carry), lambda: self._gradients(loss, plan, carry)
         )
@@ -95,12 +97,12 @@ class JittedPrograms:
         return settled
 
     def part(self, loss: Any) -> Callable:
-        """As `make_part` describes it; donates `kept`."""
+        """Return the program of `make_part`; it donates `kept`."""
         make = lambda: make_part(self.spec(loss))
         return self._jit(("part", loss), make, donate_argnums=(3,))
 
     def first_part(self) -> Callable:
-        """`theta -> kept` before the first chunk, see `make_part`."""
+        """Return `theta -> kept` before the first chunk, see `make_part`."""
 
         def zeros(theta: Sequence[Any]) -> tuple:
             grads = [jnp.zeros_like(w) for w in theta]
@@ -109,22 +111,23 @@ class JittedPrograms:
         return self._jit("first part", lambda: zeros)
 
     def finish(self, loss: Any) -> Callable:
-        """`(leaves, gradients, sum of the losses) -> (leaves,)`; donates `leaves`."""
+        """Return `(leaves, gradients, sum of the losses) -> (leaves,)`; it donates `leaves`."""
         return self._on_leaves(("finish", loss), lambda: make_finish(self.spec(loss)), donate=True)
 
     def own_slope(self, loss: Any, plan: ChunkPlan) -> Callable:
-        """As `make_own_slope` describes it."""
+        """Return the program of `make_own_slope`."""
         return self._jit(("own slope", loss, plan), lambda: make_own_slope(self.spec(loss), plan))
 
     def stream_slope(self, loss: Any, plan: ChunkPlan) -> Callable:
-        """As `make_stream_slope` describes it."""
+        """Return the program of `make_stream_slope`."""
         return self._jit(
             ("stream slope", loss, plan), lambda: make_stream_slope(self.spec(loss), plan)
         )
 
     def metered_step(self, loss: Any) -> Callable:
-        """`(leaves, args, target, meter, counts) -> (leaves, loss, output, meter)`; donates
-        `leaves`.
+        """Return `(leaves, args, target, meter, counts) -> (leaves, loss, output, meter)`.
+
+        It donates `leaves`.
         """
         return self._on_leaves(
             ("metered step", loss),
@@ -134,7 +137,7 @@ class JittedPrograms:
         )
 
     def meter_state(self, window: MeterWindow) -> MeterState:
-        """The meter's state before the next steps."""
+        """Return the meter's state before the next steps."""
         program = self._store.core.program
         if window.state is None:
             return self._jit("first meter", lambda: partial(first_meter_state, program))()
@@ -143,7 +146,7 @@ class JittedPrograms:
         return window.state
 
     def predict(self) -> Callable:
-        """`(theta, hidden, other, args) -> outputs` of a sequence in evaluation mode."""
+        """Return `(theta, hidden, other, args) -> outputs` of a sequence in evaluation mode."""
         place, batch = self._store.placement, self._store.compiled.batch
 
         def make() -> Callable:
@@ -153,13 +156,13 @@ class JittedPrograms:
         return self._jit("predict", make)
 
     def predict_part(self) -> Callable:
-        """`(theta, hidden, other, args) -> (outputs, hidden, other)` of a chunk in evaluation mode,
-        on one device.
+        """Return `(theta, hidden, other, args) -> (outputs, hidden, other)` of a chunk in
+        evaluation mode, on one device.
         """
         return self._jit("predict part", lambda: self._store.evaluation().run)
 
     def losses(self, loss: Any) -> Callable:
-        """`(outputs, targets) -> losses` of a sequence."""
+        """Return `(outputs, targets) -> losses` of a sequence."""
 
         def make() -> Callable:
             if isinstance(loss, SequenceLoss):
@@ -171,12 +174,12 @@ class JittedPrograms:
         return self._jit(("losses", loss), lambda: self._everywhere(make()))
 
     def _everywhere(self, function: Callable) -> Callable:
-        """A program whose results every device has."""
+        """Return a program whose results go to every device."""
         return lambda *args: self._store.placement.settle(function(*args), None, None)
 
     def reset(self) -> Callable:
-        """`(hidden, other, trace, start, gone) -> (hidden, other, trace)`, with some batch elements
-        set back.
+        """Return `(hidden, other, trace, start, gone) -> (hidden, other, trace)`, which resets some
+        batch elements.
         """
         core, place, batch = self._store.core, self._store.placement, self._store.compiled.batch
 
@@ -189,12 +192,13 @@ class JittedPrograms:
         return self._jit(("reset", self._store.tree), lambda: run)
 
     def apply(self, updater: Updater, unreached: frozenset[str]) -> Callable:
-        """`(gradients, optimizer state, weights) -> (weights, optimizer state)`, by name."""
+        """Return `(gradients, optimizer state, weights) -> (weights, optimizer state)`, by name."""
         return self._jit(("apply", unreached), lambda: partial(updater.update, unreached=unreached))
 
     def _settled(self, function: Callable, axis: int) -> Callable:
-        """A program whose results lie where the next one, or the user, wants them; the batch is on
-        `axis` of its outputs.
+        """Return a program whose results are placed where the next program or the user needs them.
+
+        `axis` is the batch axis of its outputs.
         """
         place, batch = self._store.placement, self._store.compiled.batch
         program, axes = self._store.compiled.program, self._store.core.unit_axes
@@ -220,7 +224,7 @@ class JittedPrograms:
     def _on_leaves(
         self, key: Any, make: Callable[[], Callable], donate: bool, one_step: bool = False
     ) -> Callable:
-        """A program on a state, as one on the flat state."""
+        """Return a program on the flat state, given one on the state."""
         tree = self._store.tree
 
         def on_leaves() -> Callable:

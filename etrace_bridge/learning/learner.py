@@ -370,11 +370,11 @@ class OnlineLearner:
                 "`fill_grad` takes what `gradients` returned, or gradients by name, not a "
                 f"`{type(result).__name__}`."
             )
-        grads = result
         if isinstance(result, GradientResult):
-            compiled = self.runtime.store.compiled
-            used = set(compiled.weight_names) - result.unreached
+            used = set(self.runtime.store.compiled.weight_names) - result.unreached
             grads = {name: grad for name, grad in result.grads.items() if name in used}
+        else:
+            grads = dict(result)
         named = dict(self._torch_model().named_parameters(remove_duplicate=False))
         unknown = sorted(str(name) for name in set(grads) - set(named))
         if unknown:

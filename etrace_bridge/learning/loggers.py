@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def epoch_numbers(record: dict[str, Any]) -> dict[str, float]:
-    """The numbers of an epoch's record besides the epoch itself."""
+    """Return the numbers in an epoch's record, except the epoch's own number."""
     return {
         name: float(v)
         for name, v in record.items()
@@ -21,8 +21,9 @@ def epoch_numbers(record: dict[str, Any]) -> dict[str, float]:
 
 
 class TensorBoardLogger:
-    """Writes an epoch's loss, metrics and speed to TensorBoard: `fit(...,
-    callbacks=[TensorBoardLogger("runs/first")])`.
+    """Writes an epoch's loss, metrics and speed to TensorBoard.
+
+    `fit(..., callbacks=[TensorBoardLogger("runs/first")])`
 
     Args:
         target: a folder, which needs `pip install tensorboard`; or a writer with `add_scalar(name,
@@ -51,8 +52,9 @@ class TensorBoardLogger:
 
 
 class WandbLogger:
-    """Sends an epoch's loss, metrics and speed to Weights & Biases: `fit(...,
-    callbacks=[WandbLogger(wandb.init(project="p"))])`.
+    """Sends an epoch's loss, metrics and speed to Weights & Biases.
+
+    `fit(..., callbacks=[WandbLogger(wandb.init(project="p"))])`
 
     Args:
         run: what `wandb.init` gave; or anything with `log(numbers, step=...)`.

@@ -1,4 +1,4 @@
-"""What a loss depends on besides output and target, and how it was when the loss was traced."""
+"""What a loss depends on besides output and target, as it was when the loss was traced."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _LIBRARIES = ("torch", "jax", "optax", "numpy")
 
 
 class LossSettings:
-    """Plain values and tensors that a loss reads: attributes of a module, variables of the function
-    around it, globals, arguments of a `partial`.
+    """Plain values and tensors that a loss reads: module attributes, closure variables, globals,
+    arguments of a `partial`.
 
-    A loss is traced with them once. Values inside lists, dicts and other objects are not looked at.
+    A loss is traced with them once. Values inside lists, dicts and other objects are not compared.
 
     Args:
         loss: the loss as the user gave it.
@@ -32,11 +32,11 @@ class LossSettings:
         self._add("loss", lambda: loss)
 
     def hold(self) -> bool:
-        """Whether nothing is different now."""
+        """Return whether nothing has changed."""
         return all(m.hold() for m in self._modules) and not any(self._changed())
 
     def differences(self) -> list[str]:
-        """Tell what is different now, a phrase each."""
+        """Return what has changed, one phrase per change."""
         found = [phrase for m in self._modules for phrase in m.differences()]
         return found + [f"`{name}` has changed" for name in self._changed()]
 
@@ -52,7 +52,7 @@ class LossSettings:
                 yield name
 
     def _add(self, name: str, read: Callable[[], Any]) -> None:
-        """Adds a value, and what it reads itself if it is a module or a function."""
+        """Add a value, and what it reads itself if it is a module or a function."""
         try:
             value = read()
         except (AttributeError, ValueError):  # a name of something else, an empty cell
@@ -87,7 +87,7 @@ class LossSettings:
                 self._add(key, functools.partial(vars(value).get, key))
 
     def _add_function(self, function: types.FunctionType) -> None:
-        """Adds what a function's code reads: cells, globals, defaults."""
+        """Add what a function's code reads: closure variables, globals, defaults."""
         if (function.__module__ or "").startswith(_LIBRARIES):
             return
         code = function.__code__
@@ -103,7 +103,7 @@ class LossSettings:
 
 
 def _globals_of(code: types.CodeType) -> Iterator[str]:
-    """Names of the globals that code reads, and the code of functions within it."""
+    """Return the names of the globals that code reads, including functions defined inside it."""
     for instruction in dis.get_instructions(code):
         if instruction.opname == "LOAD_GLOBAL":
             yield instruction.argval

@@ -1,4 +1,4 @@
-"""The loss as a JAX function, whichever library it was written for."""
+"""The loss as a JAX function, whether it was written for torch or for JAX."""
 
 from __future__ import annotations
 
@@ -57,14 +57,17 @@ class JaxLoss:
 
     @property
     def by_element(self) -> ElementLoss:
-        """The loss of single batch elements; raises if the batch's loss is not made of those."""
+        """The loss of single batch elements; raises if the batch's loss is not their mean or sum."""
         if isinstance(self._by_element, str):
             raise InputError(self._by_element)
         return self._by_element
 
     @cached_property
     def _by_element(self) -> ElementLoss | str:
-        """The same, or why there is none: trying takes time, and `fit` asks for every batch."""
+        """The loss of single batch elements, or the error that explains why there is none.
+
+        Cached, because finding it takes time and `fit` needs it for every batch.
+        """
         name, weights = _name(self.given), class_weights(self.given)
         try:
             return ElementLoss(self.function, *self.shapes, self.ranges, weights, name, self.reads)
@@ -72,19 +75,21 @@ class JaxLoss:
             return str(error)
 
     def ignores(self, targets: Any) -> bool:
-        """Whether labels of a sequence are to be ignored, so that `by_element` must weigh the rest."""
+        """Return whether some labels of a sequence are ignored, so that `by_element` must weigh the
+        others.
+        """
         ignored = ignored_value(self.ranges)
         return ignored is not None and bool(
             np.any(np.asarray(jax.tree.leaves(targets)[ignored[0]]) == ignored[1])
         )
 
     def __call__(self, output: Any, target: Any) -> Any:
-        """The loss of one step."""
+        """Return the loss of one step."""
         return self.function(output, target)
 
 
 class LossTable:
-    """A learner's loss for each kind of output and target that it has met.
+    """A learner's losses, one for each kind of output and target so far.
 
     Args:
         loss: what the user gave; None if there is none.
@@ -100,7 +105,7 @@ class LossTable:
 
     @property
     def settings_hold(self) -> bool:
-        """Whether everything else that the loss reads is as it was when the loss was traced."""
+        """Return whether everything else that the loss reads is as it was when the loss was traced."""
         return self._settings.hold()
 
     def find(
@@ -110,8 +115,7 @@ class LossTable:
         length: int | None = None,
         batch_first: bool = False,
     ) -> JaxLoss:
-        """The loss for a step's output and targets like this one, of one step and as the user gave
-        it.
+        """Return the loss for a step's output and a target of this kind, as the user gave it.
 
         Args:
             compiled: the step.
@@ -149,7 +153,7 @@ class LossTable:
         return self._losses[key]
 
     def _check_same(self, known: JaxLoss, make: Callable[[], JaxLoss], again: bool) -> None:
-        """Raises if what the loss reads has changed since it was traced, with another result."""
+        """Raise if what the loss reads has changed since it was traced, with another result."""
         changes = self._settings.differences()
         if (again or changes) and not _is_same(known, make()):
             raise StateError(
@@ -161,8 +165,8 @@ class LossTable:
         self._settings = LossSettings(self.loss)
 
     def last(self, compiled: CompiledStep) -> tuple[Any, JaxLoss] | None:
-        """Shapes of the last new kind of target of a step, and the loss for it; None if there was
-        no target yet.
+        """Return the shapes of the last new kind of target of a step, and the loss for it; None
+        before the first target.
         """
         known = [key for key in self._losses if key[0][0] == compiled.signature]
         if not known:
@@ -178,11 +182,11 @@ class LossTable:
 def as_jax_loss(
     loss: Callable, output: Any, target: Any, prefer_torch: bool, needs_slope: bool
 ) -> JaxLoss:
-    """A loss as a JAX callable `(output, target) -> scalar`, checked.
+    """Return a loss as a JAX callable `(output, target) -> scalar`, checked.
 
-    The loss is called once on torch tensors of the right shapes. If that works it is torch code and
-    is traced like the model, with torch's meaning of every operation; if not, it must work on JAX
-    arrays. A torch loss that fails gives torch's own message.
+    The loss is called once on torch tensors of the right shapes. If that works, it is torch code
+    and is traced like the model, with torch's meaning of every operation. If not, it must work on
+    JAX arrays. A torch loss that fails keeps torch's error message.
 
     Args:
         loss: torch function or module, or JAX callable.
@@ -244,7 +248,7 @@ def _try_jax(loss: Callable, output: Any, target: Any) -> tuple[Callable | None,
 def _checked(
     function: Callable, loss: Callable, output: Any, target: Any, needs_slope: bool
 ) -> JaxLoss:
-    """The loss, if it is a real scalar, and one that changes with the output if that is needed."""
+    """Return the loss if it is a real scalar that, where needed, depends on the output."""
     target = _shapes(target)
     result = jax.eval_shape(function, output, target)
     if getattr(result, "shape", None) == (1,):  # as torch's `backward` takes it
@@ -268,7 +272,7 @@ def _checked(
     targets, target_tree = jax.tree.flatten(target)
 
     def slopes(cotangent: Any, *flat: Any) -> list[Any]:
-        """The loss's derivative by the output, times a number."""
+        """Return the loss's derivative with respect to the output, times a number."""
         wanted = jax.tree.unflatten(target_tree, flat[len(outputs) :])
         _, back = jax.vjp(
             lambda *o: function(jax.tree.unflatten(tree, o), wanted), *flat[: len(outputs)]
@@ -298,7 +302,7 @@ def _checked(
 
 
 def _is_same(a: JaxLoss, b: JaxLoss) -> bool:
-    """Whether two losses compute the same."""
+    """Return whether two losses compute the same."""
     pairs = list(zip(a.traced.consts, b.traced.consts, strict=False))
     return (
         str(a.traced.jaxpr) == str(b.traced.jaxpr)
@@ -314,7 +318,7 @@ def _shapes(target: Any) -> Any:
 
 
 def jax_dtype(x: Any) -> np.dtype:
-    """The dtype that JAX gives an array of any library in the current precision mode."""
+    """Return the dtype that JAX gives an array of any library in the current precision mode."""
     if isinstance(x, torch.Tensor):
         name = str(x.dtype).removeprefix("torch.")
         return jax.dtypes.canonicalize_dtype(jnp.dtype(name))
@@ -324,8 +328,9 @@ def jax_dtype(x: Any) -> np.dtype:
 
 
 def _as_label(x: Any) -> torch.Tensor:
-    """A torch tensor like a target; integers are zeros, which every loss takes, and int64 if they
-    come from another library.
+    """Return a torch tensor like a target.
+
+    Integers are zeros, which every loss accepts, and int64 if they come from another library.
     """
     tensor = (
         x.detach().cpu()

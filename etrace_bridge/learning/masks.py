@@ -1,7 +1,7 @@
 """Which steps of which sequences count: masks, lengths, packed sequences, one target per sequence.
 
-A mask of single sequences, m (T, B), becomes weights of the steps, `w_t`: the mean of `m_t` over
-the batch, and factors of the batch elements within a step, `f_t = m_t / w_t`, whose mean is one.
+A mask of single sequences, m (T, B), becomes weights of the steps, `w_t`, the mean of `m_t` over
+the batch; and factors of the batch elements within a step, `f_t = m_t / w_t`, whose mean is one.
 The engine knows the weights; the factors travel with the targets to the loss (`element_loss`).
 """
 
@@ -20,7 +20,7 @@ LOSS_AT = (None, "last", "every", "model")
 
 
 def length_mask(lengths: Any, steps: int | None = None, batch_first: bool = False) -> torch.Tensor:
-    """A mask of padded sequences from their lengths.
+    """Return a mask of padded sequences from their lengths.
 
     Args:
         lengths: (batch,) number of steps of each sequence.
@@ -41,7 +41,7 @@ def length_mask(lengths: Any, steps: int | None = None, batch_first: bool = Fals
 def unpack_sequences(
     inputs: tuple, targets: Any, mask: Any, batch_first: bool
 ) -> tuple[tuple, Any, Any]:
-    """Inputs, targets and mask with torch's packed sequences padded; their lengths become a mask."""
+    """Return inputs, targets and mask with packed sequences padded; their lengths become a mask."""
     if isinstance(targets, PackedSequence):
         targets, lengths = pad_packed_sequence(targets, batch_first)
         mask = _both(mask, length_mask(lengths, batch_first=batch_first), batch_first)
@@ -55,7 +55,7 @@ def unpack_sequences(
 
 
 def pack_like(output: Any, inputs: tuple, batch_first: bool) -> Any:
-    """An output as a packed sequence, if one of the inputs was."""
+    """Return an output as a packed sequence if one of the inputs was."""
     packed = next((x for x in inputs if isinstance(x, PackedSequence)), None)
     if packed is None or not isinstance(output, torch.Tensor):
         return output
@@ -64,7 +64,7 @@ def pack_like(output: Any, inputs: tuple, batch_first: bool) -> Any:
 
 
 def _both(mask: Any, lengths: torch.Tensor, batch_first: bool) -> torch.Tensor:
-    """The mask of lengths with the user's own weights, (T,) or laid out as the lengths' mask."""
+    """Return the mask of the lengths times the user's own weights."""
     if mask is None:
         return lengths
     given = (
@@ -80,7 +80,7 @@ def _both(mask: Any, lengths: torch.Tensor, batch_first: bool) -> torch.Tensor:
 
 
 def check_mask(mask: Any, length: int, batch: int | None) -> None:
-    """Raises unless a time-major mask is (T,), or (T, B)."""
+    """Raise unless a time-major mask is (T,) or (T, B)."""
     allowed = [(length,)] if batch is None else [(length,), (length, batch)]
     if tuple(np.shape(mask)) not in allowed:
         shown = " or ".join(str(shape) for shape in allowed)
@@ -95,7 +95,7 @@ def check_mask(mask: Any, length: int, batch: int | None) -> None:
 
 
 def check_loss_at(loss_at: Any) -> None:
-    """Raises if this is not a place where a sequence's loss can be."""
+    """Raise if `loss_at` is not one of its values."""
     if loss_at not in LOSS_AT:
         raise InputError(
             f"`loss_at` is {loss_at!r}; it must be 'last', 'every' or 'model' for one target for "
@@ -104,7 +104,7 @@ def check_loss_at(loss_at: Any) -> None:
 
 
 def last_of(mask: Any, length: int) -> np.ndarray:
-    """A mask of the last step that counts, with its weight there; of each sequence if it has a
+    """Return a mask of the last step that counts, with its weight; of each sequence if it has a
     batch axis.
     """
     mask = np.ones(length) if mask is None else np.asarray(mask)
@@ -113,7 +113,7 @@ def last_of(mask: Any, length: int) -> np.ndarray:
 
 
 def repeat_targets(target: Any, length: int, batch: int | None) -> Any:
-    """One target of each sequence as targets of every step."""
+    """Repeat one target per sequence for every step."""
     shape = tuple(np.shape(target))
     if batch is not None and shape[:1] != (batch,):
         raise InputError(
@@ -125,7 +125,7 @@ def repeat_targets(target: Any, length: int, batch: int | None) -> Any:
 
 
 def split_mask(mask: Any) -> tuple[Any, Any]:
-    """Weights of the steps, and factors of the batch elements; None if those are all one."""
+    """Return weights of the steps, and factors of the batch elements; None if those are all one."""
     mask = np.asarray(mask, np.float64)
     if mask.ndim == 1:
         return mask, None
@@ -137,7 +137,7 @@ def split_mask(mask: Any) -> tuple[Any, Any]:
 def split_filled_mask(
     mask: Any, shape: tuple[int, int], rows: int, is_mean: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`split_mask` of a batch's first `rows` elements, with factors for all of it: zero for the rest.
+    """Return `split_mask` of a batch's first `rows` elements, with the factor zero for the others.
 
     Args:
         mask: weights (T,) or (T, B); None: ones.
@@ -153,7 +153,7 @@ def split_filled_mask(
 
 
 def blank_masked(target: Any, mask: Any) -> Any:
-    """Targets with zeros where a mask (T, B) has zeros: what stands there does not matter."""
+    """Replace targets by zeros where a mask (T, B) is zero, so that their values do not matter."""
     if mask is None or np.ndim(mask) != 2:
         return target
     kept = np.reshape(np.asarray(mask) != 0, np.shape(mask) + (1,) * (np.ndim(target) - 2))
@@ -161,7 +161,8 @@ def blank_masked(target: Any, mask: Any) -> Any:
 
 
 def share_within_steps(counts: np.ndarray, mask: Any, rows: int | None) -> np.ndarray:
-    """How much elements count, (T, B), scaled so that no step counts more than its mask says.
+    """Return how much each element counts, (T, B), scaled so that each step counts as its mask
+    says.
 
     Args:
         counts: class weights of the elements.
@@ -177,7 +178,7 @@ def share_within_steps(counts: np.ndarray, mask: Any, rows: int | None) -> np.nd
 
 
 def combine_masks(masks: Sequence[Any]) -> Any:
-    """The product of masks (T,) and (T, B); None if there are none."""
+    """Return the product of masks (T,) and (T, B); None if there are none."""
     given = [np.asarray(m) for m in masks if m is not None]
     if not given:
         return None

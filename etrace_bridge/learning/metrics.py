@@ -1,4 +1,4 @@
-"""Numbers besides the loss: functions `(output, target) -> number` over the steps that count."""
+"""Metrics: functions `(output, target) -> number` over the steps that count."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ Metrics = Mapping[str, Metric] | Sequence[str | Metric] | str | Metric | None
 
 
 def accuracy(output: torch.Tensor, target: torch.Tensor) -> float:
-    """The share of outputs `(N, classes, …)` whose largest class is the target's; or, for targets
-    of the outputs' shape, whose sign is right.
+    """Return the share of correct outputs.
+
+    An output `(N, classes, …)` is correct where its largest class is the target's; an output of the
+    targets' shape, where its sign is right.
     """
     if not isinstance(output, torch.Tensor):
         raise InputError(
@@ -49,7 +51,7 @@ KNOWN: dict[str, Metric] = {"accuracy": accuracy}
 
 
 def named_metrics(metrics: Metrics) -> dict[str, Metric]:
-    """Metrics by name, from names, functions, or a dict of functions."""
+    """Return metrics by name, from names, functions, or a dict of functions."""
     if metrics is None:
         return {}
     if isinstance(metrics, Mapping):
@@ -81,7 +83,7 @@ def named_metrics(metrics: Metrics) -> dict[str, Metric]:
 def measure(
     metrics: Mapping[str, Metric], outputs: Any, targets: Any, mask: Any, runtime: Runtime
 ) -> tuple[dict[str, float], float]:
-    """The metrics of one batch, and how many pairs of output and target they were computed from.
+    """Return the metrics of one batch, and the number of (output, target) pairs behind them.
 
     Args:
         metrics: functions by name.
@@ -120,17 +122,17 @@ def measure(
 
     given, wanted = jax.tree.map(flat, given), jax.tree.map(flat, wanted)
     count = len(jax.tree.leaves(wanted)[0])
-    found = {
-        name: (as_number(name, metric(given, wanted)) if count else 0.0, count)
+    values = {
+        name: (as_number(name, metric(given, wanted)) if count else 0.0, float(count))
         for name, metric in metrics.items()
     }
-    found = runtime.store.placement.mean(found)
-    counted = max((count for _, count in found.values()), default=0)
-    return {name: value for name, (value, _) in found.items()} if counted else {}, counted
+    means = runtime.store.placement.mean(values)
+    counted = max((count for _, count in means.values()), default=0)
+    return {name: value for name, (value, _) in means.items()} if counted else {}, counted
 
 
 def as_number(name: str, value: Any) -> float:
-    """A number that a user's function gave, as a float."""
+    """Convert a number that a user's function returned to a float."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -142,7 +144,7 @@ def as_number(name: str, value: Any) -> float:
 def evaluate_with(
     learner: OnlineLearner, batches: Iterable[Any], metrics: Mapping[str, Metric]
 ) -> dict[str, float]:
-    """The mean loss over batches, and the metrics, in evaluation mode."""
+    """Return the mean loss over batches, and the metrics, in evaluation mode."""
     losses, sums, weights, runtime = [], dict.fromkeys(metrics, 0.0), 0, learner.runtime
     with runtime.filling.up_to(full_batch_size(batches, runtime.is_batch_first)):
         for batch in batches:

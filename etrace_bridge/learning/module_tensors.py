@@ -1,4 +1,4 @@
-"""A torch module's tensors by name, and what else its step depends on."""
+"""A torch module's tensors by name, and the settings that its step depends on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from etrace_bridge.learning.torch_reader import TensorReader
 
 
 class ModuleTensors:
-    """Finds a torch module's tensors by name, and notices when the module has changed.
+    """Locates a torch module's tensors by name, and notices when the module has changed.
 
     Args:
         model: the module.
@@ -29,7 +29,7 @@ class ModuleTensors:
         self._find()
 
     def _find(self) -> None:
-        """Notes where every tensor lives, under its first name, as `named_parameters` does."""
+        """Record where every tensor lives, under its first name, as `named_parameters` does."""
         self._homes, self._links = {}, []
         self._parameters = list(self._model.parameters())
         self._settings, self._met = [Settings(self._model)], 0
@@ -47,8 +47,8 @@ class ModuleTensors:
                             self._links.append((tensors, name, tensor))
 
     def find_again(self) -> bool:
-        """Whether modules or parameters were replaced since the last look; they are then found
-        anew.
+        """Return whether modules or parameters were replaced since the last call; locate them anew
+        if so.
         """
         for home, name, value in self._links:
             if home.get(name) is not value:
@@ -58,8 +58,10 @@ class ModuleTensors:
         return False
 
     def kind(self) -> tuple:
-        """What a step depends on besides the tensors' values: the model's settings, as a number for
-        each that was met; dtypes; what is trained.
+        """Return what a step depends on besides the tensors' values.
+
+        The model's settings, as a number for each that was met; dtypes; which parameters are
+        trained.
         """
         if not self._settings[self._met].hold():
             self._met = next((n for n, s in enumerate(self._settings) if s.hold()), -1)
@@ -73,7 +75,7 @@ class ModuleTensors:
         )
 
     def reader(self, names: tuple[str, ...]) -> TensorReader:
-        """The reader of the tensors of now with these names."""
+        """Return the reader of the current tensors with these names."""
         tensors = [home[key] for home, key in map(self._homes.__getitem__, names)]
         reader = self._readers.get(names)
         if reader is None or any(map(operator.is_not, reader.tensors, tensors)):
@@ -81,7 +83,7 @@ class ModuleTensors:
         return reader
 
     def write(self, name: str, array: jax.Array) -> None:
-        """Puts a value into a torch tensor, in place."""
+        """Write a value into a torch tensor in place."""
         home, key = self._homes[name]
         tensor = home[key]
         with torch.no_grad():

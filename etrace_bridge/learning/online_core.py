@@ -61,7 +61,7 @@ class OnlineCore:
     def chunk(
         self, theta: Sequence[Any], carry: Carry, data: Chunk, fresh: bool, final: bool
     ) -> ChunkResult:
-        """Runs the rule on one chunk."""
+        """Run the rule on one chunk."""
         return run_chunk(self.rule, self.program, theta, carry, data, fresh, final)
 
     def sequence(
@@ -73,7 +73,7 @@ class OnlineCore:
         fresh: bool,
         final: bool,
     ) -> tuple[Any, Any, Any, Carry]:
-        """Runs the rule on a sequence: summed gradients, losses, outputs and the carry after it;
+        """Run the rule on a sequence: summed gradients, losses, outputs and the carry after it;
         arguments as in `run_sequence`.
         """
         return self.sequence_with_discarded(theta, carry, data, plan, fresh, final)[:4]
@@ -90,7 +90,7 @@ class OnlineCore:
         """`sequence`, and what the rule left out of the gradients, as in `ReverseRule.discarded`."""
 
         def chunk(state: tuple, part: tuple, fresh: bool, final: bool):
-            result = self.chunk(theta, Carry(*state), Chunk(*part, data.loss), fresh, final)
+            result = self.chunk(theta, Carry(*state), Chunk(*part, loss=data.loss), fresh, final)
             new, rows = result.carry, None
             # A row per step, as losses are joined: the first one is the chunk's
             if result.discarded is not None:
@@ -233,7 +233,7 @@ class NamedCore:
         outputs, hidden, other = scan_steps(
             self.program, self._theta(params), *self._states(carry), list(args)
         )
-        return outputs, self._named(Carry(hidden, other, None))
+        return outputs, self._named(Carry(list(hidden), list(other), None))
 
     def gradients(
         self,
@@ -311,7 +311,7 @@ class NamedCore:
         return self.compiled.by_weight_name(self.compiled.read()[0])
 
     def check_params(self, params: Params) -> None:
-        """Raises unless `params` holds the weights that the step reads."""
+        """Raise unless `params` holds the weights that the step reads."""
         names = self.compiled.weight_names
         if set(params) != set(names):
             missing, unexpected = sorted(set(names) - set(params)), sorted(set(params) - set(names))
@@ -325,7 +325,7 @@ class NamedCore:
             )
 
     def check_inputs(self, args: Sequence[Any]) -> None:
-        """Raises unless these are K steps of the inputs that the step was compiled for."""
+        """Raise unless these are K steps of the inputs that the step was compiled for."""
         given, wanted = (
             tuple((tuple(a.shape[1:]), str(a.dtype)) for a in args),
             self.compiled.signature,

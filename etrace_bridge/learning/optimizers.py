@@ -89,9 +89,9 @@ def gradient_norm(grads: Any) -> Any:
 def clip_by_norm(most: float) -> optax.GradientTransformation:
     """Scale gradients to a norm of at most `most`, as `torch.nn.utils.clip_grad_norm_` does."""
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        factor = jnp.minimum(most / (gradient_norm(grads) + 1e-6), 1)
-        return jax.tree.map(lambda g: g * factor.astype(g.dtype), grads), state
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        factor = jnp.minimum(most / (gradient_norm(updates) + 1e-6), 1)
+        return jax.tree.map(lambda g: g * factor.astype(g.dtype), updates), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
@@ -118,15 +118,14 @@ def average_gradients(
     `optax.MultiSteps` averages in float32 whatever the dtype of the weights.
     """
 
-    def init(theta: Any) -> AveragingState:
-        return AveragingState(
-            inner.init(theta), jax.tree.map(jnp.zeros_like, theta), jnp.zeros((), jnp.int32)
-        )
+    def init(params: Any) -> AveragingState:
+        zero = jax.tree.map(jnp.zeros_like, params)
+        return AveragingState(inner.init(params), zero, jnp.zeros((), jnp.int32))
 
     def update(
-        grads: Any, state: AveragingState, params: Any = None, **extra: Any
+        updates: Any, state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, AveragingState]:
-        total = jax.tree.map(lambda t, g: t + g / number, state.total, grads)
+        total = jax.tree.map(lambda t, g: t + g / number, state.total, updates)
         zero = jax.tree.map(jnp.zeros_like, total)
 
         def go() -> tuple[Any, AveragingState]:

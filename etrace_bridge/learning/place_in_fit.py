@@ -1,6 +1,4 @@
-"""How far a call of `fit` has come: what a checkpoint needs so that another process can go on with
-it, bit for bit.
-"""
+"""How far a call of `fit` has come, so that another process can continue it, bit for bit."""
 
 from __future__ import annotations
 
@@ -38,11 +36,11 @@ class BestEpoch:
     kept: dict[str, Any] = field(default_factory=dict)
 
     def keep(self, store: Store) -> None:
-        """Keeps a copy of what the learner has now."""
+        """Store a copy of the learner's weights and running statistics."""
         self.kept = jax.tree.map(private_copy, model_arrays(store))
 
     def restore(self, store: Store) -> None:
-        """Gives the learner what was kept."""
+        """Put the stored copy back into the learner."""
         compiled, state = store.compiled, store.state
         kept = store.placement.put(self.kept)
         theta = [kept[f"parameter {n}"] for n in compiled.weight_names]
@@ -54,7 +52,9 @@ class BestEpoch:
 
 
 def model_arrays(store: Store) -> dict[str, Any]:
-    """Weights and running statistics, by name: what belongs to the model and not to a sequence."""
+    """Return weights and running statistics by name: what belongs to the model and not to a
+    sequence.
+    """
     compiled, state = store.compiled, store.state
     named = {f"parameter {n}": x for n, x in compiled.by_weight_name(state.theta).items()}
     others = zip(compiled.other_names, state.other, compiled.resets, strict=True)
@@ -63,7 +63,7 @@ def model_arrays(store: Store) -> dict[str, Any]:
 
 @dataclass
 class PlaceInFit:
-    """A place in a call of `fit`.
+    """A position in a call of `fit`.
 
     Attributes:
         epoch: number of the epoch, from 1.
@@ -88,18 +88,16 @@ class PlaceInFit:
     generators: Tensors = field(default_factory=dict)
 
     def start_epoch(self, source: Any) -> None:
-        """The next epoch, before its first batch."""
-        self.epoch, self.batch, self.total, self.sums, self.stage = (
-            self.epoch + 1,
-            0,
-            0.0,
-            {},
-            "batches",
-        )
+        """Move to the next epoch, before its first batch."""
+        self.epoch += 1
+        self.batch = 0
+        self.total = 0.0
+        self.sums = {}
+        self.stage = "batches"
         self.generators = generator_states(source)
 
     def pack(self) -> tuple[Tensors, dict[str, Any]]:
-        """Arrays and facts for a checkpoint."""
+        """Return arrays and facts for a checkpoint."""
         arrays = {f"{PREFIX}random {name}": state for name, state in self.generators.items()}
         if self.best is not None:
             arrays |= {f"{PREFIX}best {name}": as_tensor(x) for name, x in self.best.kept.items()}
@@ -117,7 +115,7 @@ class PlaceInFit:
 
     @classmethod
     def unpack(cls, arrays: Tensors, facts: dict[str, Any], store: Store) -> PlaceInFit:
-        """The place that `pack` has described; raises if it does not fit the learner."""
+        """Return the position that `pack` has described; raise if it does not fit the learner."""
         saved = {name: t for name, t in arrays.items() if name.startswith(PREFIX)}
         kept = {name: saved.pop(name) for name in list(saved) if name.startswith(f"{PREFIX}best ")}
         place = cls(
@@ -142,7 +140,9 @@ class PlaceInFit:
 
 
 def generator_states(source: Any) -> Tensors:
-    """States of torch's, NumPy's and Python's global generators, and of a DataLoader's own."""
+    """Return the states of torch's, NumPy's and Python's global generators, and of a DataLoader's
+    own.
+    """
     _, keys, place, has_gauss, gauss = np.random.get_state()
     version, numbers, next_gauss = random.getstate()
     states = {
@@ -157,7 +157,7 @@ def generator_states(source: Any) -> Tensors:
 
 
 def set_generator_states(states: Tensors, source: Any) -> None:
-    """Puts the generators back to where they were."""
+    """Restore the states of the generators."""
     torch.set_rng_state(states["torch"])
     numbers = states["numpy"].tolist()
     np.random.set_state(
@@ -177,7 +177,7 @@ def set_generator_states(states: Tensors, source: Any) -> None:
 
 
 def check_generator_states(states: Tensors) -> None:
-    """Raises if these are not states that generators can have."""
+    """Raise if these are not states that generators can have."""
     plain = generator_states(None)
     expected = {name: (t.dtype, t.shape) for name, t in plain.items()} | {
         "loader": (torch.uint8, plain["torch"].shape)
@@ -203,8 +203,8 @@ def check_generator_states(states: Tensors) -> None:
 
 
 def scheduler_state(scheduler: Any) -> list[dict[str, Any]] | None:
-    """The numbers that a torch scheduler holds, and those of schedulers inside it; what it was made
-    with is not among them.
+    """Return the numbers that a torch scheduler and its inner schedulers have changed, without
+    their arguments.
     """
     if scheduler is None:
         return None
@@ -215,7 +215,7 @@ def scheduler_state(scheduler: Any) -> list[dict[str, Any]] | None:
 
 
 def set_scheduler_state(scheduler: Any, state: list[dict[str, Any]] | None) -> None:
-    """Puts the numbers back."""
+    """Restore the numbers of a torch scheduler."""
     inner = [] if scheduler is None else _with_inner(scheduler)
     if len(inner) != len(state or []):
         raise CheckpointError(

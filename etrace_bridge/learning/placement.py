@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ REFUSED = -1  # what a process tells the others if it cannot go on
 def private_copy(x: Any) -> Any:
     """An array of the same values that nobody else holds, so that it may be donated."""
     if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = np.array(jax.random.key_data(x))
+        data = jax.numpy.asarray(np.array(jax.random.key_data(x)))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     return jax.numpy.asarray(np.array(x))
 
@@ -337,7 +337,7 @@ class Placement:
             return value
         return bool(gather(np.array(value))[0])
 
-    def mean(self, values: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    def mean(self, values: Mapping[str, tuple[float, float]]) -> Mapping[str, tuple[float, float]]:
         """Means and their weights over all processes, from each process's own."""
         if not self.spans_processes or not values:
             return values

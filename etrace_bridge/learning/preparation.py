@@ -40,7 +40,7 @@ class PreparedStep(NamedTuple):
 
 
 class StagedSequence(NamedTuple):
-    """A sequence that was read before its turn.
+    """A sequence that was read early.
 
     Attributes:
         given: the user's inputs, targets and mask.
@@ -120,7 +120,7 @@ class Preparation:
         evaluates: bool = False,
         fills: bool = True,
     ) -> tuple[SequenceData, Any]:
-        """Check a sequence, put it on the device and activate its compiled step; find its loss.
+        """Check a sequence, put it on the device, activate its compiled step and find its loss.
 
         Args:
             xs: the inputs.
@@ -180,7 +180,7 @@ class Preparation:
         evaluates: bool = False,
         fills: bool = True,
     ) -> tuple[SequenceData, Any]:
-        """Do the work of `sequence` without a look at the guard's alarm."""
+        """Do the work of `sequence`, without reading the guard's alarm."""
         store = self._store
         place = store.placement
         self._torch_watch.check(learns=not evaluates)
@@ -206,7 +206,7 @@ class Preparation:
         return replace(data, args=args, targets=targets, mask=place.put(data.mask)), loss
 
     def _filled(self, data: SequenceData, evaluates: bool) -> tuple[Any, SequenceData] | None:
-        """Fill up a sequence's batch and find its loss; None if the batch must stay as it is."""
+        """Pad a sequence's batch and find its loss; None if the batch must stay as it is."""
         store = self._store
         filled = self._filling.fill(data, not evaluates) if store.placement.is_single else None
         if filled is None:
@@ -221,7 +221,7 @@ class Preparation:
             return None
 
     def _with_keep(self, data: Any, mask: Any, shape: tuple[int, ...]) -> Any:
-        """Add the input that says which sequences move, if sequences may stand still."""
+        """Add the input that says which sequences advance, if sequences may stand still."""
         if not self._options.freeze:
             return data
         keep = np.ones(shape) if mask is None else np.asarray(mask) != 0

@@ -1,7 +1,7 @@
 """The learner's programs as pure functions: a step, the gradients of a sequence, an update from a
 sequence.
 
-Each takes and gives a `LearnerState`. The learner jits them on the flat list of arrays, which it
+Each takes and returns a `LearnerState`. The learner jits them on a flat list of arrays, which it
 donates.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -54,11 +54,11 @@ class ProgramSpec:
     guard: bool
 
     def data(self, args: Sequence[Any], targets: Any, weights: Any) -> Chunk:
-        """Steps with this learner's loss."""
+        """Return steps with this learner's loss."""
         return Chunk(list(args), targets, weights, self.loss)
 
     def one_step(self, theta: Sequence[Any], args: Sequence[Any], target: Any) -> Chunk:
-        """A single time step, given without a time axis."""
+        """Return a single time step, given without a time axis."""
         return self.data(
             [a[None] for a in args],
             jax.tree.map(lambda t: t[None], target),
@@ -68,8 +68,9 @@ class ProgramSpec:
     def prepare(
         self, theta: Sequence[Any], before: Carry, args: Sequence[Any], targets: Any
     ) -> tuple[Any, Any]:
-        """Targets of the steps, and the steps' losses if those are known before: of a loss over the
-        whole sequence.
+        """Return the targets of the steps, and the steps' losses if those are known before.
+
+        They are known for a loss over the whole sequence.
         """
         if not isinstance(self.loss, SequenceLoss):
             return targets, None
@@ -80,7 +81,7 @@ class ProgramSpec:
         return cotangents, self.loss.in_place(value, args[0].shape[0])
 
     def apply(self, grads: Sequence[Any], opt: Any, theta: Sequence[Any]) -> tuple[list[Any], Any]:
-        """New weights and optimizer state."""
+        """Return new weights and optimizer state."""
         if self.updater is None:
             return list(theta), opt
         compiled = self.core.compiled
@@ -95,8 +96,8 @@ class ProgramSpec:
     def checked(
         self, old: LearnerState, new: LearnerState, losses: Any, grads: Sequence[Any]
     ) -> LearnerState:
-        """`new`, or `old` for good once a loss, gradient, new weight or hidden state was not
-        finite.
+        """Return `new`; or `old`, for good, once a loss, gradient, new weight or hidden state was
+        not finite.
         """
         if not self.guard:
             return new
@@ -106,18 +107,19 @@ class ProgramSpec:
         return hold_back(fine, new.replace(alarm=alarm), old.replace(alarm=alarm))
 
     def after_sequence(self, before: LearnerState, after: LearnerState) -> LearnerState:
-        """What a sequence of its own leaves: hidden states and trace are as before, what belongs to
-        the model has moved on.
+        """Return the state after a sequence that started anew.
+
+        Hidden states and trace are as before; what belongs to the model has advanced.
         """
         other = self.core.compiled.join_other(before.other, after.other)
         return after.replace(hidden=before.hidden, other=other, trace=before.trace)
 
 
 def make_step(spec: ProgramSpec, own_update: bool, observe: Callable | None = None) -> Callable:
-    """`(state, args, target, *more) -> (state, loss, output, seen)`, one time step.
+    """Return `(state, args, target, *more) -> (state, loss, output, seen)`, one time step.
 
-    `seen` are the gradients if they leave the program. Otherwise it is what `observe` gives or,
-    without it, what the rule left out of the gradients, as in `discarded_share`.
+    `seen` are the gradients if they leave the program. Otherwise it is what `observe` returns or,
+    without it, what the rule discarded from the gradients, as in `discarded_share`.
 
     Args:
         spec: what to run.
@@ -138,10 +140,8 @@ def make_step(spec: ProgramSpec, own_update: bool, observe: Callable | None = No
             if observe is None
             else observe(theta, before, data, grads, *more)
         )
-        loss, output = (
-            None if result.losses is None else result.losses[0],
-            jax.tree.map(lambda o: o[0], result.outputs),
-        )
+        loss = None if result.losses is None else result.losses[0]
+        output = jax.tree.map(lambda o: o[0], result.outputs)
         new = state.with_carry(after)
         if not own_update:
             return new, loss, output, grads
@@ -168,8 +168,10 @@ def make_step(spec: ProgramSpec, own_update: bool, observe: Callable | None = No
 
 
 def discarded_share(tuning: Tuning, discarded: Any, grads: Sequence[Any] | None) -> Any:
-    """What a rule left out of gradients: the squared estimate, the bound, and the gradients'
-    squared norm; None if it does not know.
+    """Return what a rule discarded from gradients: the squared estimate, the bound, and the
+    gradients' squared norm.
+
+    None if the rule does not know.
     """
     if discarded is None or grads is None:
         return None
@@ -178,18 +180,20 @@ def discarded_share(tuning: Tuning, discarded: Any, grads: Sequence[Any] | None)
 
 
 def make_gradients(spec: ProgramSpec, plan: ChunkPlan, carry: bool) -> Callable:
-    """`(theta, (hidden, other, trace), args, targets, mask) -> (gradients, losses, outputs,
-    weights, discarded, state, bad)`.
+    """Return the program of a sequence's gradients.
+
+    `(theta, (hidden, other, trace), args, targets, mask) -> (gradients, losses, outputs, weights,
+    discarded, state, bad)`.
 
     `discarded` is as in `discarded_share`. Without `carry` the trace before the sequence is new,
-    and of the state after it only what belongs to the model is wanted. `bad` says for each hidden
-    state, each other array and the trace whether NaN or infinity is in it and would be kept; None
-    without a guard.
+    and the state after it has only what belongs to the model. `bad` says for each hidden state,
+    each other array and the trace whether NaN or infinity in it would be stored; None without a
+    guard.
     """
 
     def run(theta: Sequence[Any], state: tuple, args: Sequence[Any], targets: Any, mask: Any):
         weights = step_weights(args[0].shape[0], mask, spec.reduction).astype(theta[0].dtype)
-        before = Carry(*state) if carry else Carry(*state[:2], spec.core.zero_trace())
+        before = Carry(*state) if carry else Carry(*state[:2], trace=spec.core.zero_trace())
         targets, whole = spec.prepare(theta, before, args, targets)
         data = spec.data(args, targets, weights)
         grads, losses, outputs, new, lost = spec.core.sequence_with_discarded(
@@ -213,8 +217,8 @@ def make_gradients(spec: ProgramSpec, plan: ChunkPlan, carry: bool) -> Callable:
 
 
 def make_update(spec: ProgramSpec, plan: ChunkPlan, carry: bool, by_chunk: bool) -> Callable:
-    """`(state, start, args, targets, mask) -> (state, losses, outputs, weights)`: gradients and
-    updates of a sequence.
+    """Return `(state, start, args, targets, mask) -> (state, losses, outputs, weights)`: gradients
+    and updates of a sequence.
 
     Args:
         spec: what to run.
@@ -252,10 +256,10 @@ def make_update(spec: ProgramSpec, plan: ChunkPlan, carry: bool, by_chunk: bool)
 
 
 def make_part(spec: ProgramSpec) -> Callable:
-    """`(theta, hidden, other, kept, args, targets, weights) -> (hidden, other, kept, (losses,
-    outputs, discarded))`: one chunk of a sequence that begins anew.
+    """Return the program of one chunk of a sequence that starts anew.
 
-    `kept` is the trace, the gradients so far, and the sum of the losses that count.
+    `(theta, hidden, other, kept, args, targets, weights) -> (hidden, other, kept, (losses, outputs,
+    discarded))`. `kept` is the trace, the gradients so far, and the sum of the losses that count.
     """
 
     def run(theta: Sequence[Any], hidden: Any, other: Any, kept: tuple, *data: Any):
@@ -271,7 +275,9 @@ def make_part(spec: ProgramSpec) -> Callable:
 
 
 def make_finish(spec: ProgramSpec) -> Callable:
-    """`(state, gradients, sum of the losses) -> (state,)`: the update after a sequence's chunks."""
+    """Return `(state, gradients, sum of the losses) -> (state,)`: the update after a sequence's
+    chunks.
+    """
 
     def run(state: LearnerState, grads: Sequence[Any], total: Any) -> tuple[LearnerState]:
         theta, opt = spec.apply(grads, state.opt, state.theta)
@@ -283,7 +289,7 @@ def make_finish(spec: ProgramSpec) -> Callable:
 def _update_by_chunk(
     spec: ProgramSpec, state: LearnerState, data: Chunk, plan: ChunkPlan, carry: bool
 ):
-    """One update per chunk: the state after all of them, losses and outputs."""
+    """Make one update per chunk; return the state after all of them, losses and outputs."""
 
     def chunk(now: LearnerState, part: Any, fresh: bool, final: bool):
         args, targets, steps = part
@@ -293,14 +299,10 @@ def _update_by_chunk(
         result = spec.core.chunk(
             now.theta, now.carry, spec.data(args, targets, weights), fresh, final
         )
-        theta, opt = spec.apply(result.grads, now.opt, now.theta)  # pyright: ignore[reportArgumentType] - there is a loss
+        grads = cast(list[jax.Array], result.grads)  # an update has a loss
+        theta, opt = spec.apply(grads, now.opt, now.theta)
         new = now.with_carry(result.carry).replace(theta=theta, opt=opt)
-        return (
-            None,
-            result.losses,
-            result.outputs,
-            spec.checked(now, new, result.losses, result.grads),
-        )
+        return None, result.losses, result.outputs, spec.checked(now, new, result.losses, grads)
 
     arrays = list(data.args), data.targets, data.weights
     _, losses, outputs, done = run_sequence(chunk, state, arrays, plan, not carry, not carry)

@@ -1,5 +1,5 @@
-"""What `fit` shows: one live line on a terminal or in a notebook, and one plain line for each
-finished epoch.
+"""What `fit` shows: one live line on a terminal or in a notebook, and one plain line per finished
+epoch.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ COMPILING, TRAINING, VALIDATING = "compiling …", "", "validating …"
 
 
 def resident_memory() -> int:
-    """Bytes of memory that this process holds (its peak, where the system does not tell; 0 where it
-    tells nothing).
+    """Return the bytes of memory that this process holds.
+
+    Its peak, where the system does not tell the current value; 0 where it tells nothing.
     """
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()  # pyright: ignore[reportOptionalMemberAccess]
@@ -46,7 +47,7 @@ def resident_memory() -> int:
 
 
 def describe(record: dict[str, Any]) -> str:
-    """A record's numbers for people."""
+    """Show a record's numbers to people."""
     shown = [f"loss {record['loss']:.4g}"]
     shown += [
         f"{name} {value:.4g}"
@@ -61,13 +62,14 @@ def describe(record: dict[str, Any]) -> str:
 
 
 def describe_epoch(record: dict[str, Any], epochs: int) -> str:
-    """The line of a finished epoch."""
+    """Return the line of a finished epoch."""
     return f"epoch {record['epoch']}/{epochs}  {describe(record)}  {record.get('seconds', 0):.1f} s"
 
 
 class FitProgress(AbstractContextManager):
-    """Shows nothing; the base of what does. Its calls are cheap: drawing happens a few times a
-    second at most.
+    """A progress display that shows nothing; the base of the others.
+
+    Its methods are cheap: a display draws a few times a second at most.
     """
 
     epochs = 0
@@ -78,33 +80,33 @@ class FitProgress(AbstractContextManager):
     def start_epoch(
         self, epoch: int, epochs: int, batches: int | None, record: dict[str, Any]
     ) -> None:
-        """A new epoch, whose record changes as it goes."""
+        """Start an epoch, whose record changes as it goes."""
         self.epochs = epochs
 
     def say(self, stage: str) -> None:
-        """What happens now: one of the stages above."""
+        """Show which of the stages above runs now."""
 
     def advance(self, record: dict[str, Any]) -> None:
-        """One batch more."""
+        """Count one batch."""
 
     def end_epoch(self, record: dict[str, Any]) -> None:
-        """The epoch is over."""
+        """End the epoch."""
 
 
 class PlainLog(FitProgress):
-    """Plain lines for files and pipes."""
+    """Prints plain lines, for files and pipes."""
 
     def __init__(self) -> None:
         self._said = False
 
     def say(self, stage: str) -> None:
-        """Tells once that it compiles."""
+        """Say once that programs are compiled."""
         if stage == COMPILING and not self._said:
             self._said = True
             self._print(COMPILING)
 
     def end_epoch(self, record: dict[str, Any]) -> None:
-        """The epoch's line."""
+        """Print the epoch's line."""
         self._print(describe_epoch(record, self.epochs))
 
     def _print(self, line: str) -> None:
@@ -124,7 +126,7 @@ class _Numbers(ProgressColumn):
 
 
 class TerminalLine(FitProgress):
-    """One live line at the bottom of a terminal; finished epochs stand above it.
+    """Draws one live line at the bottom of a terminal, below the finished epochs.
 
     Args:
         console: where to draw.
@@ -156,29 +158,29 @@ class TerminalLine(FitProgress):
     def start_epoch(
         self, epoch: int, epochs: int, batches: int | None, record: dict[str, Any]
     ) -> None:
-        """The line starts anew."""
+        """Start the line anew."""
         self.epochs = epochs
         # Not `reset`, which would draw at once.
         fields = {"epoch": f"{epoch}/{epochs}", "record": record, "stage": TRAINING}
         self._bar.update(self._task, total=batches, completed=0, visible=True, **fields)
 
     def say(self, stage: str) -> None:
-        """At the line's end."""
+        """Show the stage at the end of the line."""
         self._bar.update(self._task, stage=stage)
 
     def advance(self, record: dict[str, Any]) -> None:
-        """The bar moves."""
+        """Advance the bar."""
         self._bar.update(self._task, completed=record["batches"])
 
     def end_epoch(self, record: dict[str, Any]) -> None:
-        """The epoch's line stays."""
+        """Print the epoch's line above the live one."""
         self._console.print(
             describe_epoch(record, self.epochs), highlight=False, markup=False, soft_wrap=True
         )
 
 
 class NotebookLine(PlainLog):
-    """One line of a notebook that is drawn anew, and a plain line for each finished epoch.
+    """Redraws one line of a notebook, and prints a plain line per finished epoch.
 
     Args:
         display: `IPython.display.display`.
@@ -196,20 +198,18 @@ class NotebookLine(PlainLog):
     def start_epoch(
         self, epoch: int, epochs: int, batches: int | None, record: dict[str, Any]
     ) -> None:
-        """The line starts anew."""
-        self.epochs, self._start, self._total = (
-            epochs,
-            f"epoch {epoch}/{epochs}",
-            str(batches or "?"),
-        )
+        """Start the line anew."""
+        self.epochs = epochs
+        self._start = f"epoch {epoch}/{epochs}"
+        self._total = str(batches or "?")
 
     def say(self, stage: str) -> None:
-        """A stage that takes its time is shown at once."""
+        """Show the stage at once, because it takes its time."""
         if stage:
             self._draw(f"{self._start}  {stage}")
 
     def advance(self, record: dict[str, Any]) -> None:
-        """Draws, if the last drawing is old enough."""
+        """Redraw, if the last drawing is old enough."""
         now = time.monotonic()
         if now - self._drawn >= self._seconds:
             self._drawn = now
@@ -223,7 +223,7 @@ class NotebookLine(PlainLog):
 
 
 def notebook_display() -> Any:
-    """`display` of the notebook that this runs in; None elsewhere."""
+    """Return the `display` function of the notebook that this runs in; None elsewhere."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is None or not hasattr(shell, "kernel"):
         return None
@@ -233,7 +233,10 @@ def notebook_display() -> Any:
 
 
 def open_progress(show: bool | None) -> FitProgress:
-    """A progress display; None shows it where somebody can see it, True also in a log file."""
+    """Open a progress display.
+
+    None shows it where somebody can see it; True also in a log file.
+    """
     if show is False:
         return FitProgress()
     display = notebook_display()

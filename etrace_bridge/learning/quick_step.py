@@ -1,4 +1,4 @@
-"""Steps that are like an earlier one run without its checks."""
+"""Runs steps that are like an earlier one without its checks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from etrace_bridge.learning.losses import JaxLoss
 from etrace_bridge.learning.online_core import OnlineCore
 from etrace_bridge.learning.reader import StepData
 from etrace_bridge.learning.store import Store
-from etrace_bridge.lowering import Program
 
 
 @dataclass(frozen=True)
 class QuickStep:
-    """How steps like an earlier one run.
+    """How to run steps like an earlier one.
 
     Attributes:
         core: the compiled step that must be active.
@@ -47,7 +46,7 @@ class QuickSteps:
         self._known: dict[bool, QuickStep] = {}  # by whether there is no target
 
     def find(self, args: tuple, target: Any) -> tuple[Callable, list[Any], Any] | None:
-        """Program, inputs and target of a step; None if it must be checked."""
+        """Return program, inputs and target of a step; None if it must be checked."""
         quick, store = self._known.get(target is None), self._store
         if (
             quick is None
@@ -65,8 +64,8 @@ class QuickSteps:
             return None
         return quick.call, arrays, wanted
 
-    def remember(self, args: tuple, data: StepData, loss: JaxLoss | None, call: Program) -> None:
-        """Lets further steps of this kind take the quick way, if every argument is one array."""
+    def remember(self, args: tuple, data: StepData, loss: JaxLoss | None, call: Callable) -> None:
+        """Let further steps of this kind skip the checks, if every argument is one array."""
         if not all(map(is_array, args if data.target is None else (*args, data.target))):
             return
         store = self._store

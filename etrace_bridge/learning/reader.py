@@ -22,6 +22,7 @@ from etrace_bridge.learning.inputs import (
 )
 from etrace_bridge.learning.losses import JaxLoss
 from etrace_bridge.learning.masks import blank_masked, check_mask
+from etrace_bridge.learning.sequence_loss import LossInTorch
 from etrace_bridge.learning.store import Store
 
 
@@ -81,7 +82,7 @@ class DataReader:
         return bool(getattr(self._store.net, "batch_first", False))
 
     def step(self, inputs: Sequence[Any], target: Any) -> StepData:
-        """One checked time step."""
+        """Return one time step, checked."""
         args = self._inputs(inputs)
         check_batch(args, 0)
         target = as_targets(target)
@@ -92,8 +93,9 @@ class DataReader:
     def sequence(
         self, inputs: Sequence[Any], targets: Any, mask: Any, per_sequence: bool
     ) -> SequenceData:
-        """A checked sequence; `per_sequence`: there is one target for each sequence, without a time
-        axis.
+        """Return a sequence, checked.
+
+        `per_sequence`: there is one target for each sequence, without a time axis.
         """
         targets = as_targets(targets)
         args = list(map(self._time_first, self._inputs(inputs)))
@@ -114,7 +116,7 @@ class DataReader:
         return SequenceData(args, target, arrays, mask, length)
 
     def mask(self, mask: Any) -> Any:
-        """A mask as an array."""
+        """Return a mask as an array."""
         return read_mask(mask, self._store.float_dtype)
 
     def _time_first(self, array: Any) -> Any:
@@ -127,7 +129,7 @@ class DataReader:
         )
 
     def _first_step(self, target: Any) -> Any:
-        """The first time step of a target as the user gave it."""
+        """Return the first time step of a target as the user gave it."""
         if isinstance(target, (torch.Tensor, np.ndarray, jax.Array)):
             return target[:, 0] if self.batch_first and target.ndim > 1 else target[0]
         return np.asarray(target)[0]
@@ -139,7 +141,7 @@ class DataReader:
         ]
 
     def _targets(self, targets: Any) -> Any:
-        """A tree of targets as arrays; None stays None."""
+        """Return a tree of targets as arrays; None stays None."""
         leaves, tree = jax.tree.flatten(targets)
         return tree.unflatten(
             [as_array(t, name=input_name("target", n, len(leaves))) for n, t in enumerate(leaves)]
@@ -155,9 +157,12 @@ class DataReader:
 
 
 def check_indices(
-    compiled: CompiledStep, args: Sequence[Any], loss: JaxLoss | None, targets: Any
+    compiled: CompiledStep,
+    args: Sequence[Any],
+    loss: JaxLoss | LossInTorch | None,
+    targets: Any,
 ) -> None:
-    """Raises if an input or a target that is used as an index is out of range."""
+    """Raise if an input or a target that is used as an index is out of range."""
     check_ranges(compiled.ranges, args, "input")
     if loss is not None:
         check_ranges(loss.ranges, jax.tree.leaves(targets), "target")

@@ -1,4 +1,4 @@
-"""What the learner gives back; values leave the device when they are read."""
+"""What the learner returns; values leave the device when they are read."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from etrace_bridge.learning.processes import own_part
 
 @dataclass(frozen=True)
 class Discarded:
-    """How far a gradient is from exact RTRL's, by what the rule cut off; rounding aside.
+    """How far a gradient is from exact RTRL's because of what the rule discards, rounding aside.
 
-    A rule that stores its memory in fewer bits than the states gives None instead.
+    A rule that stores its memory in fewer bits than the states reports None instead.
 
     Norms are those of all weights' gradients together. Exact RTRL means the same states and weights
     at every step; while weights do not change, its gradient is that of BPTT.
@@ -39,7 +39,9 @@ class Discarded:
 
 
 def read_discarded(raw: Any) -> Discarded | None:
-    """From the squared estimate, the bound and the squared norm of the gradients."""
+    """Make a `Discarded` from the squared estimate, the bound and the squared norm of the
+    gradients.
+    """
     if raw is None:
         return None
     square, bound, squared_norm = (float(x) for x in np.asarray(raw, np.float64))
@@ -52,7 +54,7 @@ def read_discarded(raw: Any) -> Discarded | None:
 
 
 class StepInfo:
-    """What one online step gave.
+    """The result of one online step.
 
     Attributes:
         raw_loss: the loss on the device; None for a step without a target.
@@ -86,8 +88,9 @@ class StepInfo:
 
     @property
     def output(self) -> Any:
-        """The model's output as torch tensors; JAX arrays for a brainstate module. Of this
-        process's part of the batch, if there are several.
+        """The model's output as torch tensors; JAX arrays for a brainstate module.
+
+        If there are several processes, only this process's part of the batch.
         """
         return (
             self.raw_output
@@ -97,8 +100,9 @@ class StepInfo:
 
     @property
     def discarded(self) -> Discarded | None:
-        """How far the step's gradient is from exact RTRL's; None for a rule that does not know,
-        without a target, or where torch makes the update.
+        """How far the step's gradient is from exact RTRL's.
+
+        None for a rule that does not know, without a target, or where torch makes the update.
         """
         return read_discarded(self._discarded)
 
@@ -107,7 +111,7 @@ class StepInfo:
 
 
 class SequenceResult:
-    """What a sequence gave.
+    """The result of a sequence.
 
     Attributes:
         raw_losses: (T,) losses of the steps, on the device.
@@ -139,10 +143,10 @@ class SequenceResult:
 
     @cached_property
     def outputs(self) -> Any:
-        """The model's outputs as torch tensors, laid out as the model lays out sequences; JAX
-        arrays for a brainstate module.
+        """The model's outputs in the model's own layout, as torch tensors; JAX arrays for a
+        brainstate module.
 
-        Of this process's part of the batch, if there are several.
+        If there are several processes, only this process's part of the batch.
         """
         if self._as_jax:
             return jax.tree.map(jax.numpy.asarray, self.raw_outputs)
@@ -153,7 +157,7 @@ class SequenceResult:
 
 
 class GradientResult(SequenceResult):
-    """Gradients of a sequence's loss, nothing updated.
+    """Gradients of a sequence's loss; the learner is not updated.
 
     Attributes:
         raw_grads: JAX arrays by torch name, without the parameters' hooks; of a complex parameter,
@@ -186,12 +190,12 @@ class GradientResult(SequenceResult):
         the step does not use.
 
         For a brainstate module: by the names of the report, each with the structure of the State's
-        value, JAX arrays.
+        value, as JAX arrays.
         """
         return self._finish(self.raw_grads)
 
 
 def sequence_to_torch(array: Any, batch_first: bool) -> torch.Tensor:
-    """A time-major array as a torch tensor in the model's own layout."""
+    """Return a time-major array as a torch tensor in the model's own layout."""
     tensor = to_torch(own_part(array))
     return tensor.transpose(0, 1).contiguous() if batch_first and tensor.dim() > 1 else tensor

@@ -43,7 +43,7 @@ def _nothing() -> None:
 def _make_update(
     optimizer: Any, parameters: dict[str, torch.Tensor], options: Options, is_torch: bool
 ) -> tuple[Updater | None, TorchUpdate | None]:
-    """Make the update inside the compiled program, or else the one that runs in torch."""
+    """Return the update inside the compiled program, or else the one that runs in torch."""
     clipping = (options.clip_norm, options.clip_value, options.accumulate)
     updater = make_updater(
         optimizer, parameters if is_torch else None, *clipping, options.schedule, options.track_norm
@@ -151,8 +151,8 @@ class Runtime:
         return self.reader.batch_first
 
     def is_batch_first(self, inputs: Any) -> bool:
-        """Tell whether sequences come as (batch, time, …), from sequences if nothing else shows
-        it.
+        """Return whether sequences come as (batch, time, …), judging by sequences if nothing else
+        shows it.
         """
         read_inputs(self.net, inputs, sequence=True)
         return self.batch_first
@@ -235,7 +235,9 @@ class Runtime:
         return named, result.losses, cut_outputs(outputs, data), result.weights, discarded
 
     def update(self, xs: tuple, targets: Any, mask: Any, carry: bool, every: str):
-        """Compute gradients of a sequence and update; return losses, outputs and the steps' weights."""
+        """Compute gradients of a sequence and update; return losses, outputs and the steps'
+        weights.
+        """
         if every not in ("sequence", "chunk", "step"):
             raise InputError(f"`every` is {every!r}; it must be 'sequence', 'chunk' or 'step'.")
         if targets is None:
@@ -284,7 +286,9 @@ class Runtime:
 
     @contextmanager
     def while_computing(self, call: Callable[[], None] | None) -> Iterator[None]:
-        """Let `update` make a call in this context after it has started the device, before it waits."""
+        """Make `update` call a function in this context, after starting the device and before
+        waiting for it.
+        """
         self.meanwhile = call or _nothing
         try:
             yield

@@ -1,9 +1,9 @@
-"""Losses over a whole sequence: one pass for the outputs, one online pass with the loss's
-derivative by each of them.
+"""Losses over a whole sequence: one pass for the outputs, then one online pass with the loss's
+derivative with respect to each of them.
 
-Every rule is linear in the derivative of the loss by the outputs. So the gradient of any function L
-of all outputs is that of the step losses `<c_t, y_t>` with `c_t = dL/dy_t`, which is known once the
-outputs of all steps are. The first pass keeps outputs only, not activations.
+Every rule is linear in the derivative of the loss with respect to the outputs. So the gradient of
+any function L of all outputs is that of the step losses `<c_t, y_t>` with `c_t = dL/dy_t`, which is
+known once the outputs of all steps are. The first pass stores outputs only, not activations.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REDUCTIONS: dict[str, Callable[[Any], Any]] = {
 
 @dataclass(frozen=True, eq=False)
 class LossInTorch:
-    """A loss that asks for values while it runs, and so cannot be compiled: torch computes it and its
+    """A loss that reads values while it runs and so cannot be compiled; torch computes it and its
     derivative.
 
     Attributes:
@@ -42,7 +42,7 @@ class LossInTorch:
     reads: ClassVar[None] = None
 
     def __call__(self, output: Any, target: Any) -> Any:
-        """The loss, from within a compiled program."""
+        """Return the loss, from within a compiled program."""
         floating = inexact(output)
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in floating]
         held = jax.tree.map(jax.lax.stop_gradient, output)
@@ -97,15 +97,17 @@ class SequenceLoss:
         return self.loss.reads
 
     def __call__(self, output: Any, cotangent: Sequence[Any]) -> Any:
-        """The loss of one step, given the derivative by its output."""
+        """Return the loss of one step, given the derivative with respect to its output."""
         return linear_loss(output, cotangent)
 
     def value(self, outputs: Any, target: Any) -> Any:
-        """The loss of a sequence, from time-major outputs."""
+        """Return the loss of a sequence, from time-major outputs."""
         return self.loss(jax.tree.map(self.arrange, outputs), target)
 
     def differentiate(self, outputs: Any, target: Any) -> tuple[Any, list[Any]]:
-        """The loss, and its derivative by the floating outputs of every step."""
+        """Return the loss, and its derivative with respect to the floating-point outputs of every
+        step.
+        """
         leaves, tree = jax.tree.flatten(outputs)
 
         def of_floats(some: list[Any]) -> Any:
@@ -116,15 +118,15 @@ class SequenceLoss:
         return jax.value_and_grad(of_floats)(inexact(outputs))
 
     def in_place(self, value: Any, length: int) -> Any:
-        """The loss as losses of the steps: all of it at the last."""
+        """Return the loss as losses of the steps: all of it at the last."""
         return jnp.zeros(length, value.dtype).at[-1].set(value)
 
 
 def linear_loss(output: Any, cotangent: Sequence[Any]) -> Any:
-    """`<cotangent, output>` over the floating arrays of an output."""
+    """Return `<cotangent, output>` over the floating-point arrays of an output."""
     return sum(jnp.sum((c * o).real) for c, o in zip(cotangent, inexact(output), strict=True))
 
 
 def inexact(tree: Any) -> list[Any]:
-    """The floating and complex arrays of a tree."""
+    """Return the floating-point and complex arrays of a tree."""
     return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]

@@ -13,7 +13,7 @@ TERMINATED = 128 + signal.SIGTERM  # the exit status of a process that SIGTERM h
 
 
 class Shield(AbstractContextManager):
-    """Holds Ctrl-C back while the learner is busy, so that it is never left without its arrays.
+    """Delays Ctrl-C while the learner is busy, so that it is never left without its arrays.
 
     Args:
         terminate: treat SIGTERM likewise, as a `SystemExit`; a handler of the user's own stays.
@@ -48,7 +48,7 @@ class Shield(AbstractContextManager):
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """Within this, signals wait."""
+        """Delay signals in this context."""
         self._busy = True
         try:
             yield
@@ -56,7 +56,7 @@ class Shield(AbstractContextManager):
             self._busy = False
 
     def check(self) -> None:
-        """Lets a signal that waited happen."""
+        """Deliver a signal that was delayed."""
         number, self._waiting = self._waiting, None
         if number == signal.SIGTERM:
             raise SystemExit(TERMINATED)

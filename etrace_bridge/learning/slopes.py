@@ -1,5 +1,5 @@
-"""Programs of the fidelity meter: what the rule promises along a direction, beside the true slope
-of the loss.
+"""Programs of the fidelity meter: the slope that the rule's gradient predicts along a direction,
+and the true slope of the loss.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class MeterState:
 
 @dataclass(frozen=True)
 class MeterWindow:
-    """Where a meter is.
+    """The state of a meter within a stream.
 
     Attributes:
         state: its state after the last steps; None before the first.
@@ -57,14 +57,14 @@ class MeterWindow:
 
 
 def first_meter_state(program: StepProgram) -> MeterState:
-    """The state before the first direction is known."""
+    """Return the state before the first direction is known."""
     zeros = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in program.weight_vars]
     zero = jnp.zeros((), program.weight_vars[0].aval.dtype)
     return MeterState(zeros, zero_tangent(program), list(zeros), zero, zero)
 
 
 def next_window(program: StepProgram, meter: MeterState) -> MeterState:
-    """A new window along the last one's mean gradient; the old direction stays if that is zero."""
+    """Start a window along the last one's mean gradient; the old direction stays if that is zero."""
     size = _norm(meter.total)
     unit, used = _unit(meter.total, size), size > 0
     direction = [jnp.where(used, u, v) for u, v in zip(unit, meter.direction, strict=True)]
@@ -73,15 +73,15 @@ def next_window(program: StepProgram, meter: MeterState) -> MeterState:
 
 
 def make_own_slope(spec: ProgramSpec, plan: ChunkPlan) -> Callable:
-    """`(theta, (hidden, other), args, targets, mask) -> (slope, predicted)` of a sequence of its
-    own.
+    """Return `(theta, (hidden, other), args, targets, mask) -> (slope, predicted)` of a sequence
+    that starts anew.
 
     The direction is the rule's own gradient `g` of this sequence, so `predicted` is `|g|`.
     """
 
     def run(theta: Sequence[Any], states: tuple, args: Sequence[Any], targets: Any, mask: Any):
         weights = step_weights(args[0].shape[0], mask, spec.reduction).astype(theta[0].dtype)
-        before = Carry(*states, spec.core.zero_trace())
+        before = Carry(*states, trace=spec.core.zero_trace())
         targets, _ = spec.prepare(theta, before, args, targets)
         data = spec.data(args, targets, weights)
         grads = spec.core.sequence(theta, before, data, plan, True, True)[0]
@@ -96,8 +96,9 @@ def make_own_slope(spec: ProgramSpec, plan: ChunkPlan) -> Callable:
 
 
 def make_stream_slope(spec: ProgramSpec, plan: ChunkPlan) -> Callable:
-    """`(theta, (hidden, other, trace), meter, counts, args, targets, mask) -> meter` over steps of
-    a stream.
+    """Return the program of a meter over steps of a stream.
+
+    `(theta, (hidden, other, trace), meter, counts, args, targets, mask) -> meter`
     """
 
     def run(theta: Sequence[Any], carry: tuple, meter: MeterState, counts: Any, *steps: Any):
@@ -113,8 +114,8 @@ def make_stream_slope(spec: ProgramSpec, plan: ChunkPlan) -> Callable:
 
 
 def make_metered_step(spec: ProgramSpec) -> Callable:
-    """`(state, args, target, meter, counts) -> (state, loss, output, meter)`: a step, and its slope
-    with it.
+    """Return `(state, args, target, meter, counts) -> (state, loss, output, meter)`: a step
+    together with its slope.
     """
     return make_step(spec, own_update=True, observe=partial(_observe, spec))
 
@@ -128,7 +129,7 @@ def _observe(
     meter: MeterState,
     counts: Any,
 ) -> MeterState:
-    """The meter's state after some steps; `counts` is 0 while the tangent warms up, then 1."""
+    """Return the meter's state after some steps; `counts` is 0 while the tangent warms up, then 1."""
     states, arrays = (before.hidden, before.other), (data.args, data.targets, data.weights)
     loss = None if grads is None else spec.loss
     along = run_slope(

@@ -32,7 +32,7 @@ class LearnerState:
     alarm: Any
 
     def replace(self, **changes: Any) -> LearnerState:
-        """A state with some fields changed."""
+        """Return a state with some fields changed."""
         return replace(self, **changes)
 
     @property
@@ -41,5 +41,5 @@ class LearnerState:
         return Carry(self.hidden, self.other, self.trace)
 
     def with_carry(self, carry: Carry) -> LearnerState:
-        """The state after a chunk."""
+        """Return the state after a chunk."""
         return replace(self, hidden=carry.hidden, other=carry.other, trace=carry.trace)

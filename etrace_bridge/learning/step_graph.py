@@ -96,7 +96,10 @@ def _graph_of_plain(
             is_batched = all(v.shape[:1] == x.shape[:1] for v in jax.tree.leaves(before))
             return graph, batch if is_batched else None
         set_hidden_values(net, before)
-    brainstate.nn.init_all_states(net, **({} if batch is None else {"batch_size": batch}))
+    if batch is None:
+        brainstate.nn.init_all_states(net)
+    else:
+        brainstate.nn.init_all_states(net, batch_size=batch)
     after = hidden_values(net)
     if any(
         jax.tree.map(np.ndim, after[path]) != jax.tree.map(np.ndim, value)

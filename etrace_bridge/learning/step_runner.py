@@ -93,10 +93,8 @@ class StepRunner:
                 )
             step = self._preparation.step(args, target, mask)
             self._warn_without_optimizer(target)
-            now, metered = (
-                self._programs.meter_state(window),
-                self._programs.metered_step(step.loss),
-            )
+            now = self._programs.meter_state(window)
+            metered = self._programs.metered_step(step.loss)
             call = lambda leaves, *step: metered(leaves, *step, now, window.counts)
             return self._advance(call, step.arrays, step.target)
 

@@ -252,10 +252,8 @@ class Store:
         opt = None if self.updater is None else self.updater.init(compiled.by_weight_name(theta))
         opt = place.put_weights(opt, compiled.program)
         alarm = place.put(jnp.asarray(new_alarm(0, 1 + len(theta) + len(hidden))))
-        hidden, other = (
-            place.put_state(hidden, compiled.batch),
-            place.put_batch(other, 0, compiled.batch),
-        )
+        hidden = place.put_state(hidden, compiled.batch)
+        other = place.put_batch(other, 0, compiled.batch)
         return LearnerState(theta, opt, hidden, other, None, alarm)
 
     def _state_for(self, core: OnlineCore, before: OnlineCore) -> LearnerState:

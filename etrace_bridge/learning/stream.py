@@ -14,8 +14,8 @@ from etrace_bridge.learning.learner import OnlineLearner
 class StreamLearner:
     """Learns from a stream of single examples: `predict_one(x)`, then `learn_one(x, y)`.
 
-    Both see the same example: `predict_one` leaves states and traces as they are, and `learn_one`
-    moves them on by one time step.
+    Both take the same example: `predict_one` leaves states and traces as they are, and `learn_one`
+    advances them by one time step.
 
     Args:
         model: a torch or brainstate module.
@@ -29,7 +29,7 @@ class StreamLearner:
         self.learner = OnlineLearner(model, **options)
 
     def predict_one(self, x: Any) -> Any:
-        """The output for the next example, in evaluation mode, without the batch axis."""
+        """Return the output for the next example, in evaluation mode, without the batch axis."""
         outputs = self.learner.predict(
             map_input(lambda a: _as_tensor(a)[None, None], x), carry=True
         )
@@ -37,7 +37,7 @@ class StreamLearner:
         return jax.tree.map(lambda y: y.select(axis, 0)[0], outputs)
 
     def learn_one(self, x: Any, y: Any) -> StreamLearner:
-        """One time step with update; returns the learner itself."""
+        """Run one time step with update; return the learner itself."""
         self.learner.step(map_input(lambda a: _as_tensor(a)[None], x), _as_tensor(y)[None])
         return self
 

@@ -1,4 +1,4 @@
-"""Reading torch tensors for JAX: their own memory, or copies that torch does not reach."""
+"""Read torch tensors for JAX: their own memory, or copies that torch does not reach."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _compare.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class TensorReader:
-    """Reads some parameters or buffers again and again.
+    """Reads the same parameters or buffers again and again.
 
     Args:
         tensors: the tensors. Complex ones are read as the step holds them, in pairs.
@@ -45,8 +45,10 @@ class TensorReader:
         self._states: list[tuple] | None = None
 
     def views(self) -> list[Array]:
-        """Arrays that show what the tensors' memory holds at any time, copies where that cannot be:
-        for programs that have ended before torch goes on.
+        """Return arrays that show what the tensors' memory holds at any time, or copies where that
+        is impossible.
+
+        They are for programs that end before torch continues.
         """
         for n, tensor in enumerate(self.tensors):
             origin = tensor.data_ptr(), tensor.dtype, tensor.shape
@@ -58,23 +60,23 @@ class TensorReader:
         return list(self._views)
 
     def copies(self) -> list[Array]:
-        """The tensors' values of now, in memory that nothing writes to; the same arrays as long as
-        torch changes none of the tensors.
+        """Return the tensors' current values, in memory that nothing writes to.
+
+        The arrays are the same objects as long as torch changes none of the tensors.
         """
         return self.kept() or self.keep([np.array(view) for view in self.views()])
 
     def keep(self, copies: list[Array]) -> list[Array]:
-        """Remembers copies of the tensors' values of now, and gives them back."""
+        """Store copies of the tensors' current values and return them."""
         self._kept, self._states = copies, list(map(_state, self.tensors))
         return copies
 
     def kept(self) -> list[Array] | None:
-        """The copies that `keep` got, if torch has changed none of the tensors since.
+        """Return the copies that `keep` stored, if torch has changed none of the tensors since.
 
         Version counters alone do not tell: torch's fused optimizers and writes through `.data`
-        leave them as they are. So tensors whose counters have not moved are compared with their
-        copies. Only plain tensors and copies in the host's memory are compared; others count as
-        changed.
+        leave them as they are. So tensors whose counters are unchanged are compared with their
+        copies. Only plain tensors and copies in host memory are compared; others count as changed.
         """
         if self._states != list(map(_state, self.tensors)):
             return None
@@ -90,8 +92,9 @@ def _state(tensor: torch.Tensor) -> tuple:
 
 
 def _share(view: Array) -> Array:
-    """A NumPy array as a JAX array with the same memory, which programs take faster; unchanged
-    where JAX would copy it.
+    """Return a NumPy array as a JAX array with the same memory, which programs accept faster.
+
+    Where JAX would copy it, the NumPy array is returned.
     """
     if not isinstance(view, np.ndarray):
         return view
@@ -100,7 +103,7 @@ def _share(view: Array) -> Array:
 
 
 def _host_memory_of(array: Array) -> tuple[int, int] | None:
-    """Address and number of bytes; None for an array in another device's memory."""
+    """Return address and number of bytes; None for an array in another device's memory."""
     if isinstance(array, np.ndarray):
         return array.ctypes.data, array.nbytes
     if any(device.platform != "cpu" for device in array.devices()):
@@ -109,7 +112,7 @@ def _host_memory_of(array: Array) -> tuple[int, int] | None:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's bytes are those that JAX wants, in the order of its elements."""
+    """Return whether JAX can use a tensor's bytes as they are, in the order of its elements."""
     return (
         _has_plain_dtype(tensor.dtype, jax.config.jax_enable_x64)
         and tensor.is_cpu
@@ -120,10 +123,10 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _has_plain_dtype(dtype: torch.dtype, x64: bool) -> bool:
-    """Whether NumPy has this dtype, and JAX in this mode too."""
+    """Return whether NumPy has this dtype, and JAX too in the current mode."""
     return dtype in _PLAIN and (x64 or dtype not in (torch.float64, torch.int64))
 
 
 def view_tensor(tensor: torch.Tensor) -> Array:
-    """A tensor's memory for JAX, where it is plain; a copy elsewhere."""
+    """Return a tensor's memory as an array for JAX where it is plain, a copy elsewhere."""
     return tensor.detach().numpy() if is_plain(tensor) else to_jax(tensor)

@@ -1,8 +1,8 @@
 """torch's optimizers as equations on one parameter.
 
-Symbols: p: parameter, g: gradient, s: slots, n: numbers of its group, t: count of updates with this
-one. Each gives the change of p and the new slots. `1 - beta` and `log(beta)` are computed in double
-precision on the host: in float32 they lose five digits.
+Symbols: p: parameter, g: gradient, s: slots, n: numbers of its group, t: number of updates
+including this one. Each equation returns the change of p and the new slots. `1 - beta` and
+`log(beta)` are computed in double precision on the host: in float32 they lose five digits.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from etrace_bridge.learning.translated_optimizers import group_indices
 
 
 def has_hooks(parameters: Any) -> bool:
-    """Whether any parameter has a hook on its gradient."""
+    """Return whether any parameter has a hook on its gradient."""
     for p in parameters:  # noqa: SIM110 - `any` of a generator is slower, and this runs at every step
         if p._backward_hooks or p._post_accumulate_grad_hooks:
             return True
@@ -26,7 +26,7 @@ def has_hooks(parameters: Any) -> bool:
 def run_hooks(
     grads: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The gradients as torch tensors, as the parameters' hooks leave them."""
+    """Return the gradients as torch tensors, after the parameters' hooks."""
     done = {}
     for name, array in grads.items():
         parameter = parameters.get(name)
@@ -89,7 +89,7 @@ class TorchUpdate:
         theta: Mapping[str, Any],
         unreached: Collection[str] = (),
     ) -> dict[str, Any]:
-        """New weights; the model's parameters hold them too."""
+        """Return new weights, which the model's parameters also hold."""
         # torch too leaves alone what the step does not use, or no gradient can reach
         reached = [name for name in self.parameters if name in theta and name not in unreached]
         mine = [name for name in self.names if name in reached]

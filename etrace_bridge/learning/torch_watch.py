@@ -1,4 +1,4 @@
-"""Notices what happens to a learner's torch model behind the learner's back."""
+"""Notice changes of a learner's torch model that the learner did not make."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from etrace_bridge.frontend import BridgedModule
 
 
 class TorchWatch:
-    """The parameters of a torch model as a learner knows them: which tensors they are, which are
+    """The parameters of a torch model as a learner knows them: which tensors, which of them are
     trained, and their versions.
 
     A learner has copies of the weights, so a change in torch does not reach it.
@@ -41,11 +41,11 @@ class TorchWatch:
             ]
 
     def note(self) -> None:
-        """Take the present values as known: the learner wrote or read them."""
+        """Accept the current values as known: the learner wrote or read them."""
         self._values = [(p._version, p.data_ptr()) for _, p, _ in self._parameters]
 
     def holds(self) -> bool:
-        """Whether nothing has changed."""
+        """Return whether nothing has changed."""
         for (_, p, trained), (version, pointer) in zip(self._parameters, self._values, strict=True):
             if p._version != version or p.data_ptr() != pointer or p.requires_grad is not trained:
                 return False
@@ -55,8 +55,8 @@ class TorchWatch:
         return True
 
     def check(self, learns: bool) -> None:
-        """Warn of changed values; raise if tensors were replaced, or if others are to be trained and
-        the call `learns`.
+        """Warn of changed values; raise if tensors were replaced or if, for a call that `learns`,
+        others are trained.
         """
         if self.holds():
             return
@@ -95,7 +95,7 @@ class TorchWatch:
 
 
 def _places(model: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any, str]]:
-    """Where a model's modules and parameters hang: table, key, what is there, full name."""
+    """Yield where a model's modules and parameters are stored: table, key, value, full name."""
     return [
         (table, key, held, f"{path}.{key}" if path else key)
         for path, module in model.named_modules()
@@ -106,7 +106,7 @@ def _places(model: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any, str]
 
 
 def _outside() -> int:
-    """How many calls up from the caller this package's own code ends."""
+    """Return how many calls up from the caller this package's own code ends."""
     frame, level = inspect.currentframe(), 0
     while frame is not None and frame.f_globals.get("__name__", "").startswith("etrace_bridge"):
         frame, level = frame.f_back, level + 1

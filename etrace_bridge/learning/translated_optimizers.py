@@ -98,11 +98,11 @@ class Translated:
             for g in groups
         )
 
-    def _init(self, theta: Arrays) -> TranslatedState:
+    def _init(self, params: Any) -> TranslatedState:
         self._held = self.optimizer.state
         slots: dict[str, Arrays] = {}
         counts: dict[str, int] = {}
-        for name, value in theta.items():
+        for name, value in params.items():
             if name not in self.group_of:
                 continue
             held = self.optimizer.state.get(self.tensors[name], {})
@@ -129,20 +129,20 @@ class Translated:
 
     def _update(
         self,
-        grads: Arrays,
-        state: TranslatedState,
-        params: Arrays | None = None,
+        updates: Any,
+        state: Any,
+        params: Any = None,
         *,
-        numbers: Any,
+        numbers: Any = None,
         unreached: Collection[str] = (),
         **_: Any,
-    ):
+    ) -> tuple[Any, TranslatedState]:
         if params is None:
             raise InputError("A torch optimizer's update needs the parameters.")
         count = state.count + 1
         changes: Arrays = {}
         new: dict[str, Arrays] = {slot: dict(held) for slot, held in state.slots.items()}
-        for name, g in grads.items():
+        for name, g in updates.items():
             if name not in self.group_of or name in unreached:
                 # the optimizer does not have this parameter, or torch would give it no `.grad`
                 changes[name] = jnp.zeros_like(params[name])
@@ -210,7 +210,7 @@ def group_indices(
 
     As in torch, the optimizer may hold tensors that are not to be trained: it skips them.
     """
-    names = {id(p): name for name, p in reversed(parameters.items())}
+    names = {id(p): name for name, p in reversed(list(parameters.items()))}
     indices: dict[str, int] = {}
     unknown = []
     for index, group in enumerate(optimizer.param_groups):

@@ -1,4 +1,4 @@
-"""The guard's side on the host: reads the alarm now and then, and says which step went wrong and
+"""The guard's side on the host: reads the alarm at intervals, and says which step went wrong and
 where.
 """
 
@@ -23,7 +23,7 @@ LOOK_EVERY = 64  # steps after which the alarm is read, if nothing else asks for
 
 
 class Watch:
-    """Looks at the alarm that the compiled programs raise, see `guard`.
+    """Reads the alarm that the compiled programs raise, see `guard`.
 
     Args:
         store: the learner's store.
@@ -44,7 +44,7 @@ class Watch:
         self.good = 0
 
     def look(self, losses: Any = None, each: int = 1) -> None:
-        """Raises if the guard has held something back; the last good state stays.
+        """Raise if the guard has held something back; the last good state stays.
 
         Args:
             losses: the steps' losses of a sequence that has just run.
@@ -84,7 +84,7 @@ class Watch:
             raise error
 
     def _diagnose(self, args: list[Any], target: Any) -> list[bool]:
-        """What is not finite in a step from the current state."""
+        """Return what is not finite in a step from the current state."""
         store = self._store
         masked = isinstance(target, Weighted)
         loss = (
@@ -102,7 +102,7 @@ class Watch:
         return [not np.isfinite(np.asarray(x)).all() for x in watched]
 
     def check_on_host(self, losses: Any, grads: Mapping[str, Any], before: int) -> None:
-        """The guard for updates that pass through torch, where everything is on the host anyway."""
+        """Guard an update that passes through torch, where everything is on the host anyway."""
         if not self.active:
             return
         bad = [not np.isfinite(np.asarray(x)).all() for x in (losses, *grads.values())]
@@ -114,8 +114,8 @@ class Watch:
             )
 
     def check_states(self, losses: Any, bad: Any) -> None:
-        """Raises if `bad` marks a hidden state, another array or the trace after a sequence, as
-        `make_gradients` gives it.
+        """Raise if `bad`, as in `make_gradients`, marks a hidden state, another array or the trace
+        after a sequence.
         """
         if bad is not None and np.any(bad):
             compiled = self._store.compiled
@@ -132,7 +132,7 @@ class Watch:
 
     @staticmethod
     def raise_bad(losses: Any, bad: Sequence[str], before: int) -> NoReturn:
-        """Raises for values that were computed from `before` steps on and not kept."""
+        """Raise for values that were computed after step `before` and not stored."""
         finite = np.isfinite(np.atleast_1d(losses))
         last = before + finite.size if finite.all() else None
         raise NonFiniteError(alarm_text(before + 1 + int(np.argmin(finite)), bad, last))

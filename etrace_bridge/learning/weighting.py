@@ -1,5 +1,5 @@
-"""From what users give, targets and a mask, to what the engine takes: a loss of one step, its
-targets, weights of the steps.
+"""From targets and a mask to what the engine takes: a loss of one step, its targets, weights of the
+steps.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Weighting:
         self._in_torch = LossInTorch(over_time.loss)
 
     def of_step(self, compiled: CompiledStep, data: StepData, mask: Any) -> tuple[Any, StepData]:
-        """The loss of one step, and its data with the mask in the target."""
+        """Return the loss of one step, and its data with the mask in the target."""
         if data.target is None:
             if mask is not None:
                 raise InputError(
@@ -77,7 +77,7 @@ class Weighting:
         return loss.by_element, replace(data, wanted=Weighted(wanted, _like(compiled, factors[0])))
 
     def of_sequence(self, compiled: CompiledStep, data: SequenceData) -> tuple[Any, SequenceData]:
-        """The loss of a sequence's steps, and its data with targets and weights for it."""
+        """Return the loss of a sequence's steps, and its data with targets and weights for it."""
         if data.mask is not None:
             check_mask(data.mask, data.length, compiled.batch)
         if data.target is None:
@@ -100,8 +100,9 @@ class Weighting:
         return self._weighted(compiled, loss, replace(data, targets=targets))
 
     def _kind(self, compiled: CompiledStep) -> str | None:
-        """Where the loss is: None, at every step with a target of its own; otherwise one target for
-        each sequence.
+        """Return where the loss is.
+
+        None: at every step, each with its own target. Otherwise there is one target per sequence.
         """
         loss_at = self._options.loss_at
         if self._over_time.loss is not None:
@@ -140,7 +141,7 @@ class Weighting:
     def _weighted(
         self, compiled: CompiledStep, loss: JaxLoss, data: SequenceData
     ) -> tuple[Any, SequenceData]:
-        """The same for a mask of single sequences, or labels that are to be ignored."""
+        """Return the same for a mask of single sequences, or labels that are ignored."""
         found: Any = loss
         by_element = np.ndim(0 if data.mask is None else data.mask) == 2 or data.rows is not None
         ignores = loss.ignores(data.targets) and loss.by_element.is_mean
@@ -177,7 +178,7 @@ class Weighting:
 
 
 def reduction_of(net: Any) -> str:
-    """How a model reduces its output over time; raises if it does not."""
+    """Return how a model reduces its output over time; raise if it does not."""
     reduction = getattr(net, "reduction", None)
     if reduction is None:
         raise InputError(
@@ -188,7 +189,7 @@ def reduction_of(net: Any) -> str:
 
 
 def _like(compiled: CompiledStep, array: np.ndarray) -> np.ndarray:
-    """Weights in the dtype of the model's outputs."""
+    """Return weights in the dtype of the model's outputs."""
     kinds = [
         v.aval.dtype
         for v in compiled.program.weight_vars

@@ -36,12 +36,10 @@ def patch_form(eqn: JaxprEqn) -> ContactForm | None:
 def as_patch_product(eqn: JaxprEqn, operands: list[Any]) -> list[Any] | None:
     """Return the results of a convolution, as a product; None for any other equation."""
     form = patch_form(eqn)
-    if form is None or form.phi is None:
+    if form is None:
         return None
     x, kernel = operands
-    patches = form.phi(x).reshape(form.shape(form.feature))
-    y = jnp.einsum(
-        f"{form.view},{form.feature}->{form.out}", kernel.reshape(form.shape(form.view)), patches
-    )
+    terms = f"{form.view},{form.feature}->{form.out}"
+    y = jnp.einsum(terms, kernel.reshape(form.shape(form.view)), form.features(x))
     out = eqn.outvars[0].aval
     return [y.reshape(out.shape).astype(out.dtype)]

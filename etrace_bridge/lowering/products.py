@@ -32,7 +32,7 @@ def transposed_weights(eqns: Sequence[JaxprEqn], env: dict[Any, Any]) -> dict[An
 
     The compiler drops those that none does.
     """
-    met = dict.fromkeys(eqn.invars[1] for eqn in eqns if _meets_rows(eqn) and eqn.invars[1] in env)
+    met = dict.fromkeys(v for eqn in eqns if (v := _matrix_of(eqn)) is not None and v in env)
     return {Transposed(v): env[v].T for v in met if v.aval.size <= LARGEST_TRANSPOSED}
 
 
@@ -40,10 +40,11 @@ def multiply_in_loop(
     eqn: JaxprEqn, operands: list[Any], env: dict[Any, Any], length: int
 ) -> list[Any] | None:
     """Return the result of a product with a weight, inside a loop; None for any other equation."""
-    if not (_meets_rows(eqn) and eqn.invars[1] in env):
+    matrix = _matrix_of(eqn)
+    if matrix is None or matrix not in env:
         return None
     (left, right), batch = eqn.params["dimension_numbers"]
-    transposed = env.get(Transposed(eqn.invars[1]))
+    transposed = env.get(Transposed(matrix))
     if length > 1 and transposed is not None:
         params = {**eqn.params, "dimension_numbers": ((left, (0,)), batch)}
         return [eqn.primitive.bind(operands[0], transposed, **params)]
@@ -53,10 +54,12 @@ def multiply_in_loop(
     return [jnp.moveaxis(lax.optimization_barrier(result), 0, -1)]
 
 
-def _meets_rows(eqn: JaxprEqn) -> bool:
-    """Return whether an equation is a product of several rows of data with the rows of a matrix."""
-    if eqn.primitive.name != "dot_general" or not isinstance(eqn.invars[1], Var):
-        return False
+def _matrix_of(eqn: JaxprEqn) -> Var | None:
+    """Return the matrix if an equation is a product of several rows of data with its rows."""
+    if eqn.primitive.name != "dot_general":
+        return None
+    matrix = eqn.invars[1]
     (_, right), (_, batch) = eqn.params["dimension_numbers"]
-    data, matrix = eqn.invars[0].aval, eqn.invars[1].aval
-    return matrix.ndim == 2 and tuple(right) == (1,) and not batch and data.size > matrix.shape[1]
+    if not isinstance(matrix, Var) or matrix.aval.ndim != 2 or tuple(right) != (1,) or batch:
+        return None
+    return matrix if eqn.invars[0].aval.size > matrix.aval.shape[1] else None

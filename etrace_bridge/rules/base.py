@@ -98,6 +98,7 @@ class ChunkResult:
     discarded: Any = None
 
 
+@dataclass(frozen=True)
 class Rule:
     """Base of all rules; a rule is a frozen dataclass of options.
 

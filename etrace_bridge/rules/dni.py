@@ -1,4 +1,5 @@
-"""DNI: synthetic gradients (Jaderberg et al. 2017), a model that predicts the derivative of later losses.
+"""DNI: synthetic gradients (Jaderberg et al. 2017), a model that predicts the derivative of later
+losses.
 
 With `h_0`, `h_K` the n hidden values of a batch element before and after a chunk of K steps,
 

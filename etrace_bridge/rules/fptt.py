@@ -1,4 +1,5 @@
-"""FPTT: forward propagation through time (Kag and Saligrama 2021), a pull towards the weights' mean.
+"""FPTT: forward propagation through time (Kag and Saligrama 2021), a pull towards the weights'
+mean.
 
 Every step (or chunk of K) has an update, for the loss
 

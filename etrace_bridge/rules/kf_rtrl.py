@@ -135,9 +135,9 @@ class KFRTRL(UORO):
             form, x = piece.part.form, made.data.get(piece.contact.index)
             letters = self.letters(layout, summed, piece)
             ones = jnp.ones(form.shape(letters), piece.part.var.aval.dtype)
-            if x is not None and form.phi is not None:
-                x = form.phi(x).reshape(form.shape(form.feature))
-                ones = jnp.einsum(f"{letters},{form.feature}->{letters}", ones, x)
+            if x is not None:
+                terms = f"{letters},{form.feature}->{letters}"
+                ones = jnp.einsum(terms, ones, form.features(x))
             found.append(ones)
         return found
 

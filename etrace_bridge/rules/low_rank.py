@@ -27,6 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, ClassVar
 
 import jax
@@ -135,7 +136,7 @@ class LowRankRTRL(ReverseRule):
             for block, E, eps in zip(family.blocks, old["E"], old["eps"], strict=True):
                 terms = [*zip(low, E, strict=True), *zip(own, eps, strict=True)]
                 if terms:
-                    total = sum(at_elements(block, x) * column for x, column in terms)
+                    total = reduce(jnp.add, [at_elements(block, x) * col for x, col in terms])
                     found.append((block, to_view(block, total)))
         return weight_gradients(program, theta, found)
 
@@ -145,7 +146,8 @@ class LowRankRTRL(ReverseRule):
         layout = find_layout(program)
 
         def step(state: Any, args: Any) -> tuple[Any, None]:
-            return self._advance(program, layout, theta, *state, args), None
+            hidden, other, memory = state
+            return self._advance(program, layout, theta, hidden, other, memory, args), None
 
         start = list(carry.hidden), list(carry.other), memory or self.init(program)
         (_, _, new), _ = scan_time(step, start, list(data.args), data.args[0].shape[0])

@@ -32,10 +32,8 @@ class Dense:
         """Return zeros, [trace][row]; `rows` counts the rows of each group."""
 
         def zeros(leg: Leg) -> list[Any]:
-            shape, dtype = (
-                leg.part.form.shape(leg.part.form.trace),
-                self.dtype or leg.part.var.aval.dtype,
-            )
+            shape = leg.part.form.shape(leg.part.form.trace)
+            dtype = self.dtype or leg.part.var.aval.dtype
             return [jnp.zeros(shape, dtype) for _ in range(rows[program.group_index(leg)])]
 
         return [zeros(leg) for leg in program.traces]

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, ClassVar
 
 import jax
@@ -101,7 +102,7 @@ class OKRTRL(KFRTRL):
         pairs = zip(old["u"], self.features(layout, summed, made), strict=True)
         u = [wide(jnp.concatenate([old, x[None]])).reshape(q, rows, -1) for old, x in pairs]
         left = jnp.einsum("ineu,jneu->eij", A, A)
-        right = sum(jnp.einsum("ief,jef->eij", x, x) for x in u)
+        right = reduce(jnp.add, [jnp.einsum("ief,jef->eij", x, x) for x in u])
         X, Y = mixed_columns(left, right, signs)
         new = {
             "A": jnp.einsum("ineu,eij->jneu", A, X).reshape(old["A"].shape),

@@ -191,10 +191,10 @@ def _at_view(layout: Layout, block: Block, made: Influence) -> jax.Array:
     G = at_elements(block, [made.G[s.var] for s, _ in block.pieces])
     G = G.reshape(*G.shape[:2], *form.shape(form.trace_out))
     row = form.out[0] if layout.rows > 1 else ""
-    if x is None or form.phi is None:
+    if x is None:
         found = jnp.einsum(f"NK{form.trace_out}->{row}N{form.view}", G)
     else:
-        phi = jax.vmap(form.phi)(x).reshape(-1, *form.shape(form.feature))
+        phi = jax.vmap(form.features)(x)
         terms = f"NK{form.trace_out},K{form.feature}->{row}N{form.view}"
         found = jnp.einsum(terms, G, phi.astype(G.dtype))
     return found if row else found[None]

@@ -44,9 +44,9 @@ class SnAp1(DRTRL):
         system = super().system(steps)
         D, b = list(system.D), list(system.b)
         for kept in kept_products(steps.program):
-            g, colour = (
-                kept.group,
-                next(c for c, members in enumerate(steps.program.colours) if kept.group in members),
+            g = kept.group
+            colour = next(
+                c for c, members in enumerate(steps.program.colours) if kept.group in members
             )
             pull = pull_through(steps, kept)
             units = system.df.units[colour][: len(D[g])]

@@ -84,7 +84,8 @@ def forward_in_blocks(
     """
 
     def block(carry: Any, args: list[jax.Array]) -> tuple[Any, None, Any]:
-        done = run_forward(program, env, *carry, args)
+        hidden, other = carry
+        done = run_forward(program, env, hidden, other, args)
         return (done.new_hidden, done.new_other), None, done.steps()
 
     after, _, steps = run_blocks(

@@ -51,7 +51,7 @@ def _run_reverse(window: Window) -> ChunkResult:
     memory = carry.trace
     if not window.final:
         memory = rule.advance(program, theta, carry, data, None if window.fresh else memory)
-    new = Carry(hidden, other, memory)
+    new = Carry(list(hidden), list(other), memory)
     return ChunkResult(grads, losses, outputs, new, discarded=discarded)
 
 

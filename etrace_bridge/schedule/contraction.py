@@ -23,8 +23,7 @@ _PLAIN = ("dot_general", "copy", "broadcast_in_dim")
 
 def features(form: ContactForm, x: jax.Array) -> jax.Array:
     """Return `phi(x)` at every step, one axis per letter."""
-    lead = x.shape[0]
-    return jax.vmap(form.phi)(x).reshape(lead, *form.shape(form.feature))
+    return jax.vmap(form.features)(x)
 
 
 def view_gradients(
@@ -50,27 +49,22 @@ def view_gradients(
         both = [jnp.concatenate(pair) for pair in zip(earlier_taps, at_taps, strict=True)]
     result = {}
     for contact in program.traced_contacts:
-        form, x, first = (
-            _form_of(program, contact),
-            xs.get(contact.index),
-            earlier.get(contact.index),
-        )
-        has_past, is_plain = (
-            earlier_taps is not None and (x is None) == (first is None),
-            _is_plain(program, contact),
-        )
+        form = _form_of(program, contact)
+        x, first = xs.get(contact.index), earlier.get(contact.index)
+        is_plain = _is_plain(program, contact)
+        before_taps = earlier_taps if (x is None) == (first is None) else None
         phi = features(form, x) if x is not None and is_plain else None
-        if has_past and both is not None and is_plain:
-            joined = None if phi is None else jnp.concatenate([first, phi])
+        if before_taps is not None and both is not None and is_plain:
+            joined = None if first is None or phi is None else jnp.concatenate([first, phi])
             result[contact.index] = _outer_gradient(program, contact, both, joined)
             continue
-        if is_plain:
+        if is_plain or x is None:
             gradient = _outer_gradient(program, contact, at_taps, phi)
         else:
             whole = _whole(contact, program.taps_of(contact), at_taps)
             gradient = _transpose(contact, env, whole, x).reshape(form.shape(form.view))
-        if has_past:
-            gradient = gradient + _outer_gradient(program, contact, earlier_taps, first)
+        if before_taps is not None:
+            gradient = gradient + _outer_gradient(program, contact, before_taps, first)
         result[contact.index] = gradient
     return result
 
@@ -82,11 +76,9 @@ def _outer_gradient(
 
     The cotangents (K, …) are given at all taps.
     """
-    taps, form, letters = (
-        program.taps_of(contact),
-        _form_of(program, contact),
-        _letters(program, contact),
-    )
+    taps = program.taps_of(contact)
+    form = _form_of(program, contact)
+    letters = _letters(program, contact)
     joined = join_outputs(taps, [at_taps[t.index] for t in taps])
     joined = joined.reshape(joined.shape[0], *form.shape(form.out))
     if phi is None:
@@ -152,7 +144,9 @@ def _transpose(
     def apply(view: Any) -> Any:
         def one(x_t: jax.Array) -> Any:
             operands = [env.get(v) if isinstance(v, Var) else v.val for v in contact.eqn.invars]
-            operands[form.view_index], operands[form.x_index] = view, x_t
+            operands[form.view_index] = view
+            if form.x_index is not None:
+                operands[form.x_index] = x_t
             return bind_equation(contact.eqn, operands)[0]
 
         return jax.vmap(one)(x)

@@ -52,7 +52,7 @@ def run_factored(window: Window) -> ChunkResult:
 
     def block(before: Any, part: Any) -> tuple[Any, Any, Any]:
         hidden, other, trace = before
-        part = replace(window, data=Chunk(*part, data.loss))
+        part = replace(window, data=Chunk(*part, loss=data.loss))
         env = program.weight_env(theta) | for_loops
         forward = run_forward(program, env, hidden, other, part.data.args)
         steps = part.steps(env, forward)

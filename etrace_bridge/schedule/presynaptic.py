@@ -47,7 +47,7 @@ def filter_features(
     left, new = leak ** np.arange(length - 1, -1, -1.0), {}
     for contact in contacts:
         old = before[contact.index]
-        phi = features(contact.form, xs[contact.index]).astype(old.dtype)
+        phi = features(contact.traced_form, xs[contact.index]).astype(old.dtype)
         new[contact.index] = leak**length * old + jnp.tensordot(
             jnp.asarray(left, old.dtype), phi, 1
         )

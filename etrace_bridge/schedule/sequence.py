@@ -44,12 +44,10 @@ def run_sequence(
     sizes = [plan.steps] * plan.full + ([plan.rest] if plan.rest else [])
     if plan.full >= LOOP_FROM:
         total, losses, outputs, carry = _run_loop(run, carry, data, plan)
-        made, at, sizes, fresh = (
-            [(losses, outputs)],
-            plan.full * plan.steps,
-            sizes[plan.full :],
-            False,
-        )
+        made = [(losses, outputs)]
+        at = plan.full * plan.steps
+        sizes = sizes[plan.full :]
+        fresh = False
     for n, steps in enumerate(sizes):
         part = jax.tree.map(lambda x, at=at, end=at + steps: lax.slice_in_dim(x, at, end), data)
         is_first, is_last = n == 0, n == len(sizes) - 1

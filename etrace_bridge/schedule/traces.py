@@ -177,8 +177,8 @@ def _contract(
 
 
 def _contract_leg(leg: Leg, a: Sequence[Any], traces: Sequence[jax.Array]) -> jax.Array:
-    product = sum(_wide(leg, x) * eps.astype(x.dtype) for x, eps in zip(a, traces, strict=True))
-    return _to_view(leg, product, leg.part.form.trace)
+    terms = [_wide(leg, x) * eps.astype(x.dtype) for x, eps in zip(a, traces, strict=True)]
+    return _to_view(leg, functools.reduce(jnp.add, terms), leg.part.form.trace)
 
 
 def _wide(leg: Leg, x: jax.Array) -> jax.Array:

@@ -215,11 +215,9 @@ def _looked_up(eqn: JaxprEqn, operands: list[Any]) -> list[np.ndarray] | None:
     """Return rows of a look-up: of the indices, in a table that has none."""
     if eqn.primitive.name != "gather" or operands[0] is not None:
         return None
-    numbers, indices, shape = (
-        eqn.params["dimension_numbers"],
-        operands[1],
-        eqn.outvars[0].aval.shape,
-    )
+    numbers = eqn.params["dimension_numbers"]
+    indices = operands[1]
+    shape = eqn.outvars[0].aval.shape
     if numbers.operand_batching_dims or not _constant(indices, (indices.ndim - 1,)):
         return None
     lead = [d for d in range(len(shape)) if d not in numbers.offset_dims]

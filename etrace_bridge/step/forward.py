@@ -88,10 +88,8 @@ def _run_level(
 
     Returns its states after them.
     """
-    old_vars, new_vars = (
-        [program.state_vars[n] for n in level],
-        [program.new_vars[n] for n in level],
-    )
+    old_vars = [program.state_vars[n] for n in level]
+    new_vars = [program.new_vars[n] for n in level]
     eqns = needed_equations(_depending(program.step_eqns, old_vars), new_vars)
     made = {v for eqn in eqns for v in eqn.outvars}
     saved = [v for v in program.saved_vars if v in made]

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from etrace_bridge.compiler.contacts import ContactForm
 from etrace_bridge.compiler.weight_views import Contact
 from etrace_bridge.step.aligned import follow_positions, pairs_of_positions
 from etrace_bridge.step.linearise import group_states
@@ -106,11 +107,11 @@ def _entries(tap: Tap, y_positions: np.ndarray, x_positions: np.ndarray) -> Kept
     )
 
 
-def _feature_sources(form: Any, shape: tuple[int, ...]) -> np.ndarray:
+def _feature_sources(form: ContactForm, shape: tuple[int, ...]) -> np.ndarray:
     """For each feature, the element of `x` that it is a copy of (-1: padding)."""
     numbers = np.arange(1, int(np.prod(shape, dtype=np.int64)) + 1, dtype=np.float32).reshape(shape)
     with jax.ensure_compile_time_eval(), jax.default_matmul_precision("highest"):
-        return np.asarray(form.phi(numbers)).reshape(-1).astype(np.int64) - 1
+        return np.asarray(form.features(jnp.asarray(numbers))).reshape(-1).astype(np.int64) - 1
 
 
 def pull_through(steps: Steps, kept: KeptProducts) -> Callable[[Sequence[Any]], list[Any]]:

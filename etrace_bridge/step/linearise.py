@@ -213,10 +213,10 @@ def linearise_core(steps: Steps) -> CoreLinear:
             inner.update((leaf.invar, h) for leaf, h in zip(program.leaves, hidden_t, strict=True))
             inner.update(zip((*entries, *others), (*ys_t, *rest_t), strict=True))
             done = core.run(inner)
-            made = {
-                leaf.index: read(done, leaf.outvar) for g in program.groups for leaf in g.leaves
-            }
-            return group_states(program, [made.get(leaf.index) for leaf in program.leaves])
+            after = list(hidden_t)
+            for leaf in (leaf for g in program.groups for leaf in g.leaves):
+                after[leaf.index] = read(done, leaf.outvar)
+            return group_states(program, after)
 
         return jax.vmap(one)(list(hidden), list(ys), rest)
 

@@ -52,7 +52,8 @@ def scan_steps(
     bind = program.tuning.bind_in_loop(env, args[0].shape[0])
 
     def body(carry: Any, args_t: Sequence[Any]) -> tuple[Any, Any]:
-        output, hidden, other = program.step_from(env, *carry, args_t, bind)
+        hidden, other = carry
+        output, hidden, other = program.step_from(env, hidden, other, args_t, bind)
         return (hidden, other), output
 
     (hidden, other), outputs = lax.scan(body, (list(hidden), list(other)), list(args))

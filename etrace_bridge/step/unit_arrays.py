@@ -82,10 +82,10 @@ def spread_features(block: Block, data: dict[int, jax.Array]) -> jax.Array:
     """Return the features of a block's contact at every element of its trace."""
     form, x = block.form, data.get(block.contact.index)
     ones = jnp.ones(form.shape(form.trace_out), block.contact.y.aval.dtype)
-    if x is None or form.phi is None:
+    if x is None:
         return ones.reshape(form.shape(form.trace))
-    phi = form.phi(x).reshape(form.shape(form.feature))
-    return jnp.einsum(f"{form.trace_out},{form.feature}->{form.trace}", ones, phi)
+    terms = f"{form.trace_out},{form.feature}->{form.trace}"
+    return jnp.einsum(terms, ones, form.features(x))
 
 
 def to_view(block: Block, array: jax.Array) -> jax.Array:

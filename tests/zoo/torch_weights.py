@@ -40,10 +40,8 @@ class Summed(_Weighted):
 
     def __init__(self) -> None:
         super().__init__()
-        self.w_in, self.w1 = (
-            nn.Parameter(torch.randn(HIDDEN, INPUT)),
-            nn.Parameter(torch.randn(HIDDEN, HIDDEN)),
-        )
+        self.w_in = nn.Parameter(torch.randn(HIDDEN, INPUT))
+        self.w1 = nn.Parameter(torch.randn(HIDDEN, HIDDEN))
         self.diagonal = nn.Parameter(torch.randn(HIDDEN))
 
     def weights(self) -> tuple[Tensor, Tensor]:
@@ -56,10 +54,8 @@ class LowRank(_Weighted):
     def __init__(self) -> None:
         super().__init__()
         self.w_in = nn.Parameter(torch.randn(HIDDEN, INPUT))
-        self.left, self.right = (
-            nn.Parameter(torch.randn(HIDDEN, 2)),
-            nn.Parameter(torch.randn(2, HIDDEN)),
-        )
+        self.left = nn.Parameter(torch.randn(HIDDEN, 2))
+        self.right = nn.Parameter(torch.randn(2, HIDDEN))
 
     def weights(self) -> tuple[Tensor, Tensor]:
         return self.w_in, self.left @ self.right
@@ -83,10 +79,8 @@ class Dale(_Weighted):
 
     def __init__(self) -> None:
         super().__init__()
-        self.w_in, self.w_rec = (
-            nn.Parameter(torch.randn(HIDDEN, INPUT)),
-            nn.Parameter(torch.randn(HIDDEN, HIDDEN)),
-        )
+        self.w_in = nn.Parameter(torch.randn(HIDDEN, INPUT))
+        self.w_rec = nn.Parameter(torch.randn(HIDDEN, HIDDEN))
         self.register_buffer("sign", torch.tensor([1.0, 1.0, -1.0, 1.0]))
 
     def weights(self) -> tuple[Tensor, Tensor]:

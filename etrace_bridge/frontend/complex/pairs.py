@@ -36,7 +36,7 @@ def fill(value: float, like: Any) -> Any:
 
 
 def full(z: Pair) -> Pair:
-    """Give a pair whose imaginary part is an array, zeros if there was none."""
+    """Return a pair whose imaginary part is an array, zeros if there was none."""
     return z if z.im is not None else Pair(z.re, fill(0, z.re))
 
 
@@ -51,7 +51,7 @@ def split(value: Any) -> Pair:
 
 
 def join(z: Pair) -> Any:
-    """Give the complex array."""
+    """Return the complex array."""
     return lax.complex(*full(z))
 
 
@@ -166,7 +166,7 @@ def angle(z: Pair) -> Any:
 
 
 def is_zero(z: Pair) -> Any:
-    """Whether each entry is 0."""
+    """Return whether each entry is 0."""
     real = lax.eq(z.re, scalar(0, z.re))
     return real if z.im is None else lax.bitwise_and(real, lax.eq(z.im, scalar(0, z.im)))
 

@@ -16,6 +16,7 @@ from etrace_bridge._jax_compat import (
     JaxprEqn,
     Literal,
     bind_equation,
+    called_jaxpr,
     keep_source,
 )
 from etrace_bridge.frontend import messages
@@ -28,17 +29,17 @@ _CALLS = ("jit", "pjit", "closed_call", "core_call", "remat", "checkpoint", "cus
 
 
 def is_complex(value: Any) -> bool:
-    """Tell whether an array, a variable's abstract value or a shape is complex."""
+    """Return whether an array, a variable's abstract value or a shape is complex."""
     return jnp.issubdtype(value.dtype, jnp.complexfloating)
 
 
 def real_dtype(dtype: Any) -> Any:
-    """Give the dtype of the two parts of a complex dtype, any other dtype as it is."""
+    """Return the dtype of the two parts of a complex dtype, any other dtype as it is."""
     return np.finfo(dtype).dtype if jnp.issubdtype(dtype, jnp.complexfloating) else dtype
 
 
 def real_shape(aval: Any) -> jax.ShapeDtypeStruct:
-    """Give the shape of the real array that stands for a complex one: a last axis of real and
+    """Return the shape of the real array that stands for a complex one: a last axis of real and
     imaginary part.
     """
     if not is_complex(aval):
@@ -96,7 +97,7 @@ def split_into_parts(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def part_shapes(shapes: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    """Give the shapes of the parts of some values."""
+    """Return the shapes of the parts of some values."""
     return [
         jax.ShapeDtypeStruct(s.shape, real_dtype(s.dtype))
         for s in shapes
@@ -199,10 +200,7 @@ def _apply(eqn: JaxprEqn, operands: list[Any], call: JaxprEqn) -> list[Any]:
         return bind_equation(eqn, operands)
     name = eqn.primitive.name
     if name in _CALLS:
-        closed = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-        return _evaluate(
-            closed if isinstance(closed, ClosedJaxpr) else ClosedJaxpr(closed, ()), operands, call
-        )
+        return _evaluate(called_jaxpr(eqn), operands, call)
     rule = _RULES.get(name)
     if rule is None:
         raise messages.complex_op(name, equation_line(call))
@@ -226,13 +224,13 @@ def _linear(eqn: JaxprEqn, *operands: Any) -> Any:
     """An equation that treats real and imaginary parts alike: once for each."""
     params, primitive = _real_params(eqn), eqn.primitive
     real = primitive.bind(*(v.re if isinstance(v, Pair) else v for v in operands), **params)
+    several = primitive.multiple_results
     if all(v.im is None for v in operands if isinstance(v, Pair)):
-        imaginary = [None] * len(real) if primitive.multiple_results else None
-    else:
-        imaginary = primitive.bind(
-            *(pairs.full(v).im if isinstance(v, Pair) else v for v in operands), **params
-        )
-    if primitive.multiple_results:
+        return [Pair(re, None) for re in real] if several else Pair(real, None)
+    imaginary = primitive.bind(
+        *(pairs.full(v).im if isinstance(v, Pair) else v for v in operands), **params
+    )
+    if several:
         return [Pair(re, im) for re, im in zip(real, imaginary, strict=True)]
     return Pair(real, imaginary)
 

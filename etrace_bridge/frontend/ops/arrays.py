@@ -26,7 +26,7 @@ class Values(NamedTuple):
 
 
 def shape_of(x: Any) -> tuple[int, ...]:
-    """Give the shape of an array, or () for a number."""
+    """Return the shape of an array, or () for a number."""
     return np.shape(x)
 
 
@@ -40,8 +40,8 @@ def expand_to(x: Any, shape: Sequence[int]) -> Any:
 
 
 def together(*operands: Any, dtype: torch.dtype | None = None) -> list[Any]:
-    """Bring operands to one dtype and one shape; numbers stay scalar literals, which lax broadcasts
-    by itself.
+    """Convert operands to one dtype and one shape; numbers stay scalar literals, which lax
+    broadcasts itself.
     """
     dtype = result_type(*operands) if dtype is None else dtype
     shape = np.broadcast_shapes(*[np.shape(x) for x in operands])
@@ -112,5 +112,5 @@ def ints(values: tuple) -> tuple[int, ...]:
 
 
 def is_float(x: Any) -> bool:
-    """Tell whether an array has a real or complex floating dtype."""
+    """Return whether an array has a real or complex floating dtype."""
     return jnp.issubdtype(x.dtype, jnp.inexact)

@@ -14,7 +14,7 @@ from etrace_bridge.frontend.ops.registry import implements
 
 
 def is_complex(x: Any) -> bool:
-    """Tell whether an array is complex."""
+    """Return whether an array is complex."""
     return dtype_of(x).is_complex
 
 
@@ -96,7 +96,7 @@ def angle(input: Any) -> Any:
 
 @implements("isfinite")
 def isfinite(input: Any) -> Any:
-    """Tell which entries are neither infinite nor nan."""
+    """Return which entries are neither infinite nor nan."""
     if is_complex(input):
         return lax.bitwise_and(lax.is_finite(lax.real(input)), lax.is_finite(lax.imag(input)))
     return (

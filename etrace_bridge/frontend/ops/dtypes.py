@@ -27,7 +27,9 @@ _NEEDS_X64 = (torch.float64, torch.complex128)
 
 
 def to_jax_dtype(dtype: torch.dtype) -> np.dtype:
-    """Give the JAX dtype of a torch dtype; 64-bit integers become 32-bit when JAX runs without x64."""
+    """Return the JAX dtype of a torch dtype; 64-bit integers become 32-bit when JAX runs without
+    x64.
+    """
     if dtype not in TORCH_TO_JAX:
         raise NotSupportedError(
             f"`{dtype}` has no JAX counterpart here. Convert the tensor to a plain numeric dtype "
@@ -42,7 +44,7 @@ def to_jax_dtype(dtype: torch.dtype) -> np.dtype:
 
 
 def to_torch_dtype(dtype: Any) -> torch.dtype:
-    """Give the torch dtype of a JAX or NumPy dtype."""
+    """Return the torch dtype of a JAX or NumPy dtype."""
     dtype = np.dtype(dtype)
     if dtype not in JAX_TO_TORCH:
         raise NotSupportedError(f"JAX dtype `{dtype}` has no torch counterpart.")
@@ -50,7 +52,7 @@ def to_torch_dtype(dtype: Any) -> torch.dtype:
 
 
 def dtype_of(value: Any) -> torch.dtype:
-    """Give the torch dtype of an array, or the one torch gives a tensor made of a Python number."""
+    """Return the torch dtype of an array, or the one torch gives a tensor made of a Python number."""
     if isinstance(value, bool):
         return torch.bool
     if isinstance(value, int):
@@ -63,7 +65,7 @@ def dtype_of(value: Any) -> torch.dtype:
 
 
 def result_type(*operands: Any) -> torch.dtype:
-    """Give torch's common dtype: tensors with dimensions rule over 0-dim tensors, and those over
+    """Return torch's common dtype: tensors with dimensions rule over 0-dim tensors, and those over
     Python numbers.
     """
     return _result_type(tuple((_priority(x), dtype_of(x)) for x in operands))
@@ -110,7 +112,7 @@ def _stronger(high: torch.dtype | None, low: torch.dtype | None) -> torch.dtype 
 
 
 def float_type(*operands: Any) -> torch.dtype:
-    """Give the common dtype with integers taken to the default float, as `sin` or `/` do."""
+    """Return the common dtype with integers taken to the default float, as `sin` or `/` do."""
     common = result_type(*operands)
     return common if _category(common) >= 2 else torch.get_default_dtype()
 

@@ -154,10 +154,8 @@ def _integer_power(base: Any, exponent: Any) -> Any:
     result, square_of = lax.full(np.shape(base), scalar(1, base), base.dtype), base
     for bit in range(8 * base.dtype.itemsize - (base.dtype.kind == "i")):
         odd = lax.ne(lax.bitwise_and(exponent, scalar(1 << bit, exponent)), scalar(0, exponent))
-        result, square_of = (
-            select(odd, lax.mul(result, square_of), result),
-            lax.mul(square_of, square_of),
-        )
+        result = select(odd, lax.mul(result, square_of), result)
+        square_of = lax.mul(square_of, square_of)
     if base.dtype.kind == "u":
         return result
     even = lax.eq(lax.bitwise_and(exponent, scalar(1, exponent)), scalar(0, exponent))

@@ -19,7 +19,7 @@ from etrace_bridge.frontend.ops.ranges import require_range
 from etrace_bridge.frontend.ops.registry import implements
 from etrace_bridge.frontend.ops.shape import reshape, select_dim, slice_dim, unsqueeze
 
-_IN_BOUNDS = lax.GatherScatterMode.PROMISE_IN_BOUNDS
+_IN_BOUNDS = "promise_in_bounds"
 
 
 def data_dependent_shape(what: str, instead: str) -> TracingError:
@@ -31,14 +31,6 @@ def data_dependent_shape(what: str, instead: str) -> TracingError:
 
 
 # ---- x[index]
-
-
-def is_basic_index(index: Any) -> bool:
-    """Tell whether an index consists of integers, slices, None and `...` alone, so that torch gives
-    a view.
-    """
-    items = index if isinstance(index, tuple) else (index,)
-    return all(i is None or i is Ellipsis or isinstance(i, slice) or type(i) is int for i in items)
 
 
 def _consumed(item: Any) -> int:
@@ -77,15 +69,12 @@ def _split_index(x: Any, items: list[Any]) -> tuple[Any, list[Any]]:
             x = slice_dim(x, d, item.start, item.stop, item.step or 1)
         elif item is None or isinstance(item, bool) or _consumed(item) == 0:
             x = unsqueeze(x, d)
-        entries = (
-            [None]
-            if item is None or isinstance(item, slice)
-            else [np.asarray([item])]
-            if isinstance(item, bool)
-            else [item]
-        )
-        if _consumed(item) == 0 and item is not None and not isinstance(item, bool):
-            # a 0-dim mask: a mask over a new dimension of size 1
+        entries: list[Any] = [item]
+        if item is None or isinstance(item, slice):
+            entries = [None]
+        elif isinstance(item, bool):
+            entries = [np.asarray([item])]
+        elif _consumed(item) == 0:  # a 0-dim mask: a mask over a new dimension of size 1
             entries = [lax.reshape(item, (1,))]
         entries += [Ellipsis] * (_consumed(item) - 1)
         rest += entries
@@ -111,7 +100,7 @@ def _as_places(rest: list[Any]) -> list[Any]:
 
 
 def _numpy_index(x: Any, rest: list[Any]) -> tuple:
-    """Give array indices and None, one for each dimension, as NumPy takes them; a negative one
+    """Return array indices and None, one for each dimension, as NumPy takes them; a negative one
     counts from the end.
     """
     for size, entry in zip(np.shape(x), rest, strict=False):
@@ -133,9 +122,9 @@ def getitem(input: Any, index: Any) -> Any:
 def index_with(input: Any, indices: Sequence[Any]) -> Any:
     """Index with arrays in some dimensions and None in the others, as torch and NumPy do."""
     places = _as_places(list(indices))
-    return (
-        jnp.asarray(input).at[_numpy_index(input, places)].get(mode=_IN_BOUNDS) if places else input
-    )
+    if not places:
+        return input
+    return jnp.asarray(input).at[_numpy_index(input, places)].get(mode=_IN_BOUNDS)
 
 
 # ---- x[index] = values
@@ -143,7 +132,7 @@ def index_with(input: Any, indices: Sequence[Any]) -> Any:
 
 @implements("setitem_")
 def setitem(input: Any, index: Any, value: Any) -> Any:
-    """Give `input` with `input[index] = value` done; a block is set by concatenation, which keeps
+    """Return `input` with `input[index] = value` done; a block is set by concatenation, which keeps
     positions plain.
     """
     items = _items(index, np.ndim(input))

@@ -279,14 +279,10 @@ def _contract_pair(term_a: str, a: Any, term_b: str, b: Any, needed: set[str]) -
     )
     lone_a = [d for d, c in enumerate(term_a) if c not in term_b and c not in needed]
     lone_b = [d for d, c in enumerate(term_b) if c not in term_a and c not in needed]
-    a, term_a = (
-        (lax.reduce_sum(a, tuple(lone_a)) if lone_a else a),
-        "".join(c for d, c in enumerate(term_a) if d not in lone_a),
-    )
-    b, term_b = (
-        (lax.reduce_sum(b, tuple(lone_b)) if lone_b else b),
-        "".join(c for d, c in enumerate(term_b) if d not in lone_b),
-    )
+    a = lax.reduce_sum(a, tuple(lone_a)) if lone_a else a
+    term_a = "".join(c for d, c in enumerate(term_a) if d not in lone_a)
+    b = lax.reduce_sum(b, tuple(lone_b)) if lone_b else b
+    term_b = "".join(c for d, c in enumerate(term_b) if d not in lone_b)
     shared = [c for c in term_a if c in term_b]
     batch, over = [c for c in shared if c in needed], [c for c in shared if c not in needed]
     places = lambda letters: (

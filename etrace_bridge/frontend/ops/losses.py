@@ -65,10 +65,8 @@ def _enter_distance(name: str, distance: Callable) -> None:
         reduction: str = "mean",
         weight: Any = None,
     ) -> Any:
-        loss, reduction = (
-            distance(sub(input, target)),
-            reduction_name(reduction, size_average, reduce),
-        )
+        loss = distance(sub(input, target))
+        reduction = reduction_name(reduction, size_average, reduce)
         if weight is None or reduction != "mean":
             return reduced(_times(loss, weight), reduction)
         return lax.div(sum_(mul(loss, weight)), sum_(weight))

@@ -59,7 +59,7 @@ implements("bincount")(_refuse("torch.bincount", "`torch.nn.functional.one_hot(x
 def isin(
     elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False
 ) -> Any:
-    """Tell which entries are among others."""
+    """Return which entries are among others."""
     a, b = (cast(x, result_type(elements, test_elements)) for x in (elements, test_elements))
     a, b = lax.expand_dims(a, (np.ndim(a),)), reshape(b, (1,) * np.ndim(a) + (np.size(b),))
     shape = np.broadcast_shapes(np.shape(a), np.shape(b))

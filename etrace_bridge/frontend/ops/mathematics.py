@@ -132,7 +132,7 @@ implements("isneginf")(lambda input: _is_infinite(input, -1))
 
 @implements("signbit")
 def signbit(input: Any) -> Any:
-    """Tell whether the sign is negative; -0.0 counts."""
+    """Return whether the sign is negative; -0.0 counts."""
     zero = scalar(0, input)
     if input.dtype == np.bool_:
         return lax.full(np.shape(input), False)

@@ -33,7 +33,7 @@ def _outputs(n: int, k: int, s: int, p: int, d: int, ceil: bool) -> tuple[int, i
 def _windows(
     shape: Sequence[int], kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool
 ) -> tuple[list[int], list]:
-    """Give the number of windows in each spatial dimension and the (before, after) padding; after
+    """Return the number of windows in each spatial dimension and the (before, after) padding; after
     may be negative.
     """
     sized = [_outputs(*v, ceil) for v in zip(shape, kernel, stride, padding, dilation, strict=True)]

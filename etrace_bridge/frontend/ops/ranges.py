@@ -113,7 +113,7 @@ def check_ranges(ranges: Sequence[InputRange], arrays: Sequence[Any], what: str)
 
 
 def input_name(what: str, position: int, count: int) -> str:
-    """Name one of several inputs or targets at the beginning of a sentence."""
+    """Return the name of one of several inputs or targets, to begin a sentence with."""
     return f"{what.capitalize()} {position}" if count > 1 else f"The {what}"
 
 
@@ -123,8 +123,9 @@ _NOTES: contextvars.ContextVar[list[tuple[Any, IndexRange]] | None] = contextvar
 
 
 def require_range(index: Any, op: str, low: int, high: int, ignore: int | None = None) -> None:
-    """Note, or check if the values are known, that an operation's indices must be in `[low, high)`
-    or equal to `ignore`.
+    """Demand that an operation's indices are in `[low, high)` or equal to `ignore`.
+
+    Known values are checked at once; for others the demand is noted.
     """
     found, notes = IndexRange(op, low, high, ignore), _NOTES.get()
     if is_concrete(index):
@@ -136,7 +137,7 @@ def require_range(index: Any, op: str, low: int, high: int, ignore: int | None =
 def trace_with_ranges(
     function: Callable[..., Sequence[Any]], *shapes: Any
 ) -> tuple[ClosedJaxpr, list[InputRange]]:
-    """Trace a function of flat arrays, and give what it demands of those that it uses as indices.
+    """Trace a function of flat arrays, and return what it demands of those that it uses as indices.
 
     Args:
         function: Gives a flat sequence of arrays.
@@ -171,7 +172,7 @@ def _find_input(jaxpr: Jaxpr, index: Any, found: IndexRange) -> InputRange | Non
     """Follow an index back to an input; None if it is computed from values."""
     makers = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     steps: list[tuple[Any, Var]] = []
-    while index in makers if not isinstance(index, Literal) else False:
+    while isinstance(index, Var) and index in makers:
         eqn = makers[index]
         if eqn.primitive.name != "convert_element_type":
             if eqn.primitive.name not in _REARRANGING or len(eqn.invars) != 1:

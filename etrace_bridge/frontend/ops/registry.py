@@ -54,14 +54,14 @@ class OpRule:
     writes: tuple[str, ...] = ()
 
     def written(self, args: tuple, kwargs: dict) -> list[Any]:
-        """Give the arguments of this call that `writes` names, None where one is absent."""
+        """Return the arguments of this call that `writes` names, None where one is absent."""
         positions = {name: k for k, name in enumerate(inspect.signature(self.rule).parameters)}
         return [
             args[positions[n]] if positions[n] < len(args) else kwargs.get(n) for n in self.writes
         ]
 
     def writes_input(self, args: tuple, kwargs: dict) -> bool:
-        """Tell whether this call writes to its first argument, by name (`relu_`) or by flag
+        """Return whether this call writes to its first argument, by name (`relu_`) or by flag
         (`inplace=True`).
         """
         if self.inplace:
@@ -232,7 +232,7 @@ def _normalise_arguments(rule: Callable) -> Callable:
 
 
 def lookup(function: Callable) -> OpRule | None:
-    """Find the rule of a callable seen by `__torch_function__` or an overload seen by
+    """Find the rule of a callable from `__torch_function__` or of an overload from
     `__torch_dispatch__`.
     """
     try:
@@ -263,7 +263,7 @@ def op_names() -> tuple[str, ...]:
 
 
 def _candidate_keys(function: Callable) -> tuple[str, ...]:
-    """Name the keys under which a callable may stand, the most specific first."""
+    """Return the keys under which a callable may be listed, the most specific first."""
     if isinstance(function, torch._ops.OpOverload):
         packet, overload = function._schema.name, function._overloadname
         return _aten_keys(packet, f"{packet}.{overload}")
@@ -308,7 +308,7 @@ _KEY_SOURCE: contextvars.ContextVar[Callable[[], Any] | None] = contextvars.Cont
 
 @contextlib.contextmanager
 def key_source(make_key: Callable[[], Any]) -> Iterator[None]:
-    """Give random ops inside the block their JAX keys: each op calls `make_key()` once."""
+    """Provide random ops in this context with JAX keys: each op calls `make_key()` once."""
     token = _KEY_SOURCE.set(make_key)
     try:
         yield

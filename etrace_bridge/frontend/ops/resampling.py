@@ -218,7 +218,7 @@ def columns_to_image(
     ]
     batch, channels = np.shape(x)[0], np.shape(x)[1] // math.prod(kernel)
     patches = reshape(x, (batch, channels, math.prod(kernel), *counts))
-    image = None
+    image = scalar(0, x)
     for which, offset in enumerate(itertools.product(*map(range, kernel))):
         config = [(0, 0, 0)] * 2
         for k in (0, 1):
@@ -226,5 +226,5 @@ def columns_to_image(
             before = begin - space[k]
             config.append((before, size[k] - reach - before, step[k] - 1))
         part = lax.pad(lax.index_in_dim(patches, which, 2, keepdims=False), scalar(0, x), config)
-        image = part if image is None else lax.add(image, part)
+        image = part if which == 0 else lax.add(image, part)
     return image if np.ndim(input) == 3 else lax.squeeze(image, (0,))

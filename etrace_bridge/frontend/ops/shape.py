@@ -53,7 +53,7 @@ def _bitcast(x: Any, dtype: torch.dtype) -> Any:
 
 @implements("view_as", "reshape_as", view=True)
 def view_as(input: Any, other: Any) -> Any:
-    """Give one tensor the shape of another."""
+    """Return one tensor the shape of another."""
     return reshape(input, np.shape(other))
 
 
@@ -244,7 +244,7 @@ def select_dim(input: Any, dim: int, index: int) -> Any:
 
 @implements("unbind", view=True)
 def unbind(input: Any, dim: int = 0) -> tuple:
-    """Give the slices along one dimension, without it."""
+    """Return the slices along one dimension, without it."""
     return tuple(
         select_dim(input, dim, i) for i in range(np.shape(input)[axis(dim, np.ndim(input))])
     )
@@ -292,7 +292,7 @@ def tensor_split(input: Any, indices_or_sections: Any, dim: int = 0, **named: An
 
 @implements("diagonal", view=True)
 def diagonal(input: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
-    """Give the diagonal over two dimensions as the last dimension."""
+    """Return the diagonal over two dimensions as the last dimension."""
     a, b = axis(dim1, np.ndim(input)), axis(dim2, np.ndim(input))
     rest = [d for d in range(np.ndim(input)) if d not in (a, b)]
     x = transpose_to(input, [*rest, a, b])
@@ -315,7 +315,7 @@ implements("linalg_diagonal", view=True)(
 
 @implements("unfold", view=True)
 def unfold(input: Any, dimension: int, size: int, step: int) -> Any:
-    """Give all windows of one dimension, the window itself as the last dimension."""
+    """Return all windows of one dimension, the window itself as the last dimension."""
     if not np.ndim(input):
         return slice_dim(reshape(input, (1,)), 0, 0, size)
     d = axis(dimension, np.ndim(input))

@@ -194,7 +194,7 @@ def median(input: Any, dim: int | None = None, keepdim: bool = False) -> Any:
 
 
 def _shared_by_equals(x: Any, value: Any) -> Any:
-    """Give `value`, its gradient shared evenly among the entries equal to it, as torch does for a
+    """Return `value`, its gradient shared evenly among the entries equal to it, as torch does for a
     full median.
     """
     if not is_float(x):

@@ -62,14 +62,14 @@ def find_cut(
 
 
 def origin_of(node: Node) -> Node:
-    """Give the node with the same elements in the shape in which they were computed."""
+    """Return the node with the same elements in the shape in which they were computed."""
     while node.kind in _RESHAPES and node.size == node.operands[0].size:
         node = node.operands[0]
     return node
 
 
 def _earlier(demands: Sequence[Node], step: int) -> tuple[list[Node], set[int]]:
-    """Give the nodes of earlier steps that are needed, and which of them are read from this step
+    """Return the nodes of earlier steps that are needed, and which of them are read from this step
     on.
     """
     past: dict[int, Node] = {}
@@ -130,7 +130,7 @@ class _Network:
         return None
 
     def reaching(self, end: object) -> set[object]:
-        """Give what can still reach a vertex."""
+        """Return what can still reach a vertex."""
         found, stack = {end}, [end]
         while stack:
             here = stack.pop()

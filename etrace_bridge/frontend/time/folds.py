@@ -47,7 +47,7 @@ def _reduce(rows: Rows, eqn: JaxprEqn, operands: list[Value]) -> list[Value] | N
 
 
 def _shared_extremum(rows: Rows, eqn: JaxprEqn, row: Row, parts: list[Node]) -> Node:
-    """Give an extremum over time whose gradient is shared evenly among equals, as torch's `amax`
+    """Return an extremum over time whose gradient is shared evenly among equals, as torch's `amax`
     has it: the number of equals so far is carried along.
     """
     beats, axes = _BEATS[eqn.primitive.name], eqn.params["axes"]
@@ -100,7 +100,7 @@ def _worst(rows: Rows, beats: Callable, like: Node) -> Node:
 
 
 def _wins(beats: Callable, new: Any, top: Any) -> Any:
-    """Whether a new value takes the place of the extremum so far; NaN stays."""
+    """Return whether a new value takes the place of the extremum so far; NaN stays."""
     is_nan = lax.bitwise_and(lax.ne(new, new), lax.eq(top, top))
     return lax.bitwise_or(beats(new, top), is_nan)
 
@@ -112,7 +112,7 @@ PICKS: dict[str, tuple[Callable, Callable]] = {
 
 
 def pick(rows: Rows, eqn: JaxprEqn, row: Row, read: Callable) -> list[Value] | None:
-    """Give the extremum along an axis and its index, as torch's `max(dim)` does: of equals, the
+    """Return the extremum along an axis and its index, as torch's `max(dim)` does: of equals, the
     first one is picked.
 
     Over time, the index is that of the whole sequence, since no step knows its number.

@@ -55,12 +55,19 @@ class Node:
     group: Any = None  # the outputs of one equation share it
 
     @property
+    def equation(self) -> JaxprEqn:
+        """The equation that computes it; an input or a constant has none."""
+        if self.eqn is None:
+            raise KeyError(f"no equation computes an {self.kind}")
+        return self.eqn
+
+    @property
     def size(self) -> int:
         """The number of elements."""
         return int(np.prod(self.shape, dtype=np.int64))
 
     def like(self, other: Node) -> bool:
-        """Whether both do the same to their operands."""
+        """Return whether both do the same to their operands."""
         return (self.kind, self.key, self.output, self.shape, self.dtype) == (
             other.kind, other.key, other.output, other.shape, other.dtype
         ) and len(self.operands) == len(other.operands)  # fmt: skip
@@ -80,7 +87,7 @@ class Graph:
         return Node(*args, **kwargs, number=self._count)
 
     def input(self, index: int, step: int, shape: Sequence[int], dtype: Any) -> Node:
-        """Give one time step of an input."""
+        """Return one time step of an input."""
         key = ("input", index, step, tuple(shape))
         if key not in self._known:
             self._known[key] = self._node(
@@ -89,7 +96,7 @@ class Graph:
         return self._known[key]
 
     def tensor(self, index: int, shape: Sequence[int], dtype: Any, trained: bool) -> Node:
-        """Give a parameter or buffer."""
+        """Return a parameter or buffer."""
         key = ("tensor", index)
         if key not in self._known:
             self._known[key] = self._node(
@@ -98,14 +105,14 @@ class Graph:
         return self._known[key]
 
     def random_key(self, label: Any) -> Node:
-        """Give a fresh random key."""
+        """Return a fresh random key."""
         known = ("key", label)
         if known not in self._known:
             self._known[known] = self._node("key", (), (2,), np.dtype(np.uint32), 0)
         return self._known[known]
 
     def constant(self, value: Any) -> Node:
-        """Give a constant; equal ones are one node."""
+        """Return a constant; equal ones are one node."""
         if (seen := self._constants.get(id(value))) is not None:
             return seen[0]
         array = np.asarray(value)
@@ -125,7 +132,7 @@ class Graph:
         shapes: Sequence[tuple] | None = None,
         params: dict | None = None,
     ) -> list[Node]:
-        """Give the outputs of an equation on other operands, with other output shapes and
+        """Return the outputs of an equation on other operands, with other output shapes and
         parameters where they differ.
         """
         own = eqn.params if params is None else params
@@ -145,7 +152,7 @@ class Graph:
         return self._known[key]
 
     def reapply(self, node: Node, operands: Sequence[Node]) -> Node:
-        """Give what a node computes from other operands of the same shapes."""
+        """Return what a node computes from other operands of the same shapes."""
         eqn = node.eqn
         if eqn is None or all(a is b for a, b in zip(node.operands, operands, strict=True)):
             return node
@@ -155,7 +162,7 @@ class Graph:
         return self.apply(eqn, operands, [node.shape], params)[0]
 
     def make(self, function: Callable, *operands: Node, source: JaxprEqn | None = None) -> Node:
-        """Give what a JAX function computes, if all its equations have one result."""
+        """Return what a JAX function computes, if all its equations have one result."""
         closed = jax.make_jaxpr(function)(
             *[jax.ShapeDtypeStruct(o.shape, o.dtype) for o in operands]
         )
@@ -174,7 +181,7 @@ class Graph:
         return result
 
     def text_of(self, eqn: JaxprEqn) -> str:
-        """Give a text that is the same for equations that compute the same, with the same
+        """Return a text that is the same for equations that compute the same, with the same
         derivative.
         """
         return repr((eqn.primitive.name, self._key(eqn, None)))
@@ -240,7 +247,7 @@ def _param_key(value: Any) -> Any:
 
 
 def keys_of(nodes: Sequence[Node]) -> list[Node]:
-    """Give the random keys that nodes depend on, each once."""
+    """Return the random keys that nodes depend on, each once."""
     found: dict[int, Node] = {}
     seen: set[int] = set()
     stack = list(nodes)
@@ -259,7 +266,7 @@ def evaluate(nodes: Sequence[Node], known: dict[int, Any]) -> list[Any]:
     """Compute nodes, given the values of some by `id`; inside a JAX trace this writes their
     equations.
     """
-    values = dict(known)
+    values: dict[Any, Any] = dict(known)
     stack = list(reversed(nodes))
     while stack:
         node = stack[-1]
@@ -276,9 +283,9 @@ def evaluate(nodes: Sequence[Node], known: dict[int, Any]) -> list[Any]:
             continue
         shared = ("outputs", id(node.group))
         if shared not in values:
-            if node.eqn is None:
-                raise KeyError(f"the value of an {node.kind} is missing")
-            values[shared] = _bind(node.eqn, node.params, [values[id(o)] for o in node.operands])
+            values[shared] = _bind(
+                node.equation, node.params, [values[id(o)] for o in node.operands]
+            )
         values[id(node)] = values[shared][node.output]
     return [values[id(node)] for node in nodes]
 

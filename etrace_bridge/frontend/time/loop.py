@@ -106,7 +106,7 @@ class _Finder:
         ]
 
     def find(self) -> LoopStep:
-        """Give the first step that agrees with torch, of those that `_attempts` makes."""
+        """Return the first step that agrees with torch, of those that `_attempts` makes."""
         traced, outputs = self._read(self.length)
         columns = [self._column(i, output) for i, output in enumerate(outputs)]
         self.outputs = [node for column, _, _ in columns if (node := column[-1]) is not None]
@@ -208,22 +208,13 @@ class _Finder:
         leaves, starts, guessed = [], [], not step.split.first_is_alike
         for leaf, state in zip(step.leaves, step.split.states, strict=True):
             start = state.column[0]
-            fits = (
-                start is not None
-                and start.level <= 1
-                and (start.shape, start.dtype) == (state.before.shape, state.before.dtype)
-            )
-            fixed = (
-                start is not None
-                and fits
-                and not (start.level or start.trained or keys_of([start]))
-            )
-            if fixed:
-                leaf = dataclasses.replace(
-                    leaf, initial=to_torch(np.asarray(evaluate([start], self._values())[0]))
-                )
-            guessed |= not fits
-            starts.append(start if fits and not fixed else None)
+            here = state.before.shape, state.before.dtype
+            if start is None or start.level > 1 or (start.shape, start.dtype) != here:
+                guessed, start = True, None
+            elif not (start.level or start.trained or keys_of([start])):
+                (initial,) = evaluate([start], self._values())
+                leaf, start = dataclasses.replace(leaf, initial=to_torch(np.asarray(initial))), None
+            starts.append(start)
             leaves.append(leaf)
         return dataclasses.replace(step, leaves=leaves, starts=starts, start_is_guessed=guessed)
 
@@ -251,7 +242,7 @@ class _Finder:
         return traced, self.reader.read(traced.jaxpr, [*self.tensor_nodes, keys, *rows])
 
     def _input_row(self, index: int, length: int) -> Row:
-        """Give one input, step by step."""
+        """Return one input, step by step."""
         x = self.inputs[index]
         axis, dtype = min(self.axis, x.dim()), to_jax_dtype(x.dtype)
         shape = (*x.shape[:axis], 1, *x.shape[axis:])
@@ -259,7 +250,7 @@ class _Finder:
         return Row(axis, 1, tuple(self.graph.input(index, t, shape, dtype) for t in steps))
 
     def _column(self, index: int, output: Value) -> _Output:
-        """Give an output step by step, its time axis, and how it was reduced over time."""
+        """Return an output step by step, its time axis, and how it was reduced over time."""
         length = self.length
         if isinstance(output, Row):
             if len(output.parts) != length:
@@ -301,7 +292,7 @@ class _Finder:
         return by_length
 
     def _addends(self, index: int, output: Node) -> Reduced | None:
-        """Give what a sum or mean adds up, if a shorter sequence is reduced in the same way. A
+        """Return what a sum or mean adds up, if a shorter sequence is reduced in the same way. A
         sum's addends do not depend on the length: if they do, it is a mean over other axes too.
         """
         found = find_addends(self.graph, output, self.reader.reductions, self.length)
@@ -356,5 +347,5 @@ def _zeros_of(node: Node) -> torch.Tensor:
 
 
 def _is_float(node: Node) -> bool:
-    """Whether a node can carry a derivative."""
+    """Return whether a node can carry a derivative."""
     return bool(jnp.issubdtype(node.dtype, jnp.inexact))

@@ -22,7 +22,7 @@ _AFFINE = frozenset(("add", "sub"))
 def find_addends(
     graph: Graph, node: Node, reductions: dict[int, Reduced], length: int, batch: float = 1
 ) -> Reduced | None:
-    """Give a sum or mean over time as its addends, if all that follows the sum is linear in it;
+    """Return a sum or mean over time as its addends, if all that follows the sum is linear in it;
     else None.
 
     A total that a loop adds up is `"total"` until it is divided by the length, which makes it a
@@ -57,7 +57,7 @@ def find_addends(
 
 
 def _running_total(node: Node, length: int) -> Reduced | None:
-    """Give what a loop adds to a total, one addend a step; None if a node is not such a total.
+    """Return what a loop adds to a total, one addend a step; None if a node is not such a total.
 
     The total stands at the same side of every addition, and starts at zero or at the first addend.
     """
@@ -79,7 +79,7 @@ def _running_total(node: Node, length: int) -> Reduced | None:
 
 
 def _as_mean(known: Reduced, length: float) -> Reduced:
-    """Give a sum of addends that are divided by the length as a mean."""
+    """Return a sum of addends that are divided by the length as a mean."""
     if not all(_divides_by(part, length) for part in known.parts):
         return known
     sides = [0 if part.operands[0].level else 1 for part in known.parts]
@@ -88,7 +88,7 @@ def _as_mean(known: Reduced, length: float) -> Reduced:
 
 
 def divisors(node: Node, length: int) -> list[int]:
-    """Give the multiples of the length by which a chain of linear operations divides a sum, as
+    """Return the multiples of the length by which a chain of linear operations divides a sum, as
     multiples; most often one or none.
     """
     found = []
@@ -106,12 +106,12 @@ def divisors(node: Node, length: int) -> list[int]:
 
 
 def _constant_factor(node: Node) -> float | None:
-    """Give the one number by which a node multiplies or divides."""
+    """Return the one number by which a node multiplies or divides."""
     return _constant_value(node.operands[1 if node.operands[0].level else 0])
 
 
 def _constant_value(node: Node) -> float | None:
-    """Give the number that a constant repeats."""
+    """Return the number that a constant repeats."""
     while node.kind in ("broadcast_in_dim", "convert_element_type", "reshape"):
         node = node.operands[0]
     if node.kind != "constant" or not node.value.size or np.ptp(node.value):
@@ -124,7 +124,7 @@ def _is_zero(node: Node) -> bool:
 
 
 def _divides_by(node: Node, length: float) -> bool:
-    """Whether a node divides by the number of steps."""
+    """Return whether a node divides by the number of steps."""
     if node.kind not in ("div", "mul") or (node.kind == "div" and not node.operands[0].level):
         return False
     value = _constant_factor(node)
@@ -180,7 +180,7 @@ def divide_by_count(
 def _leading_to_means(
     graph: Graph, output: Node, reductions: dict[int, Reduced], length: int
 ) -> set[int]:
-    """Give the `id`s of an output's nodes from which a mean over time can be reached, and of the
+    """Return the `id`s of an output's nodes from which a mean over time can be reached, and of the
     means.
     """
     readers: dict[int, list[Node]] = {}
@@ -206,7 +206,7 @@ def _leading_to_means(
 
 
 def _scaled_operand(node: Node) -> Node | None:
-    """Give what a node divides by, or multiplies with, a number; None if it does neither."""
+    """Return what a node divides by, or multiplies with, a number; None if it does neither."""
     if node.kind not in ("div", "mul") or sum(o.level > 0 for o in node.operands) != 1:
         return None
     operand = next(o for o in node.operands if o.level)
@@ -216,7 +216,7 @@ def _scaled_operand(node: Node) -> Node | None:
 
 
 def _common_factor(nodes: Sequence[Node], lengths: Sequence[int]) -> float | None:
-    """Give k if all nodes divide by k times their sequence's length."""
+    """Return k if all nodes divide by k times their sequence's length."""
     factors = []
     for node, length in zip(nodes, lengths, strict=True):
         value = None if _scaled_operand(node) is None else _constant_factor(node)

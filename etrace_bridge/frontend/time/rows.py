@@ -95,7 +95,7 @@ class Rows:
         return self.graph.make(join, *parts)
 
     def part(self, node: Node, axis: int, outer: int, count: int, index: int) -> Node:
-        """Give one part of an array; what is constant along the axis stays free of the index."""
+        """Return one part of an array; what is constant along the axis stays free of the index."""
         size = node.shape[axis] // count
         shape = (*node.shape[:axis], size, *node.shape[axis + 1 :])
         if node.kind == "broadcast_in_dim":
@@ -103,10 +103,12 @@ class Rows:
             source = node.operands[0]
             if axis not in dims or source.shape[dims.index(axis)] == 1:
                 return self.graph.apply(
-                    node.eqn, [source], [shape], {**node.params, "shape": shape}
+                    node.equation, [source], [shape], {**node.params, "shape": shape}
                 )[0]
             inner = self.part(source, dims.index(axis), outer, count, index)
-            return self.graph.apply(node.eqn, [inner], [shape], {**node.params, "shape": shape})[0]
+            return self.graph.apply(
+                node.equation, [inner], [shape], {**node.params, "shape": shape}
+            )[0]
         if node.kind == "constant":
             rows = node.value.reshape(
                 *node.shape[:axis], outer, count, -1, *node.shape[axis + 1 :]
@@ -124,7 +126,7 @@ class Rows:
                 else self.part(o, axis, outer, count, index)
                 for o in node.operands
             ]
-            return self.graph.apply(node.eqn, operands, [shape], node.params)[0]
+            return self.graph.apply(node.equation, operands, [shape], node.params)[0]
         if node.kind == "random_bits":
             return self._random_part(node, shape, index)
         inner = size // outer
@@ -141,14 +143,16 @@ class Rows:
         """Draw the random numbers of one part by themselves, with a key of their own."""
         key = self.graph.random_key((node.number, index))
         wrapped = (
-            self.graph.apply(node.operands[0].eqn, [key])[0]
+            self.graph.apply(node.operands[0].equation, [key])[0]
             if node.operands[0].kind == "random_wrap"
             else key
         )
-        return self.graph.apply(node.eqn, [wrapped], [shape], {**node.params, "shape": shape})[0]
+        return self.graph.apply(node.equation, [wrapped], [shape], {**node.params, "shape": shape})[
+            0
+        ]
 
     def aligned(self, value: Value, like: Row) -> list[Node] | None:
-        """Give the parts of a value along another row's axis; None if it is a row of another
+        """Return the parts of a value along another row's axis; None if it is a row of another
         layout.
         """
         if isinstance(value, Row):
@@ -182,7 +186,7 @@ class Rows:
 
 
 def acts_by_element(eqn: JaxprEqn) -> bool:
-    """Whether an equation keeps the elements apart."""
+    """Return whether an equation keeps the elements apart."""
     same_width = (
         eqn.primitive.name == "bitcast_convert_type"
         and eqn.invars[0].aval.shape == eqn.outvars[0].aval.shape

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from etrace_bridge._jax_compat import ClosedJaxpr, JaxprEqn, Literal
+from etrace_bridge._jax_compat import ClosedJaxpr, JaxprEqn, Literal, called_jaxpr
 from etrace_bridge.frontend.time import folds, mixing, moves
 from etrace_bridge.frontend.time.graph import Graph, Node, keys_of
 from etrace_bridge.frontend.time.rows import Row, Rows, Value, acts_by_element
@@ -26,7 +26,7 @@ class Reader(Rows):
         self.nodes: dict[int, Node] = {}
 
     def read(self, closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[Value]:
-        """Give the outputs of a jaxpr for these inputs."""
+        """Return the outputs of a jaxpr for these inputs."""
         env: dict[Any, Value] = dict(zip(closed.jaxpr.invars, inputs, strict=True))
         for variable, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
             env[variable] = self.graph.constant(value)
@@ -38,7 +38,7 @@ class Reader(Rows):
         return [get(v) for v in closed.jaxpr.outvars]
 
     def equation(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
-        """Give the results of one equation."""
+        """Return the results of one equation."""
         name = eqn.primitive.name
         if name == "name":
             return self._note_name(eqn, operands)
@@ -63,15 +63,15 @@ class Reader(Rows):
         return list(self.graph.apply(eqn, [self.whole(o, eqn) for o in operands]))
 
     def _call(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
-        """Give the results of a call."""
+        """Return the results of a call."""
         if eqn.params.get("name") in folds.PICKS and isinstance(operands[0], Row):
             found = folds.pick(self, eqn, operands[0], self.read)
             if found is not None:
                 return found
-        return self.read(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")), operands)
+        return self.read(called_jaxpr(eqn), operands)
 
     def _drawn_step(self, eqn: JaxprEqn, node: Node) -> Node | None:
-        """Give one step of random numbers that were drawn for the whole sequence; None if an
+        """Return one step of random numbers that were drawn for the whole sequence; None if an
         equation slices anything else.
         """
         start, limit = eqn.params["start_indices"], eqn.params["limit_indices"]

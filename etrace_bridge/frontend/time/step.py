@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 from jax import lax
@@ -84,17 +84,17 @@ class LoopStep:
         wanted = [*split.outputs, *[state.after for state in split.states]]
         results = evaluate(wanted, here)
         if self.first_differs:
-            at_start = evaluate(own, at_first)  # type: ignore[arg-type]
+            at_start = evaluate(cast(list[Node], own), at_first)
             results = [self._select(first, a, b) for a, b in zip(at_start, results, strict=True)]
         count = len(split.outputs)
         outputs = [
             y if axis is None else axis.select(y, 0)
             for y, axis in zip(results[:count], self.axes, strict=True)
         ]
-        return outputs, [*results[count:], *([jnp.zeros_like(first)] if self.has_first else [])]
+        return outputs, [*results[count:], *([] if first is None else [jnp.zeros_like(first)])]
 
     def values_at(self, step: int, tensors: Sequence[Any], inputs: Sequence[Any]) -> dict[int, Any]:
-        """Give the values of parameters, buffers and the inputs of a step, by their nodes' `id`."""
+        """Return the values of parameters, buffers and the inputs of a step, by their nodes' `id`."""
         known = {id(node): value for node, value in zip(self.tensor_nodes, tensors, strict=True)}
         for i, x in enumerate(inputs):
             part = lax.expand_dims(x, (min(self.time_axis, x.ndim),))
