@@ -199,8 +199,8 @@ def _points(
 
 
 def _label(axes: Any, points: Sequence[tuple[float, float, str, str]]) -> None:
-    """Name beside the points; one that would lie on another is moved down, with a line to its
-    point.
+    """Write names beside the points; one that would lie on another is moved down, with a line
+    to its point.
     """
     taken: list[tuple[float, float]] = []
     scale = 72 / axes.figure.dpi

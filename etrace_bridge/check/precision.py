@@ -48,7 +48,7 @@ def float_dtype(model: nn.Module) -> torch.dtype:
 
 @contextlib.contextmanager
 def in_precision(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Return the model's floating tensors, torch's default dtype and JAX one precision in this
+    """Set the model's floating tensors, torch's default dtype and JAX to one precision in this
     context.
 
     The tensors keep their identity, so closures, tied weights and the user's references see the

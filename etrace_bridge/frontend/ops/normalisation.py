@@ -31,7 +31,7 @@ def _standardise(x: Any, over: Sequence[int], eps: float) -> tuple[Any, Any, Any
 
 
 def _channelwise(vector: Any, ndim: int) -> Any:
-    """Return a vector over channels the shape (1, C, 1, ...)."""
+    """Reshape a vector over channels to (1, C, 1, ...)."""
     return reshape(vector, (1, np.size(vector)) + (1,) * (ndim - 2))
 
 

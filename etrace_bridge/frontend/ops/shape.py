@@ -53,7 +53,7 @@ def _bitcast(x: Any, dtype: torch.dtype) -> Any:
 
 @implements("view_as", "reshape_as", view=True)
 def view_as(input: Any, other: Any) -> Any:
-    """Return one tensor the shape of another."""
+    """Reshape one tensor to the shape of another."""
     return reshape(input, np.shape(other))
 
 
