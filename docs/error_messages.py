@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -79,9 +80,14 @@ def read_text(node: ast.expr, known: dict[str, ast.expr]) -> list[str]:
 
 
 def assigned_texts(tree: ast.AST) -> dict[str, ast.expr]:
-    """Variables that are assigned once, by name, and their values."""
+    """Return the variables that are assigned once in a scope, by name, and their values."""
     found: dict[str, list[ast.expr]] = {}
-    for node in ast.walk(tree):
+    waiting = list(ast.iter_child_nodes(tree))
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef):
+            continue  # a scope of its own
+        waiting += ast.iter_child_nodes(node)
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             found.setdefault(node.targets[0].id, []).append(node.value)
     return {
@@ -98,15 +104,29 @@ def find_messages() -> list[Message]:
     files = [*(ROOT / "etrace_bridge").rglob("*.py"), *(ROOT / "adapters").rglob("*.py")]
     for path in sorted(files):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        known = assigned_texts(tree)
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.Call) or not node.args:
-                continue
-            if isinstance(node.func, ast.Name) and node.func.id in names:
-                file = path.relative_to(ROOT).as_posix()
+        file = path.relative_to(ROOT).as_posix()
+        for node, known in calls_in(tree, assigned_texts(tree)):
+            if isinstance(node.func, ast.Name) and node.func.id in names and node.args:
                 texts = dict.fromkeys(read_text(node.args[0], known))
                 found += [Message(file, node.func.id, " ".join(t.split())) for t in texts]
     return [message for message in found if re.search(r"\w", message.text)]
+
+
+def calls_in(
+    scope: ast.AST, known: dict[str, ast.expr]
+) -> Iterator[tuple[ast.Call, dict[str, ast.expr]]]:
+    """Yield every call within a scope, and the values of the variables that it sees."""
+    for node in ast.iter_child_nodes(scope):
+        if isinstance(node, ast.FunctionDef):
+            inside = list(ast.walk(node))
+            own = {n.id for n in inside if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+            own |= {n.arg for n in inside if isinstance(n, ast.arg)}
+            outer = {name: value for name, value in known.items() if name not in own}
+            yield from calls_in(node, outer | assigned_texts(node))
+            continue
+        if isinstance(node, ast.Call):
+            yield node, known
+        yield from calls_in(node, known)
 
 
 def part_of(file: str) -> str:

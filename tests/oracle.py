@@ -28,6 +28,7 @@ from jax.flatten_util import ravel_pytree
 
 from etrace_bridge._jax_compat import Literal, bind_equation
 from quick_jit import quick_jit
+from strict import promotion
 
 
 def loss_of(output: Any, target: Any) -> Any:
@@ -156,14 +157,17 @@ class Dense:
         facts = self.graph.structure.facts
         n = h.size
 
+        def joined(hidden, other):
+            return jnp.concatenate([hidden, other.astype(hidden.dtype)])  # an empty one is float32
+
         def whole(w, s):
             loss, output, hidden, other = self._run((), w, s[:n], s[n:], args, target)
-            return (loss, jnp.concatenate([hidden, other])), output
+            return (loss, joined(hidden, other)), output
 
         def cut(w, h):
             return self._run(facts.cuts, w, h, o, args, target)[2]
 
-        s = jnp.concatenate([h, o])
+        s = joined(h, o)
         (loss, after), output = whole(w, s)
         ((l_w, l_s), (s_w, s_s)), _ = jax.jacrev(whole, argnums=(0, 1), has_aux=True)(w, s)
         h_w, h_h = jax.jacrev(cut, argnums=(0, 1))(w, h)
@@ -242,7 +246,8 @@ def unrolled_bptt(model_step: Callable, weights: Any, state: Any, xs: Any, targe
             loss = loss + loss_of(output, targets[t])
         return loss
 
-    return quick_jit(jax.grad(total))(weights)
+    with promotion(implicit=True):  # the model's own code
+        return quick_jit(jax.grad(total))(weights)
 
 
 # -- one layer by hand ----------------------------------------------------------------------------

@@ -181,7 +181,7 @@ LOSSES = {
 def test_a_loss_without_a_gradient_is_refused(name):
     learner = eb.OnlineLearner(eb.wrap(make_net()), "bptt", LOSSES[name], optax.sgd(0.1))
     for call in (lambda: learner.step(XS[0], YS[0]), lambda: learner.update(XS, YS)):
-        with pytest.raises(eb.BridgeError):
+        with pytest.raises(eb.InputError, match="no derivative|must be a real floating-point"):
             call()
     assert learner.steps == 0 and not learner.runtime.store.started
 

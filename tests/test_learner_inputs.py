@@ -288,7 +288,7 @@ def test_only_the_column_that_is_an_index_is_checked():
         match="It has the value 5.0, which is out of range: `embedding` takes indices from 0 to 4",
     ):
         found.check(np.array([[0, 0, 0], [0, 5.0, 0]]), "It")
-    with pytest.raises(eb.InputError):
+    with pytest.raises(eb.InputError, match="the value nan, which is out of range"):
         found.check(np.array([[0, 0, 0], [0, np.nan, 0]]), "It")
 
 

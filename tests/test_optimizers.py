@@ -185,6 +185,7 @@ def test_accumulation_averages():
     assert_equal(theta, params, 1e-12)
 
 
+@pytest.mark.implicit_promotion("optax raises the floats of a schedule to boolean powers")
 def test_schedule_scales_the_learning_rate():
     mine = parameters()
     schedule = optax.piecewise_constant_schedule(1.0, {2: 0.5})

@@ -36,6 +36,7 @@ from etrace_bridge.step.program import StepProgram, make_program
 from models import B, H, I
 from oracle import Cell, CellRules, assert_close, assert_live
 from quick_jit import quick_jit
+from strict import promotion
 
 pytestmark = pytest.mark.usefixtures("users_compiler")
 
@@ -330,7 +331,8 @@ def test_three_factor(name, K):
     """The signal is the loss itself, one number for batch and units."""
     b, states, losses = built(name), built(name).states, []
     for x, target in zip(b.xs, b.targets, strict=True):
-        states, output = MODELS[name].step(b.weights, states, x)
+        with promotion(implicit=True):  # the model's own code
+            states, output = MODELS[name].step(b.weights, states, x)
         losses.append(float(batch_loss(output, target)))
     check(name, ThreeFactor(), K, b.rules.three_factor(losses))
 
@@ -425,6 +427,7 @@ def _plain_cfn(p, s, x):
 
 # braintrace says which weight it leaves out
 @pytest.mark.filterwarnings("ignore:ETP primitive:UserWarning")
+@pytest.mark.implicit_promotion("braintrace's own code promotes")
 @pytest.mark.parametrize(
     ("cell", "step", "left_out"),
     [
@@ -504,6 +507,7 @@ def _braintrace_rnn(
     return expected, dict(zip(sorted(layer), (g.sum(0) for g in found), strict=True))
 
 
+@pytest.mark.implicit_promotion("braintrace's own code promotes")
 def test_braintrace_has_the_same_three_factors():
     """A reward for every step; theirs takes it as an argument, ours as the value of the loss."""
     import braintrace
@@ -520,6 +524,7 @@ def test_braintrace_has_the_same_three_factors():
 
 # it widens to all units, as ours does
 @pytest.mark.filterwarnings("ignore:The SnAp-n position analysis could not derive a pattern")
+@pytest.mark.implicit_promotion("braintrace's own code promotes")
 def test_braintrace_has_the_same_snap_2():
     """Of dense recurrent weights it is RTRL; theirs masks within a group, which is all there is
     here.

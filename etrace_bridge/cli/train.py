@@ -38,7 +38,7 @@ from etrace_bridge.learning.autosave import Checkpoints
 from etrace_bridge.learning.checkpoint_files import check_writable, weights_file
 from etrace_bridge.learning.fidelity import FidelityMeter
 from etrace_bridge.learning.filling import size_to_fill
-from etrace_bridge.learning.fit import History
+from etrace_bridge.learning.history import History
 from etrace_bridge.learning.learner import OnlineLearner
 from etrace_bridge.rules import make_rule
 

@@ -2,10 +2,11 @@
 
 import etrace_bridge._precision  # noqa: F401 - before anything imports brainstate
 from etrace_bridge.learning.autosave import Checkpoints
+from etrace_bridge.learning.early_stopping import EarlyStopping
 from etrace_bridge.learning.exported import ExportedLearner, load_exported
 from etrace_bridge.learning.fidelity import FidelityMeter, Reading
-from etrace_bridge.learning.fit import EarlyStopping, History
 from etrace_bridge.learning.functional import Functional, functional
+from etrace_bridge.learning.history import History
 from etrace_bridge.learning.learner import OnlineLearner
 from etrace_bridge.learning.loggers import TensorBoardLogger, WandbLogger
 from etrace_bridge.learning.masks import length_mask

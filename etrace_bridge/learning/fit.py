@@ -8,19 +8,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
 from etrace_bridge._errors import InputError
-from etrace_bridge._tables import html_table
 from etrace_bridge.learning.autosave import Autosave, Checkpoints
 from etrace_bridge.learning.batches import ReadAhead, batch_shapes, count_batches
+from etrace_bridge.learning.early_stopping import EarlyStopping, EpochComparison
 from etrace_bridge.learning.filling import full_batch_size
+from etrace_bridge.learning.history import History
 from etrace_bridge.learning.metrics import (
     Metric,
     Metrics,
@@ -29,8 +29,8 @@ from etrace_bridge.learning.metrics import (
     measure,
     named_metrics,
 )
+from etrace_bridge.learning.options import require_count
 from etrace_bridge.learning.place_in_fit import (
-    BestEpoch,
     PlaceInFit,
     generator_states,
     scheduler_state,
@@ -49,80 +49,6 @@ from etrace_bridge.lowering import hushed
 
 if TYPE_CHECKING:
     from etrace_bridge.learning.learner import OnlineLearner
-
-
-@dataclass(repr=False)
-class History:
-    """What happened in a call of `fit`.
-
-    Attributes:
-        epochs: one record an epoch: `epoch`, `loss`, `batches`, `steps`, `seconds`,
-            `steps_per_second`, `complete`, and the numbers of the validation, as `validation_loss`
-            or under the names that a validation function gave them.
-        batch_losses: the loss of every batch.
-        stopped: why training ended before the last epoch; empty if it did not.
-    """
-
-    epochs: list[dict[str, Any]] = field(default_factory=list)
-    batch_losses: list[float] = field(default_factory=list)
-    stopped: str = ""
-
-    def __getitem__(self, key: str) -> list[Any]:
-        """Return one number of every epoch that has it."""
-        return [record[key] for record in self.epochs if key in record]
-
-    def __len__(self) -> int:
-        return len(self.epochs)
-
-    def _headline(self) -> str:
-        losses = (
-            f", loss {self.epochs[0]['loss']:.4g} → {self.epochs[-1]['loss']:.4g}"
-            if self.epochs
-            else ""
-        )
-        stopped = f"; stopped: {self.stopped}" if self.stopped else ""
-        epochs = "1 epoch" if len(self.epochs) == 1 else f"{len(self.epochs)} epochs"
-        batches = len(self.batch_losses)
-        return (
-            f"History of {epochs}, {batches} batch{'' if batches == 1 else 'es'}{losses}{stopped}"
-        )
-
-    def __repr__(self) -> str:
-        return self._headline()
-
-    def _repr_html_(self) -> str:
-        names = list(dict.fromkeys(name for record in self.epochs for name in record))
-        rows = [[_shown(record.get(name, "")) for name in names] for record in self.epochs]
-        return html_table(self._headline(), names, rows)
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-@dataclass(frozen=True)
-class EarlyStopping:
-    """Ends training when a number has not improved for some epochs.
-
-    Attributes:
-        patience: epochs without an improvement that are allowed.
-        monitor: the number in the epochs' records; by default the validation loss, or the loss
-            without a validation.
-        min_delta: least change that counts as an improvement.
-        mode: `"min"` or `"max"`.
-        restore: put the weights of the best epoch back at the end.
-    """
-
-    patience: int = 3
-    monitor: str | None = None
-    min_delta: float = 0.0
-    mode: str = "min"
-    restore: bool = True
-
-    def __post_init__(self) -> None:
-        if self.mode not in ("min", "max"):
-            raise InputError(f"`mode` is {self.mode!r}; it must be 'min' or 'max'.")
-        _require_count("patience", self.patience)
 
 
 # Called with the learner and the epoch's record after every epoch; `True` ends the training. A
@@ -148,16 +74,11 @@ class FitOptions:
     progress: bool | None = None
 
 
-def _require_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise InputError(f"`{name}` is {value!r}; it must be a whole number, 1 or more.")
-
-
 def run_fit(learner: OnlineLearner, batches: Any, epochs: int, options: FitOptions) -> History:
     """Train. The learner's `history` is filled meanwhile, so it survives an interruption."""
-    _require_count("epochs", epochs)
+    require_count("epochs", epochs)
     if options.max_batches is not None:
-        _require_count("max_batches", options.max_batches)
+        require_count("max_batches", options.max_batches)
     if epochs > 1 and options.max_batches is None and isinstance(batches, Iterator):
         raise InputError(
             f"`batches` is a {type(batches).__name__}, which can be read only once, but there are "
@@ -215,7 +136,9 @@ class _Run:
     autosave: Autosave
 
     def __post_init__(self) -> None:
-        self.early = _Early(self.options, self.place)
+        self.early = EpochComparison(
+            self.options.early_stopping, self.options.validation is not None, self.place
+        )
         self.shapes: set[tuple] = set()
         self.stream = iter(self.batches) if isinstance(self.batches, Iterator) else None
         self.full = full_batch_size(self.batches, self.learner.runtime.is_batch_first)
@@ -432,43 +355,3 @@ def _step_scheduler(scheduler: Any, record: dict[str, Any]) -> None:
         scheduler.step(record.get("validation_loss", record["loss"]))
     else:
         scheduler.step()
-
-
-class _Early:
-    """Early stopping: compares each epoch with the best one, whose weights it can restore."""
-
-    def __init__(self, options: FitOptions, place: PlaceInFit) -> None:
-        rule = options.early_stopping
-        self.active = rule is not None
-        self.rule = (
-            EarlyStopping(patience=rule) if isinstance(rule, int) else rule or EarlyStopping()
-        )
-        self.monitor = self.rule.monitor or (
-            "validation_loss" if options.validation is not None else "loss"
-        )
-        self.place = place
-        if self.active and place.best is None:
-            place.best = BestEpoch(math.inf)
-
-    def is_over(self, learner: OnlineLearner, record: dict[str, Any]) -> bool:
-        best = self.place.best if self.active else None
-        if best is None:
-            return False
-        if self.monitor not in record:
-            raise InputError(
-                f"Early stopping watches {self.monitor!r}, but an epoch's record has only: "
-                f"{', '.join(record)}."
-            )
-        value = record[self.monitor] * (1 if self.rule.mode == "min" else -1)
-        if value < best.value - self.rule.min_delta:
-            best.value, best.since = value, 0
-            if self.rule.restore:
-                best.keep(learner.runtime.store)
-        else:
-            best.since += 1
-        return best.since >= self.rule.patience
-
-    def restore(self, learner: OnlineLearner) -> None:
-        best = self.place.best if self.active else None
-        if best is not None and best.kept and best.since:
-            best.restore(learner.runtime.store)

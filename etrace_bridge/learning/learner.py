@@ -20,8 +20,10 @@ from etrace_bridge.learning.autosave import Checkpoints
 from etrace_bridge.learning.bridging import as_brainstate
 from etrace_bridge.learning.checkpoint import save_learner
 from etrace_bridge.learning.checkpoint_restore import read_learner, restore_learner, rule_of
+from etrace_bridge.learning.early_stopping import EarlyStopping
 from etrace_bridge.learning.export import PLATFORMS, export_learner
-from etrace_bridge.learning.fit import Callback, EarlyStopping, FitOptions, History, run_fit
+from etrace_bridge.learning.fit import Callback, FitOptions, run_fit
+from etrace_bridge.learning.history import History
 from etrace_bridge.learning.inputs import read_inputs
 from etrace_bridge.learning.masks import pack_like, unpack_sequences
 from etrace_bridge.learning.metrics import Metrics, evaluate_with

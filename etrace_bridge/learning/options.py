@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from etrace_bridge._errors import InputError
 from etrace_bridge.learning.masks import check_loss_at
 
@@ -41,3 +43,9 @@ class Options:
                 raise InputError(
                     f"`{name}` is {value!r}; it must be positive, or None for no clipping."
                 )
+
+
+def require_count(name: str, value: Any) -> None:
+    """Raise unless an argument is a positive whole number."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise InputError(f"`{name}` is {value!r}; it must be a whole number, 1 or more.")

@@ -107,4 +107,4 @@ class DNI(ReverseRule):
 
 
 def _predict(memory: Memory, h: Any) -> Any:
-    return jnp.einsum("jk,ek->ej", memory["W"], h) + memory["c"]
+    return jnp.einsum("jk,ek->ej", memory["W"], h) + memory["c"][None]
