@@ -228,17 +228,22 @@ class Reference:
         assert hidden % layer_size == 0
         return [np.array(v) for v in feeds.values()]
 
-    def gradient(self, rank: int, hops: int | None = None) -> dict[str, np.ndarray]:
-        """`eps` and `R` by the equations of the rule's docstring."""
+    def gradient(
+        self, rank: int, hops: int | None = None, plain: bool = False
+    ) -> dict[str, np.ndarray]:
+        """`eps` and `R` by the equations of the rule's docstring; `plain`: cut in the plain norm."""
         total = np.zeros(sum(self.sizes))
         for steps in self.steps:
             eps, R = np.zeros_like(steps[0].J), np.zeros_like(steps[0].J)
+            w = np.ones(len(R))
             for s in steps:
                 total += s.l_w + s.l_h @ (eps + R)
                 R = (s.F if hops is None else s.D) @ R + (s.F - s.D) @ eps + (s.J - s.C)
+                w = (w + 1 + (s.D**2 + (s.F - s.D) ** 2).T @ w) / 2
+                root = np.ones((len(w), 1)) if plain else np.sqrt(w)[:, None]
                 for unit in self.units:
-                    U, sigma, V = np.linalg.svd(R[:, unit], full_matrices=False)
-                    R[:, unit] = (U[:, :rank] * sigma[:rank]) @ V[:rank]
+                    U, sigma, V = np.linalg.svd(root * R[:, unit], full_matrices=False)
+                    R[:, unit] = (U[:, :rank] * sigma[:rank]) @ V[:rank] / root
                 eps = s.D @ eps + s.C
         split = np.split(total, np.cumsum(self.sizes)[:-1])
         return {n: g.reshape(p.shape) for (n, p), g in zip(self.named.items(), split, strict=True)}

@@ -72,6 +72,27 @@ def test_the_mean_error_shrinks_with_the_rank():
     assert all(b < 0.5 * a for a, b in zip(means, means[1:], strict=False)), means
 
 
+def slow(seed: int) -> Reference:
+    """A GRU whose units remember for 2 to 100 steps."""
+
+    def build() -> nn.Module:
+        model = GRU(6, 1, 2.0)
+        with torch.no_grad():
+            model.hh[0].bias[6:12] = torch.linspace(0, 5, 6)
+        return model
+
+    return Reference(build, seed, steps=60, batch=1)
+
+
+def test_the_cut_is_made_in_a_norm_that_looks_ahead():
+    """An error in a unit that remembers does harm for long, so the plain norm is not the best."""
+    errors = {plain: [] for plain in (False, True)}
+    for ref in map(slow, range(4)):
+        for plain, found in errors.items():
+            found.append(relative(ref.gradient(1, plain=plain), ref.bptt()))
+    assert 0.01 < np.mean(errors[False]) < 0.85 * np.mean(errors[True]), errors
+
+
 # Compiling is the cost: every model at rank 1, some in other ways.
 WAYS = [(name, 1, None) for name in MODELS]
 WAYS += [
@@ -141,6 +162,39 @@ def test_the_error_is_never_above_the_bound(name, rule, seed, steps, weights, in
     scale = math.sqrt(sum((g**2).sum() for g in exact.values()))
     assert scale > 0 and error <= lost[1] + 1e-11 * scale
     assert steps < 4 or lost[1] > 0
+
+
+class Chain(nn.Module):
+    """One unit that sends its value to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.u, self.out = nn.Linear(INPUTS, 1), nn.Linear(1, 1), nn.Linear(1, 2)
+        for name, p in self.named_parameters():
+            nn.init.constant_(p, 0.0 if name.endswith("bias") else 0.3)
+
+    def forward(self, x: torch.Tensor, state=None) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        h = x.new_zeros(len(x), 1) if state is None else state[0]
+        h = torch.tanh(self.w(x) + self.u(h) + 0.5 * h)
+        return self.out(h), [h]
+
+
+@pytest.mark.parametrize("hops", [None, 1])
+def test_the_bound_is_reached_where_nothing_cancels(hops):
+    """All errors of this unit have the same direction and sign, so a bound that forgets anything is
+    too small.
+    """
+    model = Chain().double()
+    xs = 0.1 * torch.ones(12, 2, INPUTS, dtype=torch.float64)
+    targets = -torch.ones(12, 2, 2, dtype=torch.float64)
+    found, lost = Engine(model, xs[0], LowRankRTRL(0, hops)).gradients(
+        dict(model.named_parameters()), xs, targets, 1
+    )
+    assert lost is not None
+    exact = bptt(model, xs, targets)
+    error = math.sqrt(sum(((found[n] - g) ** 2).sum() for n, g in exact.items()))
+    assert 0.9 * lost[1] < error <= lost[1]
+    assert relative(found, exact) > 0.05
 
 
 @pytest.mark.parametrize("name", ["encoder"])
@@ -245,7 +299,7 @@ def test_the_learner_says_what_was_discarded():
     norm = math.sqrt(sum(float((g**2).sum()) for g in exact.values()))
     assert 0 < error <= result.discarded.absolute_bound
     assert 1e-4 < error / norm <= result.discarded.bound < math.inf
-    assert result.discarded.estimate == pytest.approx(error / norm, rel=3)
+    assert error / norm / 4 < result.discarded.estimate < 4 * error / norm
     steps = [learner.step(x, target).discarded for x, target in zip(xs, targets, strict=True)]
     assert steps[0] == eb.Discarded(0.0, 0.0, 0.0)  # a first step has no past
     assert 0 < steps[-1].estimate < steps[-1].bound

@@ -6,6 +6,7 @@ states and `eps_i` D-RTRL's trace,
     dh_t/dtheta_i = e_i eps_i,t + R_i,t,        R_i ≈ A_i E_i^T        (A_i: n × r, E_i: P_i × r)
     eps_i,t = D_t eps_i,t-1 + df_t ⊗ x_t                               (as in D-RTRL)
     R_i,t   = F_t R_i,t-1 + X_t e_i eps_i,t-1 + X_y,i,t ⊗ x_t,         cut to rank r
+              (the best in the norm `sum_j w_j ‖row j‖²`; `rules.reach` has the weights `w_t`)
     g_t     = dl_t/dtheta |_(h_(t-1) fixed)  +  b_t · (e_i eps_i,t-1 + A_i E_i^T)
 
 `F_t = dh_t/dh_(t-1)` is the Jacobian of the whole step over all n hidden values of all layers,
@@ -57,6 +58,7 @@ from etrace_bridge.rules.low_rank_memory import (
     reset_family,
     weight_gradients,
 )
+from etrace_bridge.rules.reach import advance_reach, no_reach
 from etrace_bridge.step.crossing import Crossing, crossing_derivatives, crossing_sums
 from etrace_bridge.step.forward import run_forward
 from etrace_bridge.step.linearise import CoreLinear, linearise_core
@@ -74,7 +76,8 @@ from etrace_bridge.step.unit_arrays import (
 )
 from etrace_bridge.step.units import Block, Family, Layout, find_layout
 
-Memory = dict[str, Any]  # "families": [{"A", "E", "eps"}], "lost": as in rules.discarded
+# "families": [{"A", "E", "eps"}], "lost": as in rules.discarded, "reach": as in rules.reach
+Memory = dict[str, Any]
 
 
 @register_rule
@@ -116,13 +119,13 @@ class LowRankRTRL(ReverseRule):
         families = [new_family(layout, f, r) for f, r in zip(layout.families, ranks, strict=True)]
         if self.trace_dtype is not None:
             families = jax.tree.map(lambda x: x.astype(self.trace_dtype), families)
-        return {"families": families, "lost": nothing_lost(layout)}
+        return {"families": families, "lost": nothing_lost(layout), "reach": no_reach(layout)}
 
     def unit_axes(self, program: StepProgram) -> Memory:
         """`A` lies with its units, so that `F A` of a unit needs no column of another one."""
         memory = jax.eval_shape(lambda: self.init(program))
         families = [{**jax.tree.map(lambda _: 2, f), "A": 3} for f in memory["families"]]
-        return {"families": families, "lost": jax.tree.map(lambda _: 1, memory["lost"])}
+        return {**jax.tree.map(lambda _: 1, memory), "families": families}
 
     def past(self, program: StepProgram, theta, memory: Memory, h0) -> dict[int, Any]:
         """`b · (e eps + A E^T)`."""
@@ -165,17 +168,17 @@ class LowRankRTRL(ReverseRule):
         data = contact_data(program, layout, start, saved)
         across = crossing_derivatives(program, layout, core, start, saved)
         across = Crossing(*program.tuning.computed_once((across.X, across.of_sum)))
+        reach = advance_reach(program, layout, core, across.X, memory["reach"])
         new, rest, cut = [], 0.0, 0.0
         for family, old in zip(layout.families, _widened(layout, memory), strict=True):
             L, Z = self._factors(program, layout, family, core, across, old, data)
-            A, E, kept, lost = cut_to_rank(program, layout, family, L, Z, len(old["A"]))
+            A, E, kept, lost = cut_to_rank(program, layout, family, L, Z, len(old["A"]), 1 + reach)
             eps = advance_eps(program, family, core, old["eps"], data)
             new.append({"A": A, "E": E, "eps": eps})
             rest, cut = rest + kept, cut + lost
         lost = advance_lost(program, layout, core, across.X, memory["lost"], cut, rest, self.hops)
-        after = jax.tree.map(
-            lambda x, like: x.astype(like.dtype), {"families": new, "lost": lost}, memory
-        )
+        found = {"families": new, "lost": lost, "reach": reach}
+        after = jax.tree.map(lambda x, like: x.astype(like.dtype), found, memory)
         return forward.new_hidden, forward.new_other, after
 
     def _factors(
@@ -232,14 +235,11 @@ class LowRankRTRL(ReverseRule):
                 "The batch elements of this model depend on each other, so `low_rank` cannot reset "
                 "single ones. Call `reset()` without a mask."
             )
-        lost = {
-            name: x * keep.reshape(-1, *(1,) * (x.ndim - 1)).astype(x.dtype)
-            for name, x in memory["lost"].items()
-        }
+        by_row = {"lost": memory["lost"], "reach": memory["reach"]}
         families = zip(layout.families, memory["families"], strict=True)
         return {
             "families": [reset_family(layout, f, old, keep) for f, old in families],
-            "lost": lost,
+            **jax.tree.map(lambda x: x * keep[:, None].astype(x.dtype), by_row),
         }
 
     def promise(self, certificate, length: int, chunk: int) -> Promise:

@@ -91,11 +91,18 @@ def advance_eps(
 
 
 def cut_to_rank(
-    program: StepProgram, layout: Layout, family: Family, L: list[Any], Z: list, r: int
+    program: StepProgram,
+    layout: Layout,
+    family: Family,
+    L: list[Any],
+    Z: list,
+    r: int,
+    weights: Any,
 ) -> tuple[Any, list[Any], Any, Any]:
     """The best rank r of `L Z^T`: new `A`, for each block new `E`, and what is kept and cut off.
 
-    The last two are (rows, n), squared norms over all units and weights of a row.
+    Best with the squares of the rows of hidden values times `weights`, (rows, n). The last two
+    results are (rows, n), squared norms over all units and weights of a row.
     """
     n, q = layout.size, len(L)
     dtype = family.sums[0].var.aval.dtype
@@ -108,7 +115,7 @@ def cut_to_rank(
         Y = [jnp.swapaxes(x[0], 0, 1).reshape(n, family.units) for x in L]
     else:
         right = _gram_right(program, family, Z, q, dtype)
-        A, Y, kept, lost = _best_rank(program, layout, L, right, r)
+        A, Y, kept, lost = _best_rank(program, layout, L, right, r, weights.astype(L[0].dtype))
     E = []
     for block, columns in zip(family.blocks, Z, strict=True):
         terms = [at_elements(block, _pick(Y, number)) * x[None] for number, x in columns]
@@ -127,24 +134,23 @@ def _pick(Y: Any, number: int | list[int | None]) -> Any:
 
 
 def _best_rank(
-    program: StepProgram, layout: Layout, L: list[Any], right: Any, r: int
+    program: StepProgram, layout: Layout, L: list[Any], right: Any, r: int, weights: Any
 ) -> tuple[Any, Any, Any, Any]:
     """`A = L X`, the factors `Y` (q, r, units) of `E = Z Y`, and squares of what is kept and lost.
 
-    Of `L` only products of two columns are needed: summed over n they are `L^T L`; summed over
-    units, with `X X^T` as weights, the squares of the rows of `L X`.
+    Of `L` only products of two columns are needed: summed over n with their weights they are `L^T w
+    L`; summed over units, with `X X^T` as factors, the squares of the rows of `L X`.
     """
     tuning, q = program.tuning, len(L)
     products = {(a, b): x[0] * y[0] for a, x in enumerate(L) for b, y in enumerate(L[: a + 1])}
-    ones = jnp.ones(L[0].shape[1:3], L[0].dtype)
-    dots = {ab: jnp.einsum("ej,eju->eu", ones, x).reshape(-1) for ab, x in products.items()}
+    dots = {ab: jnp.einsum("ej,eju->eu", weights, x).reshape(-1) for ab, x in products.items()}
     grams = tuning.computed_once((_symmetric(dots, q, None), right))
     X, Y = tuning.computed_once(singular_columns(*grams))
 
-    def squares(weights: Any) -> Any:
-        total = jnp.zeros(ones.shape, ones.dtype)
+    def squares(mixed: Any) -> Any:
+        total = jnp.zeros_like(weights)
         for (a, b), x in products.items():
-            factor = weights[a, b] if a == b else 2 * weights[a, b]
+            factor = mixed[a, b] if a == b else 2 * mixed[a, b]
             total = total + jnp.einsum("eju,eu->ej", x, by_row(layout, factor))
         return jnp.maximum(total, 0)
 
