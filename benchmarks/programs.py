@@ -19,9 +19,14 @@ from etrace_bridge.rules import Rule
 from etrace_bridge.schedule.chunk_plan import divide
 
 
-def squares(output: Any, target: Any) -> Any:
-    """The mean squared error."""
-    return jnp.mean((output - target) ** 2)
+class Squares:
+    """The mean squared error, as a learner's loss."""
+
+    reads = None  # all outputs
+
+    def __call__(self, output: Any, target: Any) -> Any:
+        """The loss of one step."""
+        return jnp.mean((output - target) ** 2)
 
 
 class Programs:
@@ -35,7 +40,7 @@ class Programs:
 
     def __init__(self, compiled: CompiledStep, rule: Rule, optimizer: Any = None) -> None:
         updater = make_updater(optimizer or optax.adam(1e-3), None, None, None, 1, None, False)
-        self.spec = ProgramSpec(OnlineCore(compiled, rule), squares, updater, "mean", True)
+        self.spec = ProgramSpec(OnlineCore(compiled, rule), Squares(), updater, "mean", True)
         theta, hidden, other = compiled.read()
         self.state = jax.eval_shape(
             lambda: LearnerState(
