@@ -20,11 +20,12 @@ from etrace_bridge.schedule.chunk_plan import divide
 
 
 class Squares:
-    """The mean squared error. It reads all outputs, as `reads = None` says."""
+    """The mean squared error, as a learner's loss."""
 
-    reads = None
+    reads = None  # all outputs
 
     def __call__(self, output: Any, target: Any) -> Any:
+        """Return the loss of one step."""
         return jnp.mean((output - target) ** 2)
 
 

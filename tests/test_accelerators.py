@@ -7,6 +7,7 @@ from typing import Any
 
 import brainstate
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -61,11 +62,15 @@ def everything() -> CompiledStep:
 @pytest.mark.x32
 @pytest.mark.parametrize("rule", rule_names())
 def test_every_program_lowers_for_accelerators(everything: CompiledStep, rule: str) -> None:
-    """Step and chunks, for all platforms at once: no float64, callback or barrier in them."""
+    """Step and chunks, exported for all platforms at once: no float64, callback or barrier in
+    them.
+    """
     assert len(everything.hidden_names) == 4, everything.hidden_names
     programs = Programs(everything, make_rule(rule))
     for function, shapes in (programs.step(), programs.gradients(T, 2)):
-        text = jax.jit(function).trace(*shapes).lower(lowering_platforms=PLATFORMS).as_text()
+        exported = jax.export.export(jax.jit(function), platforms=PLATFORMS)(*shapes)
+        text = exported.mlir_module()
+        assert exported.platforms == PLATFORMS
         assert "stablehlo.dot_general" in text and "f64" not in text and "barrier" not in text
         called = set(re.findall(r"custom_call @(\w+)", text))
         assert called == (SOLVERS if rule in EIGENVALUES else set()), called
