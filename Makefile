@@ -86,7 +86,7 @@ reproduce: setup ## Run published experiments with every rule (hours; TASK=A SEE
 	$(BIN)/python -m benchmarks.reproduce $(if $(TASK),--task $(TASK)) --seeds $(SEEDS)
 
 fuzz: setup ## Try N=2000 random programs on each fuzz test.
-	FUZZ_PROGRAMS=$(N) $(BIN)/python -m pytest -n $(JOBS) --hypothesis-profile fuzz -m fuzz tests
+	FUZZ_RECORD=tests/fuzzed.json FUZZ_PROGRAMS=$(N) $(BIN)/python -m pytest -n $(JOBS) --hypothesis-profile fuzz -m fuzz tests
 
 docs: $(VENV)/.docs-ready ## Build the documentation into site/.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

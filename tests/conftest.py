@@ -31,6 +31,7 @@ if _MADE_FOLDER:
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import brainstate
 import hypothesis
@@ -40,6 +41,7 @@ import pytest
 import torch
 
 from etrace_bridge.lowering.compile import OPTIONS
+from fuzz_record import record
 from strict import promotion, run_tests_strictly
 
 # brainstate turns JAX's x64 off when it is imported and keeps a default dtype of its own, so the
@@ -96,6 +98,14 @@ def _seed(_precision: None) -> None:
     np.random.seed(0)
     torch.manual_seed(0)
     brainstate.random.seed(0)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo) -> Any:
+    report = yield
+    if report.failed and item.get_closest_marker("fuzz") is not None:
+        record(item.originalname, "faults")
+    return report
 
 
 def pytest_unconfigure() -> None:

@@ -186,9 +186,12 @@ class Unrolled:
 
         return jax.grad(total)(weights)
 
-    def d_rtrl(self) -> dict[str, list[Any]]:
+    def d_rtrl(self, credits: Sequence[str] = ("step", "core")) -> dict[str, list[Any]]:
         """The same by D-RTRL: influence of the parameters on the hidden states, carried through
         uncut paths only.
+
+        Args:
+            credits: which of the two to compute.
 
         Returns:
             For each `credit`, the gradients. It says how a step's loss is differentiated by the
@@ -204,15 +207,17 @@ class Unrolled:
             hidden, others = states[:n], states[n:]
 
             def loss(hidden, weights, cuts):
-                return self._run(args, [*hidden, *others], weights, cuts)[0]
+                return self._run(args, [*hidden, *others], weights, cuts)
 
             def new(hidden, weights):
                 return self._run(args, [*hidden, *others], weights, list(facts.cuts))[1][:n]
 
-            back, direct = jax.grad(loss, argnums=(0, 1))(hidden, weights, [])
-            backs = {"step": back, "core": back}
-            if facts.pre_cuts:
-                backs["core"] = jax.grad(loss)(hidden, weights, list(facts.pre_cuts))
+            differentiate = jax.grad(loss, argnums=(0, 1), has_aux=True)
+            (back, direct), states = differentiate(hidden, weights, [])
+            backs = dict.fromkeys(credits, back)
+            if facts.pre_cuts and "core" in credits:
+                back, _ = jax.grad(loss, has_aux=True)(hidden, weights, list(facts.pre_cuts))
+                backs["core"] = back
             grads = {
                 credit: [
                     grad
@@ -237,10 +242,10 @@ class Unrolled:
                 ]
                 for i in range(n)
             ]
-            return (self._run(args, states, weights)[1], influence, grads), None
+            return (states, influence, grads), None
 
         zeros = [[jnp.zeros((h.size, size)) for size in sizes] for h in states[:n]]
-        start = {credit: [jnp.zeros(size) for size in sizes] for credit in ("step", "core")}
+        start = {credit: [jnp.zeros(size) for size in sizes] for credit in credits}
         (_, _, grads), _ = lax.scan(body, (states, zeros, start), self.inputs)
         return {
             c: [g.reshape(w.shape) for g, w in zip(gs, weights, strict=True)]

@@ -22,6 +22,7 @@ from etrace_bridge.learning.compiled_step import CompiledStep
 from etrace_bridge.learning.footprint import rule_bytes
 from etrace_bridge.rules import DRTRL, LowRankRTRL, make_rule, rule_text
 from etrace_bridge.rules.best_rank import singular_columns
+from fuzz_record import record
 from low_rank_oracle import (
     GRU,
     INPUTS,
@@ -162,6 +163,7 @@ def test_the_error_is_never_above_the_bound(name, rule, seed, steps, weights, in
     scale = math.sqrt(sum((g**2).sum() for g in exact.values()))
     assert scale > 0 and error <= lost[1] + 1e-11 * scale
     assert steps < 4 or lost[1] > 0
+    record("test_the_error_is_never_above_the_bound", "programs")
 
 
 class Chain(nn.Module):

@@ -5,7 +5,13 @@ out for XLA's CPU compiler. No file outside this folder speaks of XLA, of a CPU 
 tests/test_house.py holds this.
 """
 
-from etrace_bridge.lowering.compile import as_call, compiler_options, jit, keep_programs
+from etrace_bridge.lowering.compile import (
+    as_call,
+    compiler_options,
+    jit,
+    keep_programs,
+    traced_once,
+)
 from etrace_bridge.lowering.cpu import CPUTuning
 from etrace_bridge.lowering.notice import Program, announcing, hushed
 from etrace_bridge.lowering.tuning import Bind, Tuning
@@ -21,6 +27,7 @@ __all__ = [
     "hushed",
     "jit",
     "keep_programs",
+    "traced_once",
     "tuning_for",
 ]
 

@@ -53,6 +53,13 @@ def as_call(function: Callable) -> Callable:
     return jax.jit(function)
 
 
+def traced_once(function: Callable) -> Callable:
+    """Make a function that is traced once for each kind of arguments, however often a program
+    calls it; its operations become part of the program.
+    """
+    return jax.jit(function, inline=True)
+
+
 def keep_programs(folder: str | PathLike) -> None:
     """Keep compiled programs in a folder, from which later processes read them.
 

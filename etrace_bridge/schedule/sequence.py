@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from etrace_bridge.lowering import traced_once
 from etrace_bridge.schedule.chunk_plan import ChunkPlan
 
 # From this number of full chunks on, all run in one loop: unrolled, the buffers of several would
@@ -66,13 +67,16 @@ def _run_loop(run: ChunkFunction, carry: Any, data: Any, plan: ChunkPlan):
     shape = count, plan.steps
     parts = jax.tree.map(lambda x: lax.slice_in_dim(x, 0, span).reshape(*shape, *x.shape[1:]), data)
 
+    # Tracing a chunk is much of what a first call costs, and its gradients' shapes are needed first.
+    run_once = traced_once(lambda carry, part: run(carry, part, False, False))
+
     def body(state: Any, part: Any) -> tuple[Any, Any]:
         inner, summed = state
-        grads, losses, outputs, inner = run(inner, part, False, False)
+        grads, losses, outputs, inner = run_once(inner, part)
         return (inner, add_trees(summed, grads)), (losses, outputs)
 
     first = jax.tree.map(lambda x: x[0], parts)
-    shapes = jax.eval_shape(lambda c, p: run(c, p, False, False)[0], carry, first)
+    shapes = jax.eval_shape(lambda c, p: run_once(c, p)[0], carry, first)
     zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     (carry, total), made = lax.scan(body, (carry, zero), parts)
     losses, outputs = jax.tree.map(lambda x: x.reshape(span, *x.shape[2:]), made)
