@@ -28,6 +28,12 @@ class StreamLearner:
     def __init__(self, model: Any, **options: Any) -> None:
         self.learner = OnlineLearner(model, **options)
 
+    def __repr__(self) -> str:
+        return f"StreamLearner({self.learner!r})"
+
+    def _repr_html_(self) -> str:
+        return self.learner._repr_html_()
+
     def predict_one(self, x: Any) -> Any:
         """The output for the next example, in evaluation mode, without the batch axis."""
         outputs = self.learner.predict(
