@@ -149,6 +149,15 @@ def test_random_numbers_of_a_module() -> None:
     assert learner.gradients(xs, targets).loss != first.loss
 
 
+def test_one_example_at_a_time() -> None:
+    net, (xs, targets) = RNN(), data()
+    stream = eb.StreamLearner(net, rule="bptt", loss=squared, optimizer=optax.sgd(0.1))
+    expected = stream.learner.predict(xs[:1, :1])[0, 0]
+    np.testing.assert_array_equal(stream.predict_one(xs[0, 0]), expected)
+    stream.learn_one(xs[0, 0], targets[0, 0])
+    assert np.abs(stream.predict_one(xs[0, 0]) - expected).max() > 1e-3
+
+
 class Dropped(RNN):
     """The same with brainstate's dropout and batch norm, whose mode is `fit` of its environment."""
 

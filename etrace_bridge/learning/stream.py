@@ -39,8 +39,7 @@ class StreamLearner:
         outputs = self.learner.predict(
             map_input(lambda a: _as_tensor(a)[None, None], x), carry=True
         )
-        axis = 1 if self.learner.runtime.batch_first else 0
-        return jax.tree.map(lambda y: y.select(axis, 0)[0], outputs)
+        return jax.tree.map(lambda y: y[0, 0], outputs)  # one step of one sequence
 
     def learn_one(self, x: Any, y: Any) -> StreamLearner:
         """One time step with update; returns the learner itself."""
