@@ -147,6 +147,41 @@ def test_random_numbers_of_a_module() -> None:
     assert learner.gradients(xs, targets).loss != first.loss
 
 
+def test_one_example_at_a_time() -> None:
+    net, (xs, targets) = RNN(), data()
+    stream = eb.StreamLearner(net, rule="bptt", loss=squared, optimizer=optax.sgd(0.1))
+    expected = stream.learner.predict(xs[:1, :1])[0, 0]
+    np.testing.assert_array_equal(stream.predict_one(xs[0, 0]), expected)
+    stream.learn_one(xs[0, 0], targets[0, 0])
+    assert np.abs(stream.predict_one(xs[0, 0]) - expected).max() > 1e-3
+
+
+class Dropped(RNN):
+    """The same with brainstate's dropout and batch norm, whose mode is `fit` of its environment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.norm = brainstate.nn.Dropout(0.5), brainstate.nn.BatchNorm0d((H,))
+
+    def update(self, x):
+        self.h.value = jnp.tanh(self.inner(x) + self.recurrent(self.h.value))
+        return self.out(self.drop(self.norm(self.h.value)))
+
+
+def test_dropout_is_on_in_training_and_off_in_evaluation() -> None:
+    """Without a word about `fit`, and in the reference too; `fit` given by the user holds."""
+    net, (xs, targets) = Dropped(), data()
+    wanted = reference(net, xs, targets)
+    learner = eb.OnlineLearner(net, "rtrl", squared, chunk=2)
+    first = learner.gradients(xs, targets)
+    assert_grads(first.grads, wanted)
+    assert learner.gradients(xs, targets).loss != first.loss
+    np.testing.assert_array_equal(learner.predict(xs), learner.predict(xs))
+    with brainstate.environ.context(fit=False):
+        still = eb.OnlineLearner(net, "bptt", squared)
+        assert still.gradients(xs, targets).loss == still.gradients(xs, targets).loss
+
+
 class Leaky(brainstate.nn.Module):
     """A leaky state behind a layer."""
 

@@ -58,6 +58,8 @@ def test_the_sum_of_step_gradients_is_the_learner_s(rule):
     net, (xs, ys) = make_net(), make_data()
     learner = eb.OnlineLearner(net, rule=rule, loss=mse_loss, chunk=1, reduction="sum")
     fun = eb.functional(net, xs[0], rule=rule)
+    assert repr(fun).startswith("Functional(") and len(repr(fun)) < 120  # no arrays
+    assert repr(fun) in fun._repr_html_() and next(iter(fun.params)) in fun._repr_html_()
     assert_close(online_gradient(fun, xs, ys), learner.gradients(xs, ys).grads)
 
 

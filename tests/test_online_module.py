@@ -587,6 +587,7 @@ def test_wrong_inputs_are_refused(d_rtrl):
 def test_one_example_at_a_time_by_the_convention_of_stream_libraries():
     net = make_net(torch.float32)
     stream = eb.StreamLearner(net, loss=mse_loss, optimizer=torch.optim.SGD(net.parameters(), 0.05))
+    assert repr(stream).startswith("StreamLearner(OnlineLearner(")
     xs, ys = make_data(40, 1, dtype=torch.float32)
     first = stream.predict_one(xs[0, 0])
     torch.testing.assert_close(

@@ -189,6 +189,67 @@ def test_batches_are_laid_out_as_the_model_takes_them(folder):
     assert batch[0].shape == (2, 6, 3) and torch.equal(batch[0][0], by_time.xs[:, 4])
 
 
+@pytest.mark.parametrize("maker", ["make_model", "make_batch_first"])
+def test_sequences_of_different_lengths(capsys, folder, maker):
+    """One update and the loss after it are torch's, whatever stands behind a sequence's end."""
+    swap = (lambda x: x.swapaxes(0, 1)) if maker == "make_batch_first" else (lambda x: x)
+    xs, targets = np.load("data.npz").values()
+    lengths = np.array([6, 2, 1, 5, 3, 6, 4, 2, 6, 1])
+    mask = np.arange(6)[:, None] < lengths
+    padded = {"xs": swap(xs), "targets": swap(np.where(mask[..., None], targets, np.nan))}
+    np.savez("lengths.npz", **padded, lengths=lengths)
+    np.savez("mask.npz", **padded, mask=swap(mask))
+
+    def masked_loss(model):
+        outputs = swap(model(torch.tensor(swap(xs)).float()))
+        return (outputs - torch.tensor(targets).float())[torch.tensor(mask)].square().mean()
+
+    model = load_model(f"models.py:{maker}")
+    masked_loss(model).backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.5 * p.grad
+    settings = ("--rule", "bptt", "--chunk", "6", "--optimizer", "sgd", "--lr", "0.5")
+    train = ("train", f"models.py:{maker}", *settings, "--epochs", "1", "--output", "trained")
+    status, _, err = run(capsys, *train, "--data", "lengths.npz")
+    assert status == 0, err
+    found = safetensors.torch.load_file("trained.safetensors")
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6)
+    for file in ("lengths.npz", "mask.npz"):  # batches that count differently much
+        some = ("--data", file, "--batch", "4", "--checkpoint", "trained", "--json")
+        status, out, err = run(capsys, "evaluate", f"models.py:{maker}", *some)
+        assert status == 0, err
+        assert json.loads(out)["loss"] == pytest.approx(float(masked_loss(model).detach()), 1e-5)
+
+
+def test_the_last_step_is_the_last_that_the_mask_leaves(folder):
+    options = {"stream": False, "window": None, "batch_first": False, "loss": "cross_entropy"}
+    labels = np.load("labels.npy")
+    mask = np.arange(6)[:, None] < np.arange(1, 11).clip(max=6)
+    sequences = make_sequences(
+        np.load("xs.npy"), labels, loss_at="last", model=nn.GRU(3, 2), mask=mask, **options
+    )
+    last = sequences.mask
+    assert last.sum(0).tolist() == [1] * 10 and last.argmax(0).tolist() == [0, 1, 2, 3, 4, *[5] * 5]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"mask": np.ones((6, 9))}, "`mask` has shape (6, 9), time first"),
+        ({"mask": np.full(6, np.nan)}, "`mask` in 'own.npz' must be finite numbers"),
+        ({"lengths": np.ones(9, int)}, "the number of steps of each sequence: 10 whole numbers"),
+        ({"lengths": np.full(10, 7)}, "`lengths` has 7 steps, but the batch has only 6"),
+        ({"lengths": np.zeros(10, int)}, "The mask in 'own.npz' leaves no step"),
+    ],
+)
+def test_masks_that_do_not_fit_are_named(capsys, folder, arrays, message):
+    np.savez("own.npz", **np.load("data.npz"), **arrays)
+    status, _, err = run(capsys, "train", "models.py:make_model", "--data", "own.npz")
+    assert status == 2 and message in err and "Traceback" not in err
+
+
 # -- long runs ------------------------------------------------------------------------------------
 
 LONG = (

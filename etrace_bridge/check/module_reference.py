@@ -17,6 +17,7 @@ import numpy as np
 
 from etrace_bridge.check.torch_reference import Reference
 from etrace_bridge.compiler.diagnostics import show_path
+from etrace_bridge.compiler.extraction import fitting
 from etrace_bridge.lowering import jit
 
 
@@ -119,7 +120,8 @@ class _PureSteps:
     def __init__(self, net: brainstate.nn.Module, xs: Sequence[Any]) -> None:
         self._call = brainstate.transform.StatefulFunction(net.__call__, return_only_write=False)
         first = [x[0] for x in xs]
-        self._call.make_jaxpr(*first)
+        with fitting():
+            self._call.make_jaxpr(*first)
         self.states = list(self._call.get_states(*first))
 
     def __call__(self, values: list[Any], xs: Sequence[Any]) -> Any:

@@ -18,6 +18,13 @@ from torch import nn
 from etrace_bridge._errors import BridgeError, InputError
 from etrace_bridge.cli.arguments import existing_file
 from etrace_bridge.frontend import BridgedModule
+from etrace_bridge.learning.masks import (
+    blank_masked,
+    check_mask,
+    combine_masks,
+    last_of,
+    length_mask,
+)
 
 CLASS_LOSSES = ("cross_entropy", "nll")
 _INPUTS, _TARGETS = ("xs", "x", "inputs"), ("targets", "target", "ys", "y", "labels")
@@ -30,7 +37,8 @@ class Sequences:
     Attributes:
         xs: inputs `(T, N, …)`.
         targets: targets `(T, N, …)`.
-        mask: (T,) weights of the steps, None for all alike.
+        mask: weights of the steps, (T,), or of the steps of each sequence, (T, N); None for all
+            alike.
     """
 
     xs: torch.Tensor
@@ -44,10 +52,21 @@ class Sequences:
         """Return some sequences as a batch `(xs, targets[, mask])`, laid out as the model takes
         them.
         """
-        parts = [part[:, index] for part in (self.xs, self.targets)]
+        parts = [self.xs, self.targets]
+        if self.mask is not None and self.mask.dim() == 2:
+            parts.append(self.mask)
+        parts = [part[:, index] for part in parts]
         if batch_first:
             parts = [part.transpose(0, 1).contiguous() for part in parts]
-        return (*parts, self.mask) if self.mask is not None else tuple(parts)
+        if self.mask is not None and self.mask.dim() == 1:
+            parts.append(self.mask)
+        return tuple(parts)
+
+    def counted(self, index: torch.Tensor) -> float:
+        """How much some sequences count in a mean over all: each alike, or as their masks say."""
+        if self.mask is None or self.mask.dim() == 1:
+            return len(index)
+        return float(self.mask[:, index].sum())
 
 
 def read_arrays(
@@ -130,6 +149,38 @@ def read_inputs(data: str, target_columns: list[str]) -> tuple[np.ndarray, bool]
     return xs, stream
 
 
+def read_mask(data: str, steps: int, count: int, batch_first: bool) -> np.ndarray | None:
+    """Which steps count, time-major, from the arrays `mask` and `lengths` of a `.npz`.
+
+    Args:
+        data: the file that the inputs are from.
+        steps: T.
+        count: N, the number of sequences.
+        batch_first: a mask of single sequences is `(N, T)`.
+    """
+    path = Path(data)
+    if path.suffix != ".npz":
+        return None
+    with _reading(path) as file, np.load(file, allow_pickle=False) as held:
+        mask, lengths = held.get("mask"), held.get("lengths")
+    for name, array in (("mask", mask), ("lengths", lengths)):
+        if array is not None and (array.dtype.kind not in "fiub" or not np.isfinite(array).all()):
+            raise InputError(f"`{name}` in {path.name!r} must be finite numbers.")
+    if mask is not None:
+        mask = mask.T if batch_first and mask.ndim == 2 else mask
+        check_mask(mask, steps, count)
+    if lengths is not None:
+        if lengths.dtype.kind not in "iu" or lengths.shape != (count,) or lengths.min() < 0:
+            raise InputError(
+                f"`lengths` in {path.name!r} is {lengths.dtype} of shape {lengths.shape}; it must "
+                f"be the number of steps of each sequence: {count} whole numbers, none negative."
+            )
+        mask = combine_masks([mask, length_mask(torch.as_tensor(lengths), steps)])
+    if mask is not None and not np.any(mask):
+        raise InputError(f"The mask in {path.name!r} leaves no step of these sequences.")
+    return mask
+
+
 def make_sequences(
     xs: np.ndarray,
     targets: np.ndarray,
@@ -140,6 +191,7 @@ def make_sequences(
     loss_at: str,
     loss: str,
     model: nn.Module | brainstate.nn.Module,
+    mask: np.ndarray | None = None,
 ) -> Sequences:
     """Arrange arrays as sequences for a model.
 
@@ -150,10 +202,11 @@ def make_sequences(
         window: cuts a long sequence into sequences of so many steps; what is left at the end is not
             used.
         batch_first: where the batch axis of the arrays is.
-        loss_at: `"all"` steps count, or only the `"last"`.
+        loss_at: `"all"` steps count, or only the `"last"` that the mask leaves.
         loss: the loss's name; classes are whole numbers.
         model: the model, for the type of its numbers; whole numbers stay whole only for one that
             begins with an embedding.
+        mask: which steps count, time-major; what the targets are elsewhere does not matter.
     """
     if stream:
         xs, targets = _cut(xs, window), _cut(targets, window)
@@ -187,6 +240,8 @@ def make_sequences(
             )
         # one a sequence: the same at every step
         targets = np.broadcast_to(targets, (xs.shape[0], *targets.shape))
+    if mask is not None and mask.ndim == 2:
+        targets = blank_masked(targets, mask)
     for name, array in (("inputs", xs), ("targets", targets)):
         if array.dtype.kind not in "fiub":
             raise InputError(f"The {name} are of type {array.dtype}; they must be numbers.")
@@ -197,16 +252,14 @@ def make_sequences(
             )
     floating, embeds = number_types(model)
     whole = xs.dtype.kind in "iu" and embeds
-    mask = None
     if loss_at == "last":
-        mask = torch.zeros(xs.shape[0])
-        mask[-1] = 1
+        mask = last_of(mask, xs.shape[0])
     return Sequences(
         torch.tensor(np.ascontiguousarray(xs), dtype=torch.int64 if whole else floating),
         torch.tensor(
             np.ascontiguousarray(targets), dtype=torch.int64 if loss in CLASS_LOSSES else floating
         ),
-        mask,
+        None if mask is None else torch.tensor(np.ascontiguousarray(mask), dtype=torch.float32),
     )
 
 

@@ -309,7 +309,6 @@ def _make_learner(net: Any, settings: Settings, part: Part) -> OnlineLearner:
     options = {
         "optimizer": OPTIMIZERS[settings.optimizer](settings.lr),
         "clip_norm": settings.clip_norm,
-        "seed": settings.seed,
     }
     options["mesh"] = part.mesh
     options["cache_dir"] = settings.cache_dir

@@ -14,7 +14,14 @@ import torch
 
 from etrace_bridge._errors import InputError
 from etrace_bridge.cli.arguments import OK, UsageError, at_least_one
-from etrace_bridge.cli.data import CLASS_LOSSES, Sequences, make_sequences, read_arrays, read_inputs
+from etrace_bridge.cli.data import (
+    CLASS_LOSSES,
+    Sequences,
+    make_sequences,
+    read_arrays,
+    read_inputs,
+    read_mask,
+)
 from etrace_bridge.cli.model import load_loss, load_net, load_object
 from etrace_bridge.cli.processes import Part
 from etrace_bridge.frontend import to_torch
@@ -108,6 +115,10 @@ def load_sequences(net: brainstate.nn.Module, settings: Any) -> Sequences:
         if settings.layout == "model"
         else settings.layout == "batch"
     )
+    time, batch = (1, 0) if by_batch else (0, 1)
+    mask = (
+        read_mask(settings.data, xs.shape[time], xs.shape[batch], by_batch) if xs.ndim > 1 else None
+    )
     return make_sequences(
         xs,
         targets,
@@ -117,6 +128,7 @@ def load_sequences(net: brainstate.nn.Module, settings: Any) -> Sequences:
         loss_at=settings.loss_at,
         loss=settings.loss,
         model=net,
+        mask=mask,
     )
 
 
@@ -136,16 +148,22 @@ def evaluate_sequences(
     metrics: Mapping[str, Metric],
     part: Part,
 ) -> dict[str, float]:
-    """Return mean loss and metrics over some sequences, each with the same weight.
+    """Return mean loss and metrics over some sequences, weighted as their masks say.
 
     `part` is this process's share of each batch.
     """
     totals: dict[str, float] = {}
+    counted = sequences.counted(index)
+    if not counted:
+        raise InputError(f"The mask leaves no step of the {len(index)} sequences to evaluate.")
     with learner.runtime.filling.up_to(size_to_fill(len(index), batch)):
         for some in index.split(batch):
+            if not sequences.counted(some):
+                continue
             found = evaluate_with(
                 learner, [sequences.pick(part.own(some), learner.runtime.batch_first)], metrics
             )
+            share = sequences.counted(some) / counted
             for name, value in found.items():
-                totals[name] = totals.get(name, 0.0) + value * len(some)
-    return {name: total / len(index) for name, total in totals.items()}
+                totals[name] = totals.get(name, 0.0) + value * share
+    return totals

@@ -204,7 +204,7 @@ def _add_data(own: Any) -> None:
         own,
         "data",
         metavar="FILE",
-        help=".npz with xs and targets, .npy with inputs, or .csv with one row a time step",
+        help=".npz with xs, targets and, if they are padded, lengths or a mask; .npy with inputs, or .csv with one row a time step",
     )
     _add(own, "targets", metavar="FILE", help=".npy with targets, for inputs in a .npy")
     _add(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -176,12 +177,23 @@ def _example(leaf: Any) -> Any:
     )
 
 
+@contextlib.contextmanager
+def fitting() -> Iterator[None]:
+    """Trace brainstate's dropout and batch norm as for training, unless the user has set `fit`."""
+    if brainstate.environ.get("fit", None) is not None:
+        yield
+        return
+    with brainstate.environ.context(fit=True):
+        yield
+
+
 def _trace(
     model: brainstate.nn.Module, args: tuple, kwargs: dict
 ) -> brainstate.transform.StatefulFunction:
     stateful = brainstate.transform.StatefulFunction(model.__call__, return_only_write=False)
     try:
-        stateful.make_jaxpr(*args, **kwargs)
+        with fitting():
+            stateful.make_jaxpr(*args, **kwargs)
     except BridgeError:
         raise
     except AttributeError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 import brainstate
@@ -34,6 +35,7 @@ class Functional:
             batch elements.
         params: the model's weights by name, as `functional` found them.
         graph: the compiled graph.
+        rule: the learning rule.
     """
 
     init: Callable[[Params], OnlineCarry]
@@ -42,6 +44,14 @@ class Functional:
     reset: Callable[..., OnlineCarry]
     params: dict[str, jax.Array]
     graph: ETraceGraph
+    rule: Rule
+
+    def __repr__(self) -> str:
+        rule, count = self.rule.name or type(self.rule).__name__, len(self.params)
+        return f"Functional({rule}, {count} weights: init, step, chunk, reset, params, graph)"
+
+    def _repr_html_(self) -> str:
+        return f"<div><code>{escape(repr(self))}</code>{self.graph._repr_html_()}</div>"
 
     def __iter__(self) -> Iterator[Callable]:
         return iter((self.init, self.step))
@@ -79,7 +89,8 @@ def functional(
         >>> grads, carry = jax.grad(loss, has_aux=True)(params, carry, x, y)
     """
     compiled = compile_step(net, x, seed)
-    core = NamedCore(OnlineCore(compiled, make_rule(rule)))
+    made = make_rule(rule)
+    core = NamedCore(OnlineCore(compiled, made))
 
     @jax.custom_vjp
     def run(params: Params, carry: OnlineCarry, args: list[Any]) -> tuple[Any, OnlineCarry]:
@@ -118,7 +129,7 @@ def functional(
         outputs, new = chunk(params, carry, *args)
         return jax.tree.map(lambda o: o[0], outputs), new
 
-    return Functional(init, step, chunk, core.reset, core.params(), core.program.graph)
+    return Functional(init, step, chunk, core.reset, core.params(), core.program.graph, made)
 
 
 def compile_step(net: Any, x: tuple, seed: int | None = None) -> CompiledStep:

@@ -28,13 +28,18 @@ class StreamLearner:
     def __init__(self, model: Any, **options: Any) -> None:
         self.learner = OnlineLearner(model, **options)
 
+    def __repr__(self) -> str:
+        return f"StreamLearner({self.learner!r})"
+
+    def _repr_html_(self) -> str:
+        return self.learner._repr_html_()
+
     def predict_one(self, x: Any) -> Any:
         """Return the output for the next example, in evaluation mode, without the batch axis."""
         outputs = self.learner.predict(
             map_input(lambda a: _as_tensor(a)[None, None], x), carry=True
         )
-        axis = 1 if self.learner.runtime.batch_first else 0
-        return jax.tree.map(lambda y: y.select(axis, 0)[0], outputs)
+        return jax.tree.map(lambda y: y[0, 0], outputs)  # one step of one sequence
 
     def learn_one(self, x: Any, y: Any) -> StreamLearner:
         """Run one time step with update; return the learner itself."""
