@@ -21,6 +21,7 @@ from etrace_bridge.frontend.calls import LOCK, DefinedMemory, as_written
 from etrace_bridge.frontend.chaining import (
     check_batch,
     check_chaining,
+    check_draws,
     reads_state,
 )
 from etrace_bridge.frontend.inputs import PLAIN, InputForm
@@ -209,6 +210,7 @@ def _plan_in_layout(
     find_argument_slots(model, inputs, plan, paths, given)
     plan.attributes, plan.python = _find_attribute_slots(model, inputs, plan, paths)
     if plan.layout is not None:
+        check_draws(model, inputs, plan, given)
         training = [(module, module.training) for module in model.modules()]
         check_chaining(model, inputs, plan, given)
         for module, mode in training:

@@ -207,6 +207,15 @@ def not_chained(model: str, states: list[str]) -> NotChained:
     )
 
 
+def drawn_once(model: str) -> NotChained:
+    """Random numbers that all steps of a sequence share."""
+    return NotChained(
+        f"`{model}.forward` draws random numbers once for a whole sequence, such as a dropout mask "
+        "that all steps share, and a step would draw them anew. Draw them for each step "
+        "(`nn.Dropout` on the whole sequence), or call `model.eval()` before `wrap`."
+    )
+
+
 class NeedsState(StateError):
     """`forward` requires a state of which nothing tells how it starts."""
 
