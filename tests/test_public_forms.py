@@ -678,3 +678,37 @@ def test_a_loop_that_starts_from_what_an_earlier_run_left_warns() -> None:
     model(inputs(T, B, IN))
     with pytest.warns(UserWarning, match="an earlier run seems to have left: `h`"):
         eb.wrap(model).init_state(B)
+
+
+class LockedLayers(nn.Module):
+    """Library layers, and dropout masks that all steps of a sequence share: variational dropout."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.rnn, self.how = nn.LSTM(IN, 32), how
+        self.weight, self.rows = nn.Parameter(torch.randn(32, 32)), torch.ones(32, 1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, _ = self.rnn(x)
+        if self.how == "mask" and self.training:
+            y = y * y.new_empty(1, *y.shape[1:]).bernoulli_(0.5)
+        if self.how == "function":
+            y = y * F.dropout(torch.ones_like(y[:1]), 0.5, self.training)
+        if self.how == "every step":
+            y = F.dropout(y, 0.5, self.training)
+        if self.how == "weight":
+            y = F.linear(y, self.weight * F.dropout(self.rows, 0.5, self.training))
+        return y
+
+
+@pytest.mark.parametrize("how", ["mask", "function", "weight", "every step"])
+def test_what_layers_of_one_sequence_share_is_drawn_once(how: str) -> None:
+    net = eb.wrap(LockedLayers(how).double())
+    x, starts = inputs(T, B, IN), []
+    for _ in range(2):
+        net.init_state(batch_size=B)
+        pattern = [np.asarray(net(step)) == 0 for step in x]
+        same = all(np.array_equal(p, pattern[0]) for p in pattern)
+        assert same == (how != "every step")
+        starts.append(pattern[0])
+    assert not np.array_equal(*starts)

@@ -15,12 +15,13 @@ from etrace_bridge.frontend.examples import (
     scaled,
     with_sample_changed,
 )
-from etrace_bridge.frontend.layout import unused_length
+from etrace_bridge.frontend.layout import repeat_in_time, unused_length
 from etrace_bridge.frontend.plan import StepPlan, native_call
 from etrace_bridge.frontend.recorder import Recorder, call_root
 from etrace_bridge.frontend.returned import same_tensors
 from etrace_bridge.frontend.snapshot import restored
 from etrace_bridge.frontend.state import flatten_state
+from etrace_bridge.frontend.time.draws import SeenDraws
 
 
 def check_chaining(model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple | None) -> None:
@@ -164,6 +165,26 @@ def _close_gradients(found: torch.Tensor, wanted: torch.Tensor) -> bool:
         return True
     scale = max(1e-3, float(wanted.abs().max()))
     return bool(((found - wanted).abs() <= 1e-2 * scale).all())
+
+
+# ---- random numbers
+
+
+def check_draws(model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple | None) -> None:
+    """Raise if a model that runs its layers over a whole sequence draws some random numbers once
+    for all steps, such as a dropout mask that they share: a step would draw them anew.
+    """
+    if not any(module.training for module in model.modules()):
+        return  # numbers that are drawn in evaluation mode too differ from step to step
+    drawn = []
+    for skip in (0, 1):
+        sequences = repeat_in_time(inputs, plan.layout, unused_length(inputs, skip))
+        with SeenDraws() as seen:
+            call_root(model, plan, given, sequences, Recorder())
+        drawn.append(seen.shapes)
+    short, long = drawn
+    if len(short) == len(long) and any(a == b for a, b in zip(short, long, strict=True)):
+        raise messages.drawn_once(type(model).__name__)
 
 
 # ---- states and samples

@@ -112,7 +112,9 @@ class Core:
             known = layout.static_batch_first(self.model, self.options.batch_first)
             if self.step_of_sequences is not None and self.options.batch_first is None:
                 # code around a layer may bring sequences into the layer's layout
-                seen = discover.see_layout(self.model, self.step_of_sequences, self.form)
+                seen = discover.see_layout(
+                    self.model, self.step_of_sequences, self.form, self._given_state
+                )
                 known = known if seen is None else seen == "batch_first"
             self._guessed_batch_first = self._plan_says_batch_first() if known is None else known
         if self.assumed_batch_first not in (None, self._guessed_batch_first):
@@ -157,7 +159,7 @@ class Core:
             plan = discover.find_plan(
                 self.model,
                 inputs,
-                state=lambda size: examples.given_state(options.state, size, self.float_dtype),
+                state=self._given_state,
                 sequence=options.sequence,
                 batch_first=options.batch_first,
                 batch_size=batch_size,
@@ -168,13 +170,15 @@ class Core:
             if left := tensors_of_a_run(self.model):  # of another batch size, perhaps
                 error.add_note(messages.left_over(type(self.model).__name__, left))
             raise
-        state = (
-            None
-            if options.state is None
-            else examples.given_state(options.state, batch_size, self.float_dtype, detach=False)
-        )
+        state = None if plan.own_start is None else plan.own_start.make(batch_size)
+        if options.state is not None:
+            state = examples.given_state(options.state, batch_size, self.float_dtype, detach=False)
         plan.start_parameters = find_start_parameters(self.model, inputs, plan, state)
         return plan
+
+    def _given_state(self, batch_size: int | None) -> Any:
+        """The user's initial state for a batch size; None if there is none."""
+        return examples.given_state(self.options.state, batch_size, self.float_dtype)
 
     def settings(self, plan: StepPlan) -> Settings:
         """The model's current settings, without those that a step changes."""

@@ -21,6 +21,7 @@ from etrace_bridge.frontend.calls import LOCK, DefinedMemory, as_written
 from etrace_bridge.frontend.chaining import (
     check_batch,
     check_chaining,
+    check_draws,
     reads_state,
 )
 from etrace_bridge.frontend.inputs import PLAIN, InputForm
@@ -31,6 +32,7 @@ from etrace_bridge.frontend.layout import (
     repeat_in_time,
 )
 from etrace_bridge.frontend.names import NamedTensor
+from etrace_bridge.frontend.own_start import find_beginning, find_own_start
 from etrace_bridge.frontend.plan import StepPlan, add_time_axis, native_call, time_axis_of
 from etrace_bridge.frontend.recorder import Recorder, call_root, call_without_state
 from etrace_bridge.frontend.root import find_root_adapter
@@ -41,6 +43,7 @@ _MAY_BE_A_LOOP = (
     messages.BatchInOrder,
     messages.NotChained,
     messages.MissingArgument,
+    messages.NeedsState,
     messages.UnclearState,
 )
 
@@ -91,12 +94,19 @@ def find_plan(
             )
             sequence = probe.layout is not None
             batch_first = probe.layout == "batch_first" if sequence else batch_first
-    batched, given = batch_size is not None, state(batch_size)
+    batched, own = batch_size is not None, None
     with _trying(model):
-        layout = find_layout(model, inputs, sequence, batch_first, form, batched)
+        if (begin := find_beginning(model, inputs, form, batch_size)) is not None:
+            begin()
+        if state(batch_size) is None:
+            own = find_own_start(model, inputs, form, batched)
+            state = state if own is None else own.make_constant
+        given = state(batch_size)
+        layout = find_layout(model, inputs, sequence, batch_first, form, batched, state)
         layout = layout if batched or layout is None else "time_major"
         try:
             plan = _plan_in_layout(model, inputs, layout, given, batched, form)
+            plan.own_start, plan.begin = own, begin
         except Exception as error:
             if sequence is False or not _may_take_sequences(model, error):
                 raise
@@ -121,7 +131,10 @@ def find_plan(
         if layout is None and batch_first is not None:
             layouts = ["batch_first" if batch_first else "time_major"]
         found = _plan_loop(model, inputs, layouts, given, batched, tensors, failure, form)
-        return plan if found is None else found  # type: ignore[possibly-undefined]
+        if found is None:
+            return plan  # type: ignore[possibly-undefined]
+        found.own_start, found.begin = own, begin
+        return found
 
 
 @contextlib.contextmanager
@@ -134,12 +147,16 @@ def _trying(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def see_layout(model: nn.Module, inputs: tuple, form: InputForm) -> str | None:
+def see_layout(
+    model: nn.Module, inputs: tuple, form: InputForm, state: Callable[[int | None], Any]
+) -> str | None:
     """Return the layout in which a model's recurrent layers receive sequences of such steps; None
     if it is unknown.
     """
     with contextlib.suppress(Exception), _trying(model):  # the first input will tell
-        return find_layout(model, inputs, None, None, form)
+        if state(2) is None and (own := find_own_start(model, inputs, form, True)) is not None:
+            state = own.make_constant
+        return find_layout(model, inputs, None, None, form, True, state)
     return None
 
 
@@ -193,6 +210,7 @@ def _plan_in_layout(
     find_argument_slots(model, inputs, plan, paths, given)
     plan.attributes, plan.python = _find_attribute_slots(model, inputs, plan, paths)
     if plan.layout is not None:
+        check_draws(model, inputs, plan, given)
         training = [(module, module.training) for module in model.modules()]
         check_chaining(model, inputs, plan, given)
         for module, mode in training:

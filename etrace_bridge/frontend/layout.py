@@ -32,12 +32,14 @@ def find_layout(
     batch_first: bool | None,
     form: InputForm = PLAIN,
     batched: bool = True,
+    start: Callable[[int | None], Any] = lambda batch: None,
 ) -> str | None:
     """Return whether layers inside a model read whole sequences, and the layout in which the model
     takes them; None for one time step, and for a model without such layers.
 
     The batch axis is the one along which samples stay apart: of the layouts that the model runs
-    in, it is the first in which a change of one sample changes no other sample's output.
+    in, it is the first in which a change of one sample changes no other sample's output. `start`
+    makes what required state arguments start from.
     """
     adapter = find_adapter(model)
     own = adapter.sequence(model) if adapter is not None else None
@@ -45,26 +47,25 @@ def find_layout(
         return None
     if own is not None:
         return own
-    inner = _layouts_of_layers(model)
+    inner = layouts_of_layers(model)
     chosen = None if batch_first is None else "batch_first" if batch_first else "time_major"
     if sequence:
         return chosen or next(iter(inner), "time_major")
     if not inner or (adapter is not None and adapter.arguments(model)):
         return None
     layouts = [chosen] if chosen else list(dict.fromkeys([*inner, "time_major", "batch_first"]))
-    return next(
-        (
-            layout
-            for layout in layouts
-            if keeps_samples_apart(
-                model, inputs, layout, lambda x: call_without_state(model, x, form), batched
-            )
-        ),
-        None,
-    )
+
+    def runs_in(layout: str) -> bool:
+        def call(x: tuple) -> Any:
+            size = x[0].shape[int(layout == "time_major")] if batched else None
+            return call_without_state(model, x, form, start(size))
+
+        return keeps_samples_apart(model, inputs, layout, call, batched)
+
+    return next((layout for layout in layouts if runs_in(layout)), None)
 
 
-def _layouts_of_layers(model: nn.Module) -> list[str]:
+def layouts_of_layers(model: nn.Module) -> list[str]:
     """The layouts of a model's layers that read whole sequences."""
     found = [a.sequence(m) for m in model.modules() if (a := find_adapter(m)) is not None]
     return [layout for layout in found if layout is not None]
@@ -88,7 +89,7 @@ def keeps_samples_apart(
         batched: Whether the inputs have a batch axis; if not, the model only has to run.
     """
     axis = int(layout == "time_major")
-    size = _usable_batch(inputs) if batched else 0
+    size = usable_batch(inputs) if batched else 0
     steps = tuple(with_batch(x, size) for x in inputs) if batched else inputs
     whole = steps if layout is None else repeat_in_time(steps, layout, unused_length(steps))
     base = tuple(random_like(x, 0) for x in whole)
@@ -104,7 +105,7 @@ def keeps_samples_apart(
     return all(share_changed(runs[0], run) <= 1 / size + 1e-9 for run in runs[1:])
 
 
-def _usable_batch(inputs: tuple) -> int:
+def usable_batch(inputs: tuple) -> int:
     """The batch size, or another one where it is one or that of another axis."""
     tensors = [x for x in inputs if isinstance(x, torch.Tensor) and x.dim()]
     others = {1, *(size for x in tensors for size in x.shape[1:])}
@@ -117,7 +118,7 @@ def static_batch_first(model: nn.Module, batch_first: bool | None) -> bool | Non
     """Tell from the layers alone whether sequences are batch-first; None if no layer tells."""
     if batch_first is not None:
         return batch_first
-    return next((layout == "batch_first" for layout in _layouts_of_layers(model)), None)
+    return next((layout == "batch_first" for layout in layouts_of_layers(model)), None)
 
 
 def repeat_in_time(inputs: tuple, layout: str | None, length: int) -> tuple:

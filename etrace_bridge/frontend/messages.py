@@ -207,14 +207,38 @@ def not_chained(model: str, states: list[str]) -> NotChained:
     )
 
 
-def needs_state(model: str, names: Sequence[str], error: Exception, known: bool) -> BridgeError:
-    """A required argument: a state, or one that may be a state or an input."""
+def drawn_once(model: str) -> NotChained:
+    """Random numbers that all steps of a sequence share."""
+    return NotChained(
+        f"`{model}.forward` draws random numbers once for a whole sequence, such as a dropout mask "
+        "that all steps share, and a step would draw them anew. Draw them for each step "
+        "(`nn.Dropout` on the whole sequence), or call `model.eval()` before `wrap`."
+    )
+
+
+class NeedsState(StateError):
+    """`forward` requires a state of which nothing tells how it starts."""
+
+
+def needs_state(
+    model: str, names: Sequence[str], error: Exception, known: bool, zeros: str | None
+) -> BridgeError:
+    """A required argument: a state, or one that may be a state or an input; `zeros` is code that
+    makes one that `forward` takes and gives back.
+    """
     listed, cause = ", ".join(names), f"{type(error).__name__}: {error}"
     if known:
-        return StateError(
-            f"`{model}.forward` needs a state in `{listed}` and fails without one ({cause}). The "
-            "bridge cannot know its shape. Pass `wrap(model, state=lambda batch_size: "
-            "torch.zeros(batch_size, hidden))`, with the structure that `forward` expects."
+        shape = (
+            "The bridge cannot know its shape, and a start of zeros that `forward` takes was not "
+            "found. Pass `wrap(model, state=lambda batch_size: torch.zeros(batch_size, hidden))`, "
+            "with the structure that `forward` expects."
+            if zeros is None
+            else f"Zeros of this shape fit: `wrap(model, state=lambda batch_size: {zeros})`. Pass "
+            "them if that is how yours starts, or give the model a method "
+            "`init_state(batch_size)` that makes the state."
+        )
+        return NeedsState(
+            f"`{model}.forward` needs a state in `{listed}` and fails without one ({cause}). {shape}"
         )
     return MissingArgument(
         f"`{model}.forward` fails without `{listed}` ({cause}). If that is an input, call the "

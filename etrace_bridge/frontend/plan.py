@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ from etrace_bridge.frontend.state import (
 from etrace_bridge.frontend.tensor import INPUT, STATE
 
 if TYPE_CHECKING:
+    from etrace_bridge.frontend.own_start import OwnStart
     from etrace_bridge.frontend.time.step import LoopStep
 
 
@@ -194,6 +196,9 @@ class StepPlan:
         uses_random: The step draws random numbers.
         later: Which of their three values Python attributes get, to see whether that matters.
         start_parameters: Names of the parameters that do nothing but make the initial state.
+        own_start: What the model itself tells that its required state arguments start from.
+        begin: Calls the method of the model that has to be called before a sequence; None if there
+            is none. The states that it sets are then set by the plan.
         loop: The step of a model that loops over time with its state in local variables; None for
             other models.
     """
@@ -208,6 +213,8 @@ class StepPlan:
     uses_random: bool = False
     later: int = 0
     start_parameters: tuple[str, ...] = ()
+    own_start: OwnStart | None = None
+    begin: Callable[[], Any] | None = None
     loop: LoopStep | None = None
 
     @property
@@ -300,6 +307,16 @@ class StepPlan:
         if self.root is not None and self.root.arguments(model):
             return self.root.split(model, returned)[0]
         return returned
+
+
+@contextlib.contextmanager
+def begun(plan: StepPlan) -> Iterator[None]:
+    """Within this, the model's own method for the begin of a sequence has been called, if it has to
+    be; the caller restores the model.
+    """
+    if plan.begin is not None:
+        plan.begin()
+    yield
 
 
 def native_call(model: nn.Module) -> Callable:

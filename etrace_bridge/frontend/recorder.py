@@ -81,6 +81,7 @@ def call_root(
         return plan.call_from(model, args, None if states is None else copied_state(states))
 
 
-def call_without_state(model: nn.Module, inputs: tuple, form: InputForm) -> Any:
-    args, kwargs = fill_missing(model.forward, *form.fill(inputs))
+def call_without_state(model: nn.Module, inputs: tuple, form: InputForm, start: Any = None) -> Any:
+    """Call the model on its inputs alone; required state arguments get a start, or None."""
+    args, kwargs = fill_missing(model.forward, *form.fill(inputs), start)
     return model(*args, **kwargs)

@@ -103,6 +103,8 @@ def run_torch(
         if known is None and plan.layout == "batch_first":
             plan, by_time = find(True)
         whole = plan.layout is not None and not stepwise
+        if plan.begin is not None:
+            plan.begin()
         # Copies, so that putting the model back does not write to tensors that autograd needs
         for slot in plan.attributes:
             slot.put([leaf.initial.clone() for leaf in slot.leaves])

@@ -21,6 +21,7 @@ from torch import nn
 
 from etrace_bridge._errors import InputError, StateError
 from etrace_bridge.frontend import messages
+from etrace_bridge.frontend.fitting_zeros import find_zeros
 from etrace_bridge.frontend.inputs import PLAIN, InputForm
 from etrace_bridge.frontend.readings import (
     STATE_NAME,
@@ -130,7 +131,9 @@ def _choose(trials: Trials, candidates: list[tuple[str, ...]]) -> Reading | None
                     return None
                 if trials.state is None and required_arguments(model, names):
                     known = all(STATE_NAME.fullmatch(name) for name in names)
-                    raise messages.needs_state(type(model).__name__, names, error, known) from error
+                    zeros = find_zeros(trials, names) if known else None
+                    name = type(model).__name__
+                    raise messages.needs_state(name, names, error, known, zeros) from error
                 raise
             continue
         for reading in possible_readings(names, returned):

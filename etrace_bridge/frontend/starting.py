@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from etrace_bridge.frontend.calls import LOCK
-from etrace_bridge.frontend.plan import StepPlan, add_time_axis, native_call
+from etrace_bridge.frontend.plan import StepPlan, add_time_axis, begun, native_call
 from etrace_bridge.frontend.snapshot import restored
 from etrace_bridge.frontend.state import flatten_state
 
@@ -36,9 +36,9 @@ def find_start_parameters(
     start = [leaf.initial.clone() for leaf in plan.leaves]
     try:
         with LOCK, restored(model), torch.enable_grad():
-            with restored(model, values=False):
+            with restored(model, values=False), begun(plan):
                 own = _gradients(_tensors(_call(model, inputs, plan, state)) + _held(model), named)
-            with restored(model, values=False):
+            with restored(model, values=False), begun(plan):
                 ours = _gradients(
                     _tensors(plan.run(model, inputs, start, native_call(model))) + _held(model),
                     named,

@@ -374,19 +374,31 @@ def call_with_state(
     return function(*args, *waiting, **kept, **given)
 
 
-def fill_missing(forward: Callable, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Pass None for required arguments beyond those given, because a model's code often reads None
-    as "no state yet".
-    """
+def missing_arguments(forward: Callable, args: tuple, kwargs: dict) -> list[str]:
+    """Name the required arguments that some arguments by position and by keyword leave out."""
     required = [
         name
         for name, p in inspect.signature(forward).parameters.items()
         if p.default is p.empty and p.kind in _POSITIONAL
     ]
-    missing = [name for name in required[len(args) :] if name not in kwargs]
+    return [name for name in required[len(args) :] if name not in kwargs]
+
+
+def fill_missing(
+    forward: Callable, args: tuple, kwargs: dict, start: Any = None
+) -> tuple[tuple, dict]:
+    """Give a start for the required arguments beyond those given, or None: a model's code often
+    takes None for "no state yet".
+    """
+    missing = missing_arguments(forward, args, kwargs)
+    values: tuple = (None,) * len(missing)
+    if start is not None and len(missing) == 1:
+        values = (start,)
+    elif isinstance(start, (tuple, list)) and len(start) == len(missing):
+        values = tuple(start)
     if kwargs:
-        return args, {**kwargs, **dict.fromkeys(missing)}
-    return (*args, *[None] * len(missing)), kwargs
+        return args, {**kwargs, **dict(zip(missing, values, strict=True))}
+    return (*args, *values), kwargs
 
 
 _MISSING = object()

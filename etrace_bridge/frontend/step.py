@@ -22,7 +22,7 @@ from etrace_bridge.frontend.names import NamedTensor
 from etrace_bridge.frontend.ops.dtypes import to_jax_dtype
 from etrace_bridge.frontend.ops.ranges import InputRange, check_ranges, trace_with_ranges
 from etrace_bridge.frontend.outputs import keep_tensors
-from etrace_bridge.frontend.plan import Injector, StepPlan
+from etrace_bridge.frontend.plan import Injector, StepPlan, begun
 from etrace_bridge.frontend.simplify import simplify
 from etrace_bridge.frontend.snapshot import restored
 from etrace_bridge.frontend.state import find_adapter, flatten_state, unflatten_state
@@ -116,7 +116,7 @@ def trace_step(
             found["uses_key"] = keys.used
             return (*outputs, *new_values, *([keys.key] if keys.used else []))
         tracer = Tracer({id(m): path for path, m in model.named_modules()}, make_key=keys.next)
-        with restored(model, values=False), tracing(tracer):
+        with restored(model, values=False), begun(plan), tracing(tracer):
             for named, value in zip(tensors, tensor_values, strict=True):
                 traced = TracedTensor(value, differentiable=named.trained)
                 tracer.track(
