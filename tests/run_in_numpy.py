@@ -13,9 +13,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
-from etrace_bridge._jax_compat import Literal, bind_equation
+from etrace_bridge._jax_compat import ClosedJaxpr, Literal, bind_equation
 
 
 def run_in_numpy(function: Callable) -> Callable:
