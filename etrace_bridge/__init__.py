@@ -44,6 +44,6 @@ def _version() -> str:
 
 
 def __dir__() -> list[str]:
-    return sorted(
-        {*globals(), "__version__", *importlib.import_module("etrace_bridge._public").__all__}
-    )
+    private = {"annotations", "importlib", "Any", "TYPE_CHECKING"}
+    public = importlib.import_module("etrace_bridge._public").__all__
+    return sorted(({*globals()} - private) | {"__version__", *public})

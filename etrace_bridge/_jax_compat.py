@@ -21,6 +21,7 @@ __all__ = [
     "Var",
     "bind_equation",
     "called_jaxpr",
+    "common_dtype",
     "copy_p",
     "evaluate_jaxpr",
     "is_concrete",
@@ -44,6 +45,12 @@ def bind_equation(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     with eqn.ctx.manager:
         out = eqn.primitive.bind(*operands, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def common_dtype(*dtypes: Any) -> Any:
+    """Return the dtype that holds all of these, also where a user has forbidden promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.numpy.result_type(*dtypes)
 
 
 def called_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr:

@@ -217,6 +217,7 @@ def test_sparse_products_are_contacts(library: str) -> None:
     assert learner.graph.certificate()["layer", "weight"].exact
 
 
+@pytest.mark.implicit_promotion("derivatives that braintrace declares promote")
 def test_layers_and_operations_of_braintrace_are_plain_ones() -> None:
     """All of them in one layer, against `jax.grad`. A low-rank product is two, so its first weight
     is exact within a chunk only, and the certificate says so.

@@ -14,7 +14,7 @@ import etrace_bridge as eb
 from etrace_bridge.cli import arguments
 from etrace_bridge.cli import commands as cli
 from etrace_bridge.cli.model import LOSSES
-from etrace_bridge.cli.train import OPTIMIZERS
+from etrace_bridge.cli.train_settings import OPTIMIZERS
 from etrace_bridge.rules import rule_names
 
 MODELS = """

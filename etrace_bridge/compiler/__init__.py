@@ -3,14 +3,16 @@
 import etrace_bridge._precision  # noqa: F401 - before anything imports brainstate
 from etrace_bridge.compiler.certificate import Cut, Drop, ParameterCertificate
 from etrace_bridge.compiler.contacts import ContactForm, register_contact
+from etrace_bridge.compiler.core_equations import Core
 from etrace_bridge.compiler.diagnostics import CompilationRecord, DiagnosticKind, DiagnosticLevel
 from etrace_bridge.compiler.extraction import extract_module_info
-from etrace_bridge.compiler.graph import ETraceGraph, compile_etrace_graph
+from etrace_bridge.compiler.graph import ETraceGraph, StepStructure, compile_etrace_graph
 from etrace_bridge.compiler.hidden_group import (
     HiddenGroup,
     find_hidden_groups_from_minfo,
     find_hidden_groups_from_module,
 )
+from etrace_bridge.compiler.hidden_leaves import HiddenLeaf
 from etrace_bridge.compiler.module_info import ModuleInfo
 from etrace_bridge.compiler.perturbation import (
     HiddenPerturbation,
@@ -28,16 +30,19 @@ from etrace_bridge.compiler.weight_views import WeightView
 __all__ = [
     "CompilationRecord",
     "ContactForm",
+    "Core",
     "Cut",
     "DiagnosticKind",
     "DiagnosticLevel",
     "Drop",
     "ETraceGraph",
     "HiddenGroup",
+    "HiddenLeaf",
     "HiddenParamOpRelation",
     "HiddenPerturbation",
     "ModuleInfo",
     "ParameterCertificate",
+    "StepStructure",
     "WeightView",
     "add_hidden_perturbation_from_minfo",
     "add_hidden_perturbation_in_module",

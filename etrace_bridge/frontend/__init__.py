@@ -25,6 +25,7 @@ from etrace_bridge.frontend.outer import unwrapped
 from etrace_bridge.frontend.reference import TorchRun, run_torch
 from etrace_bridge.frontend.settings import PLAIN, Settings
 from etrace_bridge.frontend.state import Adapter, register_adapter, supported_layers
+from etrace_bridge.frontend.steady import SteadyStep
 from etrace_bridge.frontend.trace import trace_function
 from etrace_bridge.frontend.verify import VerifyReport, verify
 from etrace_bridge.frontend.wrapping import wrap
@@ -38,6 +39,7 @@ __all__ = [
     "InputForm",
     "InputRange",
     "Settings",
+    "SteadyStep",
     "TorchRun",
     "VerifyReport",
     "apply_parameter_hooks",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,11 @@ from torch import nn
 
 from etrace_bridge._errors import StateError
 from etrace_bridge.frontend import messages
-from etrace_bridge.frontend.plan import AttributeSlot, PythonAttribute, StateLeaf, StepPlan
+from etrace_bridge.frontend.plan import AttributeSlot, PythonAttribute, StateLeaf
 from etrace_bridge.frontend.state import Path, children, find_adapter, flatten_state, rebuild
 
 # What nn.Module keeps in `__dict__` for itself.
-_OWN = frozenset(nn.Module().__dict__) | {"forward"}
+MODULE_OWN = frozenset(nn.Module().__dict__) | {"forward"}
 Step = Callable[[], Any]
 _DEPTH = 6  # containers in containers that are searched
 _ABSENT = object()
@@ -35,7 +35,10 @@ def read_attributes(model: nn.Module) -> dict[tuple[int, str], Attribute]:
     """Copy the attributes and buffers of every module of a model, except parameters and submodules."""
     found = {}
     for module in model.modules():
-        items = {**{k: v for k, v in module.__dict__.items() if k not in _OWN}, **module._buffers}
+        items = {
+            **{k: v for k, v in module.__dict__.items() if k not in MODULE_OWN},
+            **module._buffers,
+        }
         for name, value in items.items():
             if isinstance(value, (nn.Module, nn.Parameter)):
                 continue
@@ -213,52 +216,6 @@ def _start_value(before: Attribute | None, path: Path, now: torch.Tensor) -> tor
             return torch.zeros_like(now)
     old = before.others.get(path) if before is not None else None
     return torch.full_like(now, old) if isinstance(old, (int, float)) else torch.zeros_like(now)
-
-
-def find_left_over(plan: StepPlan) -> dict[str, torch.Tensor]:
-    """Name the states that start from values which an earlier run left in the model.
-
-    Their tensors belong to torch's graph, or their elements differ. Libraries' own layers are reset
-    before a plan is made. What a model's author sets before the first run is zeros or another
-    constant, as a rule; but a registered buffer is part of the model's `state_dict`, and may start
-    from any values.
-    """
-    slots = [(slot.path, slot.module, slot.name) for slot in plan.attributes]
-    slots += [] if plan.loop is None else plan.loop.start_attributes
-    by_value = [place for place in slots if place[2] not in place[1]._buffers]
-    return {
-        **{n: t.detach() for n, t in _own_tensors(slots) if t.grad_fn is not None},
-        **{n: t.detach() for n, t in _own_tensors(by_value) if _elements_differ(t)},
-    }
-
-
-def tensors_of_a_run(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Name the tensors in attributes that belong to torch's graph, so that an earlier run made
-    them.
-    """
-    places = [
-        (path, module, name)
-        for path, module in model.named_modules()
-        for name in {**vars(module), **module._buffers}
-        if name not in _OWN
-    ]
-    return {n: t.detach() for n, t in _own_tensors(places) if t.grad_fn is not None}
-
-
-def _own_tensors(
-    places: Sequence[tuple[str, nn.Module, str]],
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in attributes `(path, module, name)` of modules that no library resets."""
-    for path, module, name in places:
-        if find_adapter(module) is None:
-            value = {**vars(module), **module._buffers}.get(name)
-            for inner, tensor in flatten_state(value)[0]:
-                yield ".".join((*([path] if path else []), name, *inner)), tensor
-
-
-def _elements_differ(tensor: torch.Tensor) -> bool:
-    is_float = tensor.is_floating_point() or tensor.is_complex()
-    return is_float and tensor.numel() > 1 and bool((tensor != tensor.flatten()[0]).any())
 
 
 def _check_shapes(third: dict, after: dict, changed: list, slots: list[AttributeSlot]) -> None:

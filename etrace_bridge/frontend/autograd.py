@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import torch
 from jax import lax
 
@@ -26,6 +25,8 @@ from etrace_bridge.frontend.complex import (
     split_into_parts,
     to_parts,
 )
+from etrace_bridge.frontend.declared_gradient import is_linear, with_jvp, with_vjp
+from etrace_bridge.frontend.function_context import Context
 from etrace_bridge.frontend.tensor import TracedTensor
 from etrace_bridge.frontend.tracer import active
 
@@ -42,63 +43,6 @@ def defines_setup_context(cls: type) -> bool:
     return plain_attribute(cls, "setup_context") is not plain_attribute(
         torch.autograd.Function, "setup_context"
     )
-
-
-class Context:
-    """Replaces the `ctx` of an `autograd.Function`."""
-
-    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
-        self.needs_input_grad = needs_input_grad
-        self.saved_tensors: tuple = ()
-        self.materialize_grads = True
-        self.non_differentiable: tuple = ()
-        self.dirty: tuple = ()
-        self.output_grad_dtypes: tuple[torch.dtype | None, ...] = ()
-
-    def __getattr__(self, name: str) -> Any:
-        """Raise for attributes that torch's `ctx` has and this one does not; any other missing name
-        is an ordinary AttributeError.
-        """
-        if hasattr(torch.autograd.function.BackwardCFunction, name):
-            raise messages.context_attribute(name, active().place())
-        raise AttributeError(name)
-
-    def save_for_backward(self, *tensors: Any) -> None:
-        """Keep tensors for `backward`."""
-        self.saved_tensors = tensors
-
-    @property
-    def saved_variables(self) -> tuple:
-        """The old name of `saved_tensors`."""
-        return self.saved_tensors
-
-    @property
-    def input_grad_buffers(self) -> tuple[None, ...]:
-        """Buffers to add gradients to: none here, so `backward` returns them, as it does in torch
-        when it runs first.
-        """
-        return (None,) * len(self.needs_input_grad)
-
-    def save_for_forward(self, *tensors: Any) -> None:
-        """Ignore tensors for `jvp`, which is not used: the gradient comes from `backward`."""
-
-    def mark_dirty(self, *tensors: Any) -> None:
-        """Note inputs that `forward` wrote in place."""
-        self.dirty = tensors
-
-    def mark_non_differentiable(self, *tensors: Any) -> None:
-        """Note outputs without gradient."""
-        self.non_differentiable = tensors
-
-    def set_materialize_grads(self, value: bool) -> None:
-        """Choose between zeros and None for missing gradients; here they are always zeros."""
-        self.materialize_grads = value
-
-    def set_output_grad_dtype(self, *dtypes: torch.dtype | None) -> None:
-        """Choose the dtype in which `backward` gets the gradient of each returned value; None for
-        that of the gradient.
-        """
-        self.output_grad_dtypes = dtypes
 
 
 def apply_function(cls: type, args: tuple, kwargs: dict) -> Any:
@@ -303,9 +247,9 @@ class _FunctionCall:
         run_forward = lambda *values: evaluate_jaxpr(forward, *values)
         run_backward = lambda values, c: evaluate_jaxpr(backward, *values, *c)
         run_forward.__name__ = run_backward.__name__ = self.cls.__name__
-        if _is_linear(run_backward, avals, cts):
-            return _with_jvp(run_forward, run_backward, cts, wanted)
-        return _with_vjp(run_forward, run_backward, wanted)
+        if is_linear(run_backward, avals, cts):
+            return with_jvp(run_forward, run_backward, cts, wanted)
+        return with_vjp(run_forward, run_backward, wanted)
 
     def _values(self) -> list[Any]:
         return [active().read(self.args[i]) for i in self.slots]
@@ -355,66 +299,3 @@ def _sum_to(grad: Any, value: Any) -> Any:
     if is_complex(grad) and not is_complex(value):
         grad = lax.real(grad)
     return grad if grad.dtype == value.dtype else grad.astype(value.dtype)
-
-
-def _is_linear(run_backward: Callable, avals: list, cts: tuple) -> bool:
-    """Return whether `backward` is linear in the cotangents, by transposing it."""
-
-    def transpose(values: tuple, tangents: list) -> Any:
-        return jax.linear_transpose(lambda *c: run_backward(values, c), *cts)(tangents)
-
-    tangents = [a for a in avals if jnp.issubdtype(a.dtype, jnp.inexact)]
-    try:
-        jax.eval_shape(transpose, tuple(avals), tangents)
-    except Exception:
-        # JAX raises several kinds (NotImplementedError, AssertionError, TypeError) for a function
-        # that is not linear
-        return False
-    return True
-
-
-def _with_jvp(
-    run_forward: Callable, run_backward: Callable, cts: tuple, wanted: list[bool]
-) -> Callable:
-    function = jax.custom_jvp(run_forward)
-
-    @function.defjvp
-    def jvp(primals: tuple, tangents: tuple) -> tuple:
-        outputs = run_forward(*primals)
-        floating = [
-            t
-            for p, t in zip(primals, tangents, strict=True)
-            if jnp.issubdtype(p.dtype, jnp.inexact)
-        ]
-        transposed = jax.linear_transpose(lambda *c: run_backward(primals, c), *cts)
-        found = iter(transposed(floating))
-        return outputs, [
-            next(found) if w else _zero_tangent(o) for o, w in zip(outputs, wanted, strict=True)
-        ]
-
-    return function
-
-
-def _with_vjp(run_forward: Callable, run_backward: Callable, wanted: list[bool]) -> Callable:
-    function = jax.custom_vjp(run_forward)
-
-    def forward(*primals: Any) -> tuple:
-        return run_forward(*primals), primals
-
-    def backward(primals: tuple, cotangents: list) -> tuple:
-        found = iter(
-            run_backward(primals, tuple(c for c, w in zip(cotangents, wanted, strict=True) if w))
-        )
-        return tuple(
-            next(found) if jnp.issubdtype(p.dtype, jnp.inexact) else _zero_tangent(p)
-            for p in primals
-        )
-
-    function.defvjp(forward, backward)
-    return function
-
-
-def _zero_tangent(value: Any) -> Any:
-    if jnp.issubdtype(value.dtype, jnp.inexact):
-        return jnp.zeros_like(value)
-    return np.zeros(value.shape, jax.dtypes.float0)

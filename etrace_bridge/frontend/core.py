@@ -15,9 +15,9 @@ from torch import nn
 
 from etrace_bridge._jax_compat import is_concrete
 from etrace_bridge.frontend import discover, examples, layout, messages
-from etrace_bridge.frontend.attributes import tensors_of_a_run
 from etrace_bridge.frontend.borders import to_jax, to_torch
 from etrace_bridge.frontend.inputs import PLAIN, InputForm, missing_keywords
+from etrace_bridge.frontend.left_over import tensors_of_a_run
 from etrace_bridge.frontend.names import (
     NamedTensor,
     named_tensors,

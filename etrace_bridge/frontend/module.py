@@ -16,7 +16,6 @@ from etrace_bridge._errors import BridgeError, InputError, StateError
 from etrace_bridge._jax_compat import is_concrete
 from etrace_bridge._tables import html_table
 from etrace_bridge.frontend import locate, messages
-from etrace_bridge.frontend.attributes import find_left_over
 from etrace_bridge.frontend.borders import to_real_jax, to_torch
 from etrace_bridge.frontend.core import Core, Session, WrapOptions
 from etrace_bridge.frontend.held import (
@@ -28,6 +27,7 @@ from etrace_bridge.frontend.held import (
     torch_state_dict,
 )
 from etrace_bridge.frontend.inputs import InputForm, missing_keywords, read_call, read_input
+from etrace_bridge.frontend.left_over import find_left_over
 from etrace_bridge.frontend.names import Path, to_name, to_path, versions_of
 from etrace_bridge.frontend.steady import SteadyStep
 from etrace_bridge.frontend.step import TracedStep, pack_output

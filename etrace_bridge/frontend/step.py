@@ -103,79 +103,22 @@ def trace_step(
         inputs: One time step of each input, for shapes and dtypes.
     """
     states = [leaf.initial for leaf in plan.leaves]
-    found: dict[str, Any] = {}
     counts = (len(tensors), len(states), 1, len(inputs))
-
-    def step(*flat: Any) -> tuple:
-        tensor_values, state_values, (first_key,), input_values = _split(flat, counts)
-        keys = _KeyChain(first_key)
-        if plan.loop is not None:
-            outputs, new_values = plan.loop(tensor_values, state_values, keys.next, input_values)
-            found["output"] = plan.loop.skeleton
-            found["num_outputs"] = len(outputs)
-            found["uses_key"] = keys.used
-            return (*outputs, *new_values, *([keys.key] if keys.used else []))
-        tracer = Tracer({id(m): path for path, m in model.named_modules()}, make_key=keys.next)
-        with restored(model, values=False), begun(plan), tracing(tracer):
-            for named, value in zip(tensors, tensor_values, strict=True):
-                traced = TracedTensor(value, differentiable=named.trained)
-                tracer.track(
-                    named.tensor, traced, read_only=named.name if named.parameter else None
-                )
-            traced_states = [TracedTensor(v, origin=STATE) for v in state_values]
-            _track_old_attributes(plan, traced_states, tracer)
-            for tensor in (
-                t
-                for m in model.modules()
-                if (a := find_adapter(m)) is not None
-                for t in a.constants(m)
-            ):
-                tracer.track(tensor, TracedTensor(constant(tensor), differentiable=False))
-
-            def call(injector: Injector, args: tuple, kwargs: dict) -> Any:
-                tracer.on_module_call = injector
-                return model(*args, **kwargs)
-
-            output, new_states = plan.run(
-                model,
-                tuple(TracedTensor(v, origin=INPUT) for v in input_values),
-                traced_states,
-                call,
-            )
-            leaves, skeleton = flatten_state(output)
-            found["output"] = keep_tensors(skeleton)
-            outputs = [tracer.read(t) for _, t in leaves]
-            new_values = [tracer.read(t) for t in new_states]
-        _check_states(plan, state_values, new_values)
-        found["num_outputs"], found["uses_key"] = len(outputs), keys.used
-        return (*outputs, *new_values, *([keys.key] if keys.used else []))
-
+    step = _StepCode(model, plan, tensors, counts)
     shapes = [
         jax.ShapeDtypeStruct(tuple(v.shape), _jax_dtype(v.dtype))
         for v in (*(n.tensor for n in tensors), *states, *inputs)
     ]
-    shapes.insert(len(tensors) + len(states), jax.ShapeDtypeStruct((2,), jnp.uint32))
+    first = len(tensors) + len(states) + 1  # the first input
+    shapes.insert(first - 1, jax.ShapeDtypeStruct((2,), jnp.uint32))
     try:
         closed, ranges = trace_with_ranges(step, *shapes)
-        held = [True] * (len(tensors) + len(states) + 1) + [False] * len(inputs)
-        closed = split_complex(
-            closed, held, [n >= found["num_outputs"] for n in range(len(closed.jaxpr.outvars))]
-        )
-        optional = (
-            [True] * len(tensors)
-            + [False] * len(states)
-            + [not found["uses_key"]]
-            + [False] * len(inputs)
-        )
-        closed, used = simplify(
-            closed, optional, range(found["num_outputs"], found["num_outputs"] + len(states))
-        )
+        closed, used = _tidied(closed, counts, step)
     except BridgeError:
         raise
     except Exception as error:
         # plain torch ran this step while the plan was made, so it is not the model that fails
         raise messages.bridge_failed(type(model).__name__, error) from error
-    first = len(shapes) - len(inputs)
     ranges = [
         dataclasses.replace(r, position=r.position - first) for r in ranges if r.position >= first
     ]
@@ -186,11 +129,89 @@ def trace_step(
         closed,
         list(used_tensors),
         list(used_states),
-        found["uses_key"],
-        found["output"],
-        found["num_outputs"],
+        step.uses_key,
+        step.output,
+        step.num_outputs,
         ranges,
     )
+
+
+class _StepCode:
+    """One step as a function of tensors, states, a key and inputs, as flat arrays.
+
+    Attributes:
+        output: skeleton of the output; known after a call, as what follows.
+        num_outputs: how many output tensors there are.
+        uses_key: whether the step draws random numbers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: StepPlan,
+        tensors: Sequence[NamedTensor],
+        counts: Sequence[int],
+    ) -> None:
+        self._model, self._plan, self._tensors, self._counts = model, plan, tensors, counts
+        self.output: Any = None
+        self.num_outputs = 0
+        self.uses_key = False
+
+    def __call__(self, *flat: Any) -> tuple:
+        tensors, states, (first_key,), inputs = _split(flat, self._counts)
+        keys, loop = _KeyChain(first_key), self._plan.loop
+        if loop is not None:
+            outputs, new_states = loop(tensors, states, keys.next, inputs)
+            self.output = loop.skeleton
+        else:
+            outputs, new_states = self._run_model(tensors, states, keys, inputs)
+            _check_states(self._plan, states, new_states)
+        self.num_outputs, self.uses_key = len(outputs), keys.used
+        return (*outputs, *new_states, *([keys.key] if keys.used else []))
+
+    def _run_model(
+        self, tensors: Sequence[Any], states: Sequence[Any], keys: _KeyChain, inputs: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """Run the model's code on traced tensors; return output tensors and new states."""
+        model = self._model
+        tracer = Tracer({id(m): path for path, m in model.named_modules()}, make_key=keys.next)
+        with restored(model, values=False), begun(self._plan), tracing(tracer):
+            self._track_tensors(tracer, tensors)
+            traced_states = [TracedTensor(v, origin=STATE) for v in states]
+            _track_old_attributes(self._plan, traced_states, tracer)
+
+            def call(injector: Injector, args: tuple, kwargs: dict) -> Any:
+                tracer.on_module_call = injector
+                return model(*args, **kwargs)
+
+            traced_inputs = tuple(TracedTensor(v, origin=INPUT) for v in inputs)
+            output, new_states = self._plan.run(model, traced_inputs, traced_states, call)
+            leaves, skeleton = flatten_state(output)
+            self.output = keep_tensors(skeleton)
+            return [tracer.read(t) for _, t in leaves], [tracer.read(t) for t in new_states]
+
+    def _track_tensors(self, tracer: Tracer, values: Sequence[Any]) -> None:
+        """Let parameters, buffers and the constants of adapters stand for traced tensors."""
+        for named, value in zip(self._tensors, values, strict=True):
+            traced = TracedTensor(value, differentiable=named.trained)
+            tracer.track(named.tensor, traced, read_only=named.name if named.parameter else None)
+        for module in self._model.modules():
+            adapter = find_adapter(module)
+            for tensor in () if adapter is None else adapter.constants(module):
+                tracer.track(tensor, TracedTensor(constant(tensor), differentiable=False))
+
+
+def _tidied(
+    closed: ClosedJaxpr, counts: Sequence[int], step: _StepCode
+) -> tuple[ClosedJaxpr, list[bool]]:
+    """Split complex values and drop what nothing reads; also return which inputs are read."""
+    num_tensors, num_states, _, num_inputs = counts
+    held = [True] * (num_tensors + num_states + 1) + [False] * num_inputs
+    real_outputs = [n >= step.num_outputs for n in range(len(closed.jaxpr.outvars))]
+    closed = split_complex(closed, held, real_outputs)
+    optional = [*[True] * num_tensors, *[False] * num_states, not step.uses_key]
+    optional += [False] * num_inputs
+    return simplify(closed, optional, range(step.num_outputs, step.num_outputs + num_states))
 
 
 def _jax_dtype(dtype: Any) -> Any:

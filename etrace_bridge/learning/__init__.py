@@ -10,6 +10,7 @@ from etrace_bridge.learning.history import History
 from etrace_bridge.learning.learner import OnlineLearner
 from etrace_bridge.learning.loggers import TensorBoardLogger, WandbLogger
 from etrace_bridge.learning.masks import length_mask
+from etrace_bridge.learning.online_core import OnlineCarry
 from etrace_bridge.learning.online_module import OnlineModule
 from etrace_bridge.learning.processes import distributed_mesh
 from etrace_bridge.learning.results import Discarded, GradientResult, SequenceResult, StepInfo
@@ -24,6 +25,7 @@ __all__ = [
     "Functional",
     "GradientResult",
     "History",
+    "OnlineCarry",
     "OnlineLearner",
     "OnlineModule",
     "Reading",

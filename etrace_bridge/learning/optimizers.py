@@ -12,6 +12,7 @@ import optax
 import torch
 
 from etrace_bridge._errors import InputError
+from etrace_bridge._jax_compat import common_dtype
 from etrace_bridge.learning.torch_rules import TORCH_RULES, Arrays
 from etrace_bridge.learning.translated_optimizers import Translated, has_own_step
 
@@ -51,7 +52,7 @@ class Updater:
 
     def init(self, theta: Arrays) -> UpdateState:
         """Return the state before the first update."""
-        norm = jnp.zeros((), jnp.result_type(*jax.tree.leaves(theta))) if self.track_norm else None
+        norm = jnp.zeros((), _widest(theta)) if self.track_norm else None
         return UpdateState(self.transform.init(theta), self.numbers(theta), norm)
 
     def update(
@@ -77,13 +78,17 @@ class Updater:
         if self.translated is None:
             return None
         self.seen = self.translated.signature()
-        widest = jnp.result_type(*jax.tree.leaves(theta))
-        return jnp.asarray(self.translated.numbers().astype(widest))
+        return jnp.asarray(self.translated.numbers().astype(_widest(theta)))
 
 
 def gradient_norm(grads: Any) -> Any:
     """Return the norm of all gradients together."""
-    return jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
+    widest = _widest(grads)
+    return jnp.sqrt(sum(jnp.sum(jnp.square(g)).astype(widest) for g in jax.tree.leaves(grads)))
+
+
+def _widest(tree: Any) -> Any:
+    return common_dtype(*(x.dtype for x in jax.tree.leaves(tree)))
 
 
 def clip_by_norm(most: float) -> optax.GradientTransformation:

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from etrace_bridge._errors import InputError
+from etrace_bridge._jax_compat import common_dtype
 from etrace_bridge.rules.base import register_rule
 from etrace_bridge.rules.best_rank import singular_columns
 from etrace_bridge.rules.kf_rtrl import KFRTRL, Factors, find_sums
@@ -91,7 +92,7 @@ class OKRTRL(KFRTRL):
         self, layout: Layout, summed: Sum, made: Influence, old: Factors, signs: jax.Array
     ) -> Factors:
         # Gram matrices have the squares of what they are made of, so float32 at least
-        wide = lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = lambda x: x.astype(common_dtype(x.dtype, jnp.float32))
         r, q, rows, signs = self.rank, self.rank + 1, layout.rows, wide(signs)
         if any(not _row_letter(layout, summed, piece) for piece in summed.pieces):
             rows, signs = 1, signs[:1]  # one row, or pieces that all rows share: mix them alike

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from etrace_bridge._jax_compat import common_dtype
 from etrace_bridge.rules.base import (
     APPROXIMATE,
     EXACT,
@@ -76,7 +77,7 @@ class RTRL(ReverseRule):
         return [[leaf.invar.aval.ndim + axes.get(w, 0) for w in weights] for leaf in program.leaves]
 
     def _stored(self, h: Any, w: Any) -> Any:
-        return jnp.dtype(self.trace_dtype or jnp.promote_types(h.dtype, w.dtype))
+        return jnp.dtype(self.trace_dtype or common_dtype(h.dtype, w.dtype))
 
     def past(self, program: StepProgram, theta, memory: Memory, h0) -> dict[int, Any]:
         """Return `(dL/dh_0) J_0`."""

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from etrace_bridge._jax_compat import Literal, Var
+from etrace_bridge._jax_compat import Literal, Var, common_dtype
 from etrace_bridge.compiler.contacts import ContactForm
 from etrace_bridge.compiler.graph import Leg
 from etrace_bridge.compiler.jaxpr import variables
@@ -172,7 +172,7 @@ def find_layout(program: StepProgram) -> Layout:
     return Layout(
         rows,
         size,
-        jnp.result_type(*(leaf.invar.aval.dtype for leaf in program.leaves)),
+        common_dtype(*(leaf.invar.aval.dtype for leaf in program.leaves)),
         tuple(_family(program, f, rows, numbers) for f in families.values()),
         any(c.y in reach and not c.parts for c in program.graph.structure.use.contacts),
     )
