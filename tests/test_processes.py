@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import brainstate
+import jax
 import numpy as np
 import optax
 import pytest
@@ -297,6 +298,15 @@ def test_the_usual_mesh_of_one_process() -> None:
         eb.distributed_mesh("host:1", 2)
     with pytest.raises(eb.InputError, match="`units` is 2; it must divide .* devices, which is 1"):
         eb.distributed_mesh(units=2)
+
+
+def test_processes_connect_when_they_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at their first step, which one of them may reach much later than the others."""
+    calls: list[str] = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *a, **more: calls.append("join"))
+    monkeypatch.setattr(processes, "gather", lambda x: calls.append("connect"))
+    eb.distributed_mesh("host:1", 2, 0)
+    assert calls == ["join", "connect"]
 
 
 def test_a_lost_process_is_named_as_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
