@@ -71,7 +71,6 @@ def start(folder: Path, count: int, devices: int, *load: str) -> Group:
     flags = os.environ.get("XLA_FLAGS", "")
     environment = os.environ | {
         "PYTHONPATH": path_of_scripts(),
-        "JAX_SHARE_BINARY_BETWEEN_HOSTS": "1",  # one process compiles for all
         "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={devices}",
     }
     errors = [(folder / f"errors-{n}.txt").open("w+") for n in range(count)]
