@@ -2,11 +2,14 @@
 start.
 
     python -m benchmarks.scaling [layers ...]
+    python -m benchmarks.scaling --lengths [lengths ...]
 
 Work is counted by XLA, not timed: FLOPs of the compiled online step on a device. The efficiency is
 what one device has to do alone over twice what each of two has to do. The start is the first online
 step and the first sequence, in a process that finds its `cache_dir` empty and in one that finds it
 filled. The first step of models of 1 to 50 layers is measured in CPU time, less than a minute in all.
+`--lengths` prints the CPU time of sequences of several lengths, with a program for each of them and
+with `any_length=True`, in turn.
 """
 
 from __future__ import annotations
@@ -112,8 +115,28 @@ def print_start() -> None:
             print(f"{name:<5}  {step:>13.2f}  {sequence:>17.2f}")
 
 
+def time_lengths(lengths: list[int], repeats: int = 5) -> None:
+    """Prints CPU seconds of the first gradients of each length, and CPU milliseconds of later ones."""
+    learners = [make_learner(64, "d_rtrl"), make_learner(64, "d_rtrl", chunk=64, any_length=True)]
+    print(f"{'length':>6}  {'first, s':>8}  {'later, ms':>9}  {'any, s':>6}  {'any, ms':>8}")
+    for length in lengths:
+        xs = torch.ones(length, BATCH, 64)
+        times = [[cpu_seconds(learner, xs) for learner in learners] for _ in range(repeats + 1)]
+        first, later = times[0], [min(each) for each in zip(*times[1:], strict=True)]
+        row = f"{length:>6}  {first[0]:>8.2f}  {1e3 * later[0]:>9.1f}"
+        print(f"{row}  {first[1]:>6.2f}  {1e3 * later[1]:>8.1f}", flush=True)
+
+
+def cpu_seconds(learner: eb.OnlineLearner, xs: torch.Tensor) -> float:
+    begun = time.process_time()
+    jax.block_until_ready(list(learner.gradients(xs, xs).raw_grads.values()))
+    return time.process_time() - begun
+
+
 def main(args: list[str]) -> int:
-    if args[:1] == ["--count"]:
+    if args[:1] == ["--lengths"]:
+        time_lengths([int(n) for n in args[1:]] or [100, 128, 500, 1000, 10000])
+    elif args[:1] == ["--count"]:
         print(json.dumps(count_all()))
     elif args[:1] == ["--start"]:
         print(json.dumps(time_start(args[1])))

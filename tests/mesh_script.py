@@ -21,9 +21,8 @@ from learner_models import make_data, make_net
 from share import FULL
 
 BATCH, UNITS = 8, 16
-# `snap_n` is as `ostl` inside, and the others have traces like that of `d_rtrl`.
-MORE = ["snap_n", "snap1", "eprop", "rflo", "otpe", "decolle"] if FULL else []
-RULES = ["d_rtrl", "rtrl", "ostl", "pp_prop", *MORE]
+MORE = ["rflo", "otpe", "decolle"] if FULL else []  # their traces are those of `eprop` and `d_rtrl`
+RULES = ["d_rtrl", "rtrl", "ostl", "snap_n", "snap1", "eprop", "pp_prop", *MORE]
 
 
 def train(**where) -> tuple[eb.OnlineLearner, dict[str, list]]:

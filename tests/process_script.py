@@ -18,25 +18,22 @@ import optax
 import torch
 from torch.nn.functional import mse_loss
 
-from share import in_turn
+from share import FULL
 
 BATCH, STEPS, LENGTH = 8, 50, 6
-GROUPS = [(4, "float32"), (2, "float64"), (4, "float64"), (2, "float32")]  # processes, dtype
+KINDS = ("float32", "float64")
+FACTORED = ("low_rank", "ok_rtrl")  # whose traces are singular vectors
 
 
 def cases(count: int) -> list[tuple[str, str]]:
-    """The rules, and the dtype of each, that so many processes run: every rule in one of the
-    groups, in turn, since compiling takes seconds; all with `make test-full`.
+    """The rules, and the dtypes of each, that so many processes run: every rule in both groups, in
+    another dtype in each, since compiling takes seconds; in both with `make test-full`.
     """
     from etrace_bridge.rules import rule_names
 
-    turns = len(GROUPS)
-    every = [
-        (rule, *GROUPS[(n + more) % turns])
-        for n, rule in enumerate(rule_names())
-        for more in range(turns)
-    ]
-    return [(rule, kind) for rule, processes, kind in in_turn(every, turns) if processes == count]
+    found = [(rule, kind) for rule in rule_names() for kind in KINDS]
+    turns = [n // 2 + n + (count == 2) for n in range(len(found))]
+    return [case for case, turn in zip(found, turns, strict=True) if FULL or turn % 2 == 0]
 
 
 def run_case(rule: str, kind: str, part: slice = slice(None), **where: Any) -> dict[str, list]:
@@ -72,10 +69,28 @@ def run_steps(learner: Any, xs: torch.Tensor, ys: torch.Tensor, steps: int) -> d
 
 
 def whole_state(learner: Any) -> dict[str, list]:
-    """Weights, states and trace, gathered from all processes."""
+    """Weights, states and trace, gathered from all processes, and what the trace stands for."""
     state = learner.runtime.store.state
     parts = {"weights": state.theta, "hidden": state.hidden, "trace": jax.tree.leaves(state.trace)}
-    return {name: [np.array(gather(x)) for x in arrays] for name, arrays in parts.items()}
+    found = {name: [np.array(gather(x)) for x in arrays] for name, arrays in parts.items()}
+    return found | {"influence": influence(learner, found)}
+
+
+def influence(learner: Any, found: dict[str, list]) -> list[Any]:
+    """The gradient through the past, for a random cotangent of the states, under rules whose traces
+    are factors: those turn by more than rounding errors where singular values are close, and their
+    products do not.
+    """
+    rule, program = learner.rule, learner.runtime.store.compiled.program
+    if rule.name not in FACTORED:
+        return []
+    draw = np.random.default_rng(0)
+    h0 = [0.1 * draw.standard_normal(h.shape).astype(h.dtype) for h in found["hidden"]]
+    trace = jax.tree.unflatten(
+        jax.tree.structure(learner.runtime.store.state.trace), found["trace"]
+    )
+    past = jax.jit(lambda *given: list(rule.past(program, *given).values()))
+    return [np.asarray(x) for x in past(found["weights"], trace, h0)]
 
 
 def gather(x: jax.Array) -> Any:
@@ -97,6 +112,8 @@ def all_calls(learner: Any, xs: torch.Tensor, ys: torch.Tensor, rows: slice) -> 
         learner.update(xs, ys).loss,
         learner.update(xs, ys, carry=True, every="chunk").loss,
     ]
+    few = torch.arange(xs.shape[1]) % (BATCH // 2) < 2  # two of each process
+    found["other batch"] = [learner.update(xs[:, few], ys[:, few]).loss]
     result = learner.gradients(xs, ys)
     found["gradients"] = [*result.grads.values()]
     found["sequence outputs"] = [result.outputs, learner.predict(xs)]
@@ -179,10 +196,39 @@ def messages(eb: Any, mesh: Any, learner: Any, xs: Any, ys: Any, index: int, fol
             learner.predict(bad)
         except eb.InputError as error:
             lines.append(str(error))
+    lines += labels(eb, mesh, index)
     lines.append(
         str(eb.check_gradients(learner.runtime.net.model, xs, ys, mse_loss, rule="rtrl").ok)
     )
     (folder / f"messages-{index}.txt").write_text("\n".join(lines))
+
+
+class Tagger(torch.nn.Module):
+    """Labels for a sequence of words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.rnn = torch.nn.Embedding(5, 2), torch.nn.RNN(2, 3, batch_first=True)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.rnn(self.words(words))[0]
+
+
+def labels(eb: Any, mesh: Any, index: int) -> list[str]:
+    """The difference between whole arrays of integers and each process's part of them, and the
+    error for a word that does not exist, which the last process has.
+    """
+    learner = eb.OnlineLearner(Tagger(), loss=torch.nn.functional.cross_entropy, mesh=mesh)
+    words, tags = (torch.arange(n, n + 12, dtype=torch.int32).reshape(4, 3) % 3 for n in (0, 7))
+    batch = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("batch"))
+    whole = lambda x: jax.make_array_from_process_local_data(batch, x.numpy())
+    losses = [learner.evaluate([each]) for each in ((words, tags), (whole(words), whole(tags)))]
+    lines = [str(abs(losses[0] - losses[1]))]
+    try:
+        learner.evaluate([(whole(words + 4 * index), whole(tags))])
+    except eb.InputError as error:
+        lines.append(str(error))
+    return lines
 
 
 def checkpoints(eb: Any, mesh: Any, index: int, rows: slice, folder: Path, load: list[str]) -> Any:
@@ -199,6 +245,10 @@ def checkpoints(eb: Any, mesh: Any, index: int, rows: slice, folder: Path, load:
     run_steps(learner, xs, ys, 4)
     learner.save(folder / "checkpoint")
     save(folder / f"saved-{index}.npz", whole_state(learner))
+    if load:
+        again = eb.OnlineLearner.load(folder / "checkpoint", make_net(torch.float32), **options)
+        for name, each in (("on", learner), ("again", again)):
+            save(folder / f"{name}-{index}.npz", run_steps(each, xs, ys, 4) | whole_state(each))
     return learner
 
 

@@ -93,3 +93,33 @@ def test_predict_and_evaluate_of_any_length() -> None:
     errors = mse_loss(net(xs).detach(), ys, reduction="none").mean((1, 2))
     weighted = (errors * mask).sum() / mask.sum()
     assert learner.evaluate([(xs, ys, mask)]) == pytest.approx(float(weighted), rel=1e-9)
+
+
+def count_long(function: Callable, *args: Any) -> int:
+    """The same count without copies to the device, which JAX compiles for each shape in
+    milliseconds.
+    """
+    client = jax.devices()[0].client
+    before = client.live_executables()
+    function(*args)
+    made = [p for p in client.live_executables() if all(p is not old for old in before)]
+    return sum("stage" not in p.hlo_modules()[0].name for p in made)
+
+
+def test_a_new_shape_compiles_at_most_two_programs() -> None:
+    """By default, for each kind of call: a new length, and a new batch size."""
+    learner = eb.OnlineLearner(make_net(), loss=mse_loss, optimizer=optax.sgd(0.1))
+    xs, ys = make_data(steps=5)
+    calls = {
+        "gradients": lambda xs, ys: learner.gradients(xs, ys),
+        "update": lambda xs, ys: learner.update(xs, ys),
+        "predict": lambda xs, ys: learner.predict(xs),
+        "evaluate": lambda xs, ys: learner.evaluate([(xs, ys)]),
+    }
+    for name, call in calls.items():
+        call(xs, ys)
+        counts = [
+            count_long(call, *make_data(steps=steps, batch=batch))
+            for steps, batch in ((100, 3), (10_000, 3), (100, 3), (100, 4))
+        ]
+        assert counts[2] == 0 and max(counts) <= 2 and counts[0] > 0, (name, counts)

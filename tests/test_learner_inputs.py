@@ -290,6 +290,10 @@ def test_only_the_column_that_is_an_index_is_checked():
         found.check(np.array([[0, 0, 0], [0, 5.0, 0]]), "It")
     with pytest.raises(eb.InputError, match="the value nan, which is out of range"):
         found.check(np.array([[0, 0, 0], [0, np.nan, 0]]), "It")
+    # one of two processes, with half of the batch: three steps
+    found.check(np.array([[[99, 4, 99]]] * 3), "A part", parts=2)
+    with pytest.raises(eb.InputError, match="A part has the value 5"):
+        found.check(np.array([[[0, 0, 0]], [[0, 5, 0]], [[0, 0, 0]]]), "A part", parts=2)
 
 
 def spoilt(data: torch.Tensor, value: int) -> torch.Tensor:

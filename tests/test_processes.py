@@ -3,7 +3,7 @@ as on one device.
 
 Two groups are started, since every start costs seconds: four processes of one device, of which one
 dies at the end, and two of two devices, which go on from the checkpoint of the first. Each rule runs
-in one of the groups, in float32 or float64; with `make test-full` in both, in both.
+in both, in float32 in one and in float64 in the other; with `make test-full` in both in both.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import brainstate
+import jax
 import numpy as np
 import optax
 import pytest
@@ -122,14 +123,14 @@ def compare(group: Group, rule: str, kind: str) -> None:
     tolerance = 1e-12 if kind == "float64" else 1e-6
     expected = process_script.run_case(rule, kind)
     parts = [group.read(f"{rule}-{kind}", n) for n in range(group.count)]
-    names = ["losses", "weights", "hidden", "trace"]
-    if (rule, kind) == ("low_rank", "float32") or rule == "ok_rtrl":
-        # Its trace consists of singular vectors, which turn by more than rounding errors where
-        # singular values are close. The weights depend on their products.
-        names.remove("trace")
+    names, is_factored = ["losses", "weights", "hidden"], rule in process_script.FACTORED
+    names += ["influence"] if is_factored else ["trace"]
+    if (rule, kind) == ("low_rank", "float64"):
+        names.append("trace")
     for name in names:
         if expected[name]:
             assert apart(parts[0][name], expected[name]) <= tolerance, name
+    assert not is_factored or max(float(abs(x).max()) for x in expected["influence"]) > 1e-3
     outputs = np.concatenate([p["outputs"][0] for p in parts])
     assert apart([outputs], expected["outputs"]) <= tolerance
     model = make_net(getattr(torch, kind))
@@ -148,8 +149,11 @@ def test_two_processes_of_two_devices_equal_one_device(two: Group, rule: str, ki
 
 
 def test_every_rule_is_run() -> None:
-    ran = {rule for count in (2, 4) for rule, _ in process_script.cases(count)}
-    assert ran == set(eb.rules.rule_names())
+    """In both groups, and in both dtypes."""
+    four, two = process_script.cases(4), process_script.cases(2)
+    every = set(eb.rules.rule_names())
+    assert {rule for rule, _ in four} == {rule for rule, _ in two} == every
+    assert {*four, *two} == {(rule, kind) for rule in every for kind in process_script.KINDS}
 
 
 def test_every_call(two: Group) -> None:
@@ -172,8 +176,10 @@ def test_every_call(two: Group) -> None:
 
 def test_errors_reach_every_process(two: Group) -> None:
     for index in range(2):
-        same, empty, unequal, ok = (two.folder / f"messages-{index}.txt").read_text().splitlines()
-        assert float(same) == 0.0, "global arrays in place of parts"
+        text = (two.folder / f"messages-{index}.txt").read_text()
+        same, empty, unequal, labels, word, ok = text.splitlines()
+        assert float(same) == float(labels) == 0.0, "global arrays in place of parts"
+        assert ("the value 5, which is out of range" if index else "Process 1 refused") in word
         assert ("the batch is empty" if index else "process 1 refused its data") in empty.lower()
         assert "The processes do not do the same" in unequal and "`drop_last=True`" in unequal
         assert ok == "True", "check_gradients"
@@ -232,6 +238,14 @@ def test_checkpoints_go_from_four_processes_to_two_to_one(four: Group, two: Grou
         assert abs(learner.step(xs[2], ys[2]).loss - alone.step(xs[2], ys[2]).loss) <= 1e-6
 
 
+def test_a_restart_continues_exactly(two: Group) -> None:
+    """Bit for bit, on as many processes and devices as before."""
+    on, again = two.read("on"), two.read("again")
+    for name in ("losses", "weights", "hidden", "trace"):
+        assert apart(on[name], again[name]) == 0, name
+    assert apart(on["weights"], two.read("saved")["weights"]) > 1e-3
+
+
 def test_train_in_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """`train --processes 2` learns what one process learns, and its checkpoint is read by one."""
     (tmp_path / "model.py").write_text(
@@ -283,6 +297,15 @@ def test_the_usual_mesh_of_one_process() -> None:
         eb.distributed_mesh("host:1", 2)
     with pytest.raises(eb.InputError, match="`units` is 2; it must divide .* devices, which is 1"):
         eb.distributed_mesh(units=2)
+
+
+def test_processes_connect_when_they_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at their first step, which one of them may reach much later than the others."""
+    calls: list[str] = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *a, **more: calls.append("join"))
+    monkeypatch.setattr(processes, "gather", lambda x: calls.append("connect"))
+    eb.distributed_mesh("host:1", 2, 0)
+    assert calls == ["join", "connect"]
 
 
 def test_a_lost_process_is_named_as_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,7 +81,8 @@ class ChunkRunner:
 
     def run(self, data: SequenceData, loss: Any) -> SequenceGradient:
         """Return the gradients of a sequence from the initial states."""
-        store, theta, weights = self._store, self._store.state.theta, self.weights(data)
+        store, theta = self._store, self._store.state.theta
+        weights = self.weights(data).astype(theta[0].dtype)
         call, (hidden, other) = self._programs.part(loss), store.start_states()
         kept, made = self._programs.first_part()(theta), []
         for args, targets, factors in self._chunks(data.args, data.targets, weights):
@@ -117,10 +118,9 @@ class ChunkRunner:
         return jax.tree.map(lambda *xs: np.concatenate(xs)[: data.length], *made)
 
     def weights(self, data: SequenceData) -> np.ndarray:
-        """Return the factors (T,) of the losses."""
+        """Return the factors (T,) of the losses, in double precision."""
         weights = np.ones(data.length) if data.mask is None else np.asarray(data.mask, float)
-        weights = weights / weights.sum() if self._options.reduction == "mean" else weights
-        return weights.astype(self._store.state.theta[0].dtype)
+        return weights / weights.sum() if self._options.reduction == "mean" else weights
 
     def _chunks(self, args: Any, targets: Any, weights: np.ndarray) -> Iterator[tuple]:
         """Yield inputs, targets and weights of one chunk after the other."""

@@ -17,6 +17,7 @@ import torch
 
 from etrace_bridge._errors import InputError
 from etrace_bridge.frontend import BridgedModule, InputRange, input_name, living, to_host
+from etrace_bridge.learning.processes import own_part
 
 
 def as_inputs(x: Any) -> tuple:
@@ -60,12 +61,13 @@ def _is_tree(x: Any) -> bool:
 def read_mask(mask: Any, float_dtype: Any = None) -> Any:
     """Return a mask as an array of finite real numbers."""
     array = as_array(mask, float_dtype, "`mask`")
-    if array.dtype.kind == "c" or not np.isfinite(np.asarray(array)).all():
+    values = np.asarray(own_part(array))
+    if array.dtype.kind == "c" or not np.isfinite(values).all():
         raise InputError(
             f"`mask` is {array.dtype} and must be finite real numbers; it holds complex numbers, "
             "NaN or infinity."
         )
-    if array.dtype.kind in "iu" and not np.isin(np.asarray(array), (0, 1)).all():
+    if array.dtype.kind in "iu" and not np.isin(values, (0, 1)).all():
         raise InputError(
             f"`mask` is {array.dtype} and has other numbers than 0 and 1, as lengths or the numbers "
             "of samples have. Make a mask of lengths with `length_mask(lengths)`; pass weights as "
@@ -77,7 +79,7 @@ def read_mask(mask: Any, float_dtype: Any = None) -> Any:
 def read_choice(mask: Any) -> Any:
     """Return a mask that picks batch elements, of booleans or of 0 and 1, as an array."""
     array = read_mask(mask)
-    if not np.isin(np.asarray(array), (0, 1)).all():
+    if not np.isin(np.asarray(own_part(array)), (0, 1)).all():
         raise InputError(
             "`mask` picks batch elements, so it must be of booleans, or of 0 and 1; it has other "
             "numbers."
@@ -142,8 +144,8 @@ def check_float_dtypes(args: Sequence[Any], float_dtype: Any) -> None:
 
 def check_finite(named: dict[str, Any]) -> None:
     """Raise if an array has NaN or infinity, and say where."""
-    for name, array in named.items():
-        array = np.asarray(array)
+    for name, given in named.items():
+        array = np.asarray(own_part(given))
         if array.dtype.kind == "f" and not np.isfinite(array).all():
             where = np.argwhere(~np.isfinite(array))
             raise InputError(

@@ -31,6 +31,7 @@ from etrace_bridge.learning.element_loss import (
 )
 from etrace_bridge.learning.inputs import is_array
 from etrace_bridge.learning.loss_settings import LossSettings
+from etrace_bridge.learning.processes import own_part
 from etrace_bridge.lowering import announcing
 
 
@@ -79,9 +80,10 @@ class JaxLoss:
         others.
         """
         ignored = ignored_value(self.ranges)
-        return ignored is not None and bool(
-            np.any(np.asarray(jax.tree.leaves(targets)[ignored[0]]) == ignored[1])
-        )
+        if ignored is None:
+            return False
+        labels = own_part(jax.tree.leaves(targets)[ignored[0]])
+        return bool(np.any(np.asarray(labels) == ignored[1]))
 
     def __call__(self, output: Any, target: Any) -> Any:
         """Return the loss of one step."""

@@ -81,6 +81,9 @@ def _join(
     if coordinator is None and not in_cluster(found):
         return
     jax.distributed.initialize(coordinator, processes, process, heartbeat_timeout_seconds=seconds)
+    # Connect now, when all are here: a first collective that one of them reaches half a minute after
+    # the others would fail, and reading data or a model may take longer.
+    gather(np.zeros((), np.int32))
 
 
 def in_cluster(environment: Mapping[str, str]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from etrace_bridge.learning.inputs import (
 )
 from etrace_bridge.learning.losses import JaxLoss
 from etrace_bridge.learning.masks import blank_masked, check_mask
+from etrace_bridge.learning.processes import own_part
 from etrace_bridge.learning.sequence_loss import LossInTorch
 from etrace_bridge.learning.store import Store
 
@@ -162,7 +164,11 @@ def check_indices(
     loss: JaxLoss | LossInTorch | None,
     targets: Any,
 ) -> None:
-    """Raise if an input or a target that is used as an index is out of range."""
-    check_ranges(compiled.ranges, args, "input")
+    """Raise if an input or a target of this process that is used as an index is out of range."""
+    parts, inputs = 1, list(map(own_part, args))
+    if compiled.ranges or (loss is not None and loss.ranges):
+        whole, part = compiled.signature[0][0], np.shape(inputs[0])
+        parts = math.prod(whole) // max(math.prod(part[len(part) - len(whole) :]), 1)
+    check_ranges(compiled.ranges, inputs, "input", parts)
     if loss is not None:
-        check_ranges(loss.ranges, jax.tree.leaves(targets), "target")
+        check_ranges(loss.ranges, list(map(own_part, jax.tree.leaves(targets))), "target", parts)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import brainstate
+import numpy as np
 import torch
 
 from etrace_bridge._errors import InputError
@@ -33,7 +34,6 @@ from etrace_bridge.learning.watch import Watch
 from etrace_bridge.learning.weighting import Weighting
 from etrace_bridge.rules import Carry, Rule
 from etrace_bridge.schedule.chunk_plan import ChunkPlan, divide
-from etrace_bridge.schedule.sequence import step_weights
 
 
 def _nothing() -> None:
@@ -388,9 +388,9 @@ class Runtime:
         with self.store.transaction():
             data, loss = self._preparation.sequence(xs, targets, mask, False, evaluates=True)
             _, losses = self._evaluate(data, loss, False)
-            if self._in_chunks.serves_evaluation(loss):
-                return losses, self._in_chunks.weights(data)
-            return losses, step_weights(data.length, data.mask, self.programs.spec(loss).reduction)
+            if isinstance(loss, SequenceLoss):
+                return losses, np.ones(data.length)
+            return losses, self._in_chunks.weights(data)
 
     # -- optimizer ----------------------------------------------------------------------
 

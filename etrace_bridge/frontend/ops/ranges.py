@@ -96,20 +96,32 @@ class InputRange:
     size: int
     range: IndexRange
 
-    def check(self, array: Any, name: str) -> None:
+    def check(self, array: Any, name: str, parts: int = 1) -> None:
         """Raise if the input, or a sequence of such inputs with time on the first axis, has an
-        index out of range.
+        index out of range; `parts` is as in `check_ranges`.
         """
         values = np.asarray(array)
         if self.elements is not None:
-            values = values.reshape(-1, self.size)[:, self.elements]
+            size = self.size // parts
+            elements = self.elements if parts == 1 else np.unique(self.elements % size)
+            values = values.reshape(-1, size)[:, elements]
         self.range.check(values, name)
 
 
-def check_ranges(ranges: Sequence[InputRange], arrays: Sequence[Any], what: str) -> None:
-    """Check arrays against the ranges of a program's inputs; `what` is `"input"` or `"target"`."""
+def check_ranges(
+    ranges: Sequence[InputRange], arrays: Sequence[Any], what: str, parts: int = 1
+) -> None:
+    """Check arrays against the ranges of a program's inputs.
+
+    Args:
+        ranges: what the program demands.
+        arrays: its inputs, or sequences of them.
+        what: `"input"` or `"target"`.
+        parts: the arrays have one of so many equal parts of the program's batch.
+    """
     for each in ranges:
-        each.check(arrays[each.position], input_name(what, each.position, len(arrays)))
+        name = input_name(what, each.position, len(arrays))
+        each.check(arrays[each.position], name, parts)
 
 
 def input_name(what: str, position: int, count: int) -> str:
