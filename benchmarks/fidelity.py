@@ -56,7 +56,7 @@ def measure_case(case: Any, known: dict[str, Any]) -> dict[str, Any]:
 
     rules = dict(known.get("rules", {}))
     missing = {name: make for name, make in shown_rules().items() if name not in rules}
-    if not missing and "meter" in known:
+    if not missing and known.keys() >= {"meter", "low_rank"}:
         return known
     online = OnlineCase(case)
     for name, make in missing.items():
@@ -67,7 +67,27 @@ def measure_case(case: Any, known: dict[str, Any]) -> dict[str, Any]:
             rules[name] = str(error)
     certificates = online.certificates().values()
     exact = f"{sum(c.exact for c in certificates)} of {len(certificates)}"
-    return {"exact": exact, "rules": rules, "meter": online.meter_error()}
+    return {
+        "exact": exact,
+        "rules": rules,
+        "meter": online.meter_error(),
+        "low_rank": low_rank_ends(online),
+    }
+
+
+def low_rank_ends(online: Any) -> dict[str, float]:
+    """How far rank 0 of `low_rank` is from `d_rtrl` and full rank from BPTT, relative to the
+    largest value of each parameter's gradient.
+    """
+    from etrace_bridge.rules import DRTRL, LowRankRTRL
+
+    rules = DRTRL("chunk"), LowRankRTRL(0), LowRankRTRL(10**6)
+    diagonal, first, last = (online.gradients(rule, CHUNK) for rule in rules)
+    scale = max(np.abs(g).max() for g in diagonal.values())
+    differences = [
+        np.abs(first[n] - g).max() / max(np.abs(g).max(), 1e-3 * scale) for n, g in diagonal.items()
+    ]
+    return {"rank 0": float(max(differences)), "full rank": max(online.errors(last).values())}
 
 
 def measure_zoo(results: dict[str, Any], every: int, only: str) -> None:
@@ -75,10 +95,9 @@ def measure_zoo(results: dict[str, Any], every: int, only: str) -> None:
 
     Modules that were measured before are brought up to date, whatever `every` is.
     """
-    from torch_zoo import CASES
+    from torch_zoo import trained_cases
 
-    cases = [c for c in CASES if c.available and not c.float32_only]
-    cases = [c for c in cases if any(p.requires_grad for p in c.build().parameters())]
+    cases = trained_cases()
     results["zoo"] = len(cases)
     modules = results["modules"]
     results["modules"] = {c.name: modules[c.name] for c in cases if c.name in modules}
@@ -155,7 +174,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument(
-        "--every", type=int, default=20, metavar="N", help="measure every N-th module (default 20)"
+        "--every", type=int, default=1, metavar="N", help="measure only every N-th new module"
     )
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="measure only modules with this in their name"
@@ -168,7 +187,7 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
 
-    results = {"modules": {}, "costs": {}}
+    results = {"modules": {}, "costs": {}, "clock": options.clock}
     if RESULTS.exists() and not options.fresh:
         results = json.loads(RESULTS.read_text())
     online = {name for name, make in shown_rules().items() if not make().truncates}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE, PICTURE = DOCS / "fidelity.md", DOCS / "pictures" / "fidelity.png"
 EXACT = 1e-9  # meter errors above this come from float32 inside a module
 LOWEST = 1e-3  # smaller errors are drawn here
+BY_RANK = {"0": "d_rtrl chunk", "1": "low_rank", "2": "low_rank rank=2", "4": "low_rank rank=4"}
 
 HEAD = """# How close to BPTT
 
@@ -27,7 +27,7 @@ while you train whether updates go downhill.
 """
 ABOUT = """
 *Cosine* and *relative error* (the norm of the difference over the norm of BPTT's gradient) are means over
-{count} modules, a share of the zoo's {zoo} (`--every N` measures more); *exact on* counts the modules with a
+{count} of the zoo's {zoo} modules; *exact on* counts the modules with a
 relative error below 1e-6. *Memory* is what the rule carries from step to step, in units of the model's
 weights, and *time* the {clock} of a whole online step with its update, in units of a step without learning: a GRU of
 {layers} layers, {width} units, one sequence, float32. `low_rank` has rank 1 where nothing else is said.
@@ -41,8 +41,7 @@ number for a module does not run there, and says why in an error; its means are 
 LOW_RANK = """
 ## `low_rank` by rank
 
-`python -m benchmarks.low_rank zoo` compares the two ends of the rule, parameter by parameter, over {count} of
-the zoo's {zoo} modules: rank 0 differs from `d_rtrl chunk` by at most {diagonal:.0e} and full rank from BPTT by
+The two ends of the rule, parameter by parameter, over the same modules: rank 0 differs from `d_rtrl chunk` by at most {diagonal:.0e} and full rank from BPTT by
 at most {exact:.0e} of a gradient's largest value; on {single} modules of snnTorch that compute in float32
 inside, by at most {worst:.0e}. The mean relative error of all parameters together falls with the rank:
 
@@ -63,7 +62,7 @@ def write_page(results: dict[str, Any]) -> list[Path]:
     text += "## Cosine\n\n*exact* counts the parameters whose certificate says that `d_rtrl` equals BPTT.\n\n"
     text += _by_module(modules, rules, 0, "{:.4f}", ["exact"])
     text += "\n## Relative error\n\n" + _by_module(modules, rules, 1, "{:.1e}", [])
-    text += _low_rank(results["zoo"])
+    text += _low_rank(modules)
     PAGE.write_text(text)
     _draw(results, rules)
     return [PAGE, PICTURE]
@@ -113,28 +112,20 @@ def _meter(modules: dict[str, Any]) -> str:
     return f"{worst(False):.0e} of both norms, or {worst(True):.0e} where a module computes in float32 inside."
 
 
-def _low_rank(zoo: int) -> str:
-    """Return the section on what `python -m benchmarks.low_rank zoo` measured."""
-    from benchmarks.low_rank import RANKS, RESULTS
+def _low_rank(modules: dict[str, Any]) -> str:
+    """Return the section on how the rule's error falls with its rank."""
     from zoo.online import FLOAT32_INSIDE
 
-    modules = json.loads(RESULTS.read_text())
-    double = [m for name, m in modules.items() if name not in FLOAT32_INSIDE]
-    single = [m for name, m in modules.items() if name in FLOAT32_INSIDE]
-
-    def mean(n: int) -> str:
-        return f"{sum(m['by rank'][n] for m in modules.values()) / len(modules):.5f}"
-
+    double = [m["low_rank"] for name, m in modules.items() if name not in FLOAT32_INSIDE]
+    single = [m["low_rank"] for name, m in modules.items() if name in FLOAT32_INSIDE]
     text = LOW_RANK.format(
-        count=len(modules),
-        zoo=zoo,
         diagonal=max(m["rank 0"] for m in double),
         exact=max(m["full rank"] for m in double),
         single=len(single),
         worst=max((m[end] for m in single for end in ("rank 0", "full rank")), default=0.0),
     )
-    errors = ["relative error", *(mean(n) for n in range(len(RANKS)))]
-    return text + _table(["rank", *map(str, RANKS)], [errors])
+    errors = ["relative error", *(f"{_mean(modules, rule, 1):.5f}" for rule in BY_RANK.values())]
+    return text + _table(["rank", *BY_RANK], [errors])
 
 
 def _by_module(

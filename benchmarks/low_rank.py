@@ -1,21 +1,17 @@
-"""Low-rank RTRL measured: `python -m benchmarks.low_rank table | zoo | time`.
+"""Low-rank RTRL measured: `python -m benchmarks.low_rank table | time`.
 
 `table`: cosine and relative error to BPTT by rank, by brute force with an SVD of the dense
-influence, mean over seeds; with `--engine` the engine's own gradients beside it. `zoo`: over the
-zoo of torch modules, rank 0 beside `d_rtrl`, full rank beside torch BPTT, and the mean error by
-rank; it keeps what it measured in `low_rank.json` beside this file, and goes on where it stopped.
-`time`: an online step beside that of `d_rtrl` and of `rtrl`, interleaved; on a machine that others
-use, with `--clock cpu`.
+influence, mean over seeds; with `--engine` the engine's own gradients beside it. `time`: an online
+step beside that of `d_rtrl` and of `rtrl`, interleaved; on a machine that others use, with `--clock
+cpu`. `benchmarks/fidelity.py` measures the rule over the zoo of torch modules.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -23,12 +19,6 @@ import numpy as np
 from benchmarks.loop_cost import CLOCKS
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-
-RESULTS = Path(__file__).with_suffix(".json")
-CHUNK = 4
-RANKS = (0, 1, 2, 4)
-RANK_0, FULL_RANK = 1e-10, 1e-9  # how far from `d_rtrl` and from BPTT
-FLOAT32 = 2e-6  # both, for the modules that compute in float32 inside
 
 RULES = {
     "d_rtrl": (0, None),
@@ -72,69 +62,6 @@ def table(options: argparse.Namespace) -> None:
 
 def _cosine(a: np.ndarray, b: np.ndarray) -> float:
     return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
-
-
-def zoo(options: argparse.Namespace) -> None:
-    """Measure the modules that `low_rank.json` does not have, and print what all of them say."""
-    from torch_zoo import CASES
-
-    cases = [c for c in CASES if c.available and not c.float32_only]
-    cases = [c for c in cases if any(p.requires_grad for p in c.build().parameters())]
-    known = json.loads(RESULTS.read_text()) if RESULTS.exists() and not options.fresh else {}
-    results = {c.name: known[c.name] for c in cases if c.name in known}
-    for case in [c for c in cases[options.start :: options.every] if c.name not in results]:
-        results[case.name] = _measure(case)
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-        print(f"{len(results)} of {len(cases)}  {_line(case.name, results[case.name])}", flush=True)
-    bad = [name for name, found in results.items() if not _holds(name, found)]
-    print(f"{len(results)} of {len(cases)} modules; not within the tolerance: {len(bad)}")
-    for name in bad:
-        print(_line(name, results[name]))
-    by_rank = np.array([found["by rank"] for found in results.values()])
-    for rank, mean in zip(RANKS, by_rank.mean(0), strict=True):
-        print(f"mean relative error at rank {rank}: {mean:.5f}")
-
-
-def _measure(case: Any) -> dict[str, Any]:
-    """Return how far rank 0 is from `d_rtrl` and full rank from BPTT, relative to the largest value
-    of each parameter's gradient; and the relative error of the whole gradient by rank.
-    """
-    from etrace_bridge.rules import DRTRL, LowRankRTRL
-    from zoo.online import OnlineCase
-
-    online = OnlineCase(case)
-    diagonal = online.gradients(DRTRL("chunk"), CHUNK)
-    found = {rank: online.gradients(LowRankRTRL(rank), CHUNK) for rank in (*RANKS, 10**6)}
-    scale = max(np.abs(g).max() for g in diagonal.values())
-    differences = [
-        np.abs(found[0][n] - g).max() / max(np.abs(g).max(), 1e-3 * scale)
-        for n, g in diagonal.items()
-    ]
-    return {
-        "rank 0": float(max(differences)),
-        "full rank": max(online.errors(found[10**6]).values()),
-        "by rank": [_relative(online, found[rank]) for rank in RANKS],
-    }
-
-
-def _holds(name: str, found: dict[str, Any]) -> bool:
-    from zoo.online import FLOAT32_INSIDE
-
-    rank_0, full_rank = (FLOAT32, FLOAT32) if name in FLOAT32_INSIDE else (RANK_0, FULL_RANK)
-    return found["rank 0"] < rank_0 and found["full rank"] < full_rank
-
-
-def _line(name: str, found: dict[str, Any]) -> str:
-    by_rank = "  ".join(f"{error:.4f}" for error in found["by rank"])
-    bad = "" if _holds(name, found) else "  <- too far"
-    ends = f"rank 0 {found['rank 0']:.0e}  full rank {found['full rank']:.0e}"
-    return f"{name:40s} {ends}  by rank {by_rank}{bad}"
-
-
-def _relative(online: Any, grads: dict[str, np.ndarray]) -> float:
-    wanted = {n: g.numpy() for n, g in online.ref.grads.items() if n in grads}
-    square = sum(((grads[n] - g) ** 2).sum() for n, g in wanted.items())
-    return float(np.sqrt(square / sum((g**2).sum() for g in wanted.values())))
 
 
 def steps(options: argparse.Namespace) -> None:
@@ -181,11 +108,11 @@ def steps(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Run one of the three."""
+    """Run one of the two."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.low_rank", description=__doc__.splitlines()[0]
+        prog="python -m benchmarks.low_rank", description=__doc__.splitlines()[0] if __doc__ else ""
     )
-    parser.add_argument("what", choices=("table", "zoo", "time"))
+    parser.add_argument("what", choices=("table", "time"))
     parser.add_argument("--seeds", type=int, default=5, help="table: seeds (default 5)")
     parser.add_argument("--steps", type=int, default=20, help="table: time steps (default 20)")
     parser.add_argument(
@@ -193,13 +120,6 @@ def main() -> None:
         action="store_true",
         help="table: compare the engine with brute force, for the first seed",
     )
-    parser.add_argument(
-        "--every", type=int, default=1, metavar="N", help="zoo: only every N-th module"
-    )
-    parser.add_argument(
-        "--start", type=int, default=0, metavar="N", help="zoo: from this module on"
-    )
-    parser.add_argument("--fresh", action="store_true", help="zoo: measure every module again")
     parser.add_argument(
         "--repeats", type=int, default=40, help="time: rounds of 10 steps of each rule (default 40)"
     )
@@ -210,7 +130,7 @@ def main() -> None:
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     jax.config.update("jax_enable_x64", options.what != "time")
-    {"table": table, "zoo": zoo, "time": steps}[options.what](options)
+    {"table": table, "time": steps}[options.what](options)
 
 
 if __name__ == "__main__":

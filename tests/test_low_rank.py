@@ -34,9 +34,6 @@ from low_rank_oracle import (
     engine,
     relative,
 )
-from share import in_turn
-from torch_zoo import find
-from zoo.online import OnlineCase
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gru": lambda: GRU(6, 1),
@@ -222,23 +219,6 @@ def test_the_best_rank_is_that_of_the_svd(q):
             np.testing.assert_allclose(found, wanted, atol=3e-8)
             if unit == 4:
                 np.testing.assert_allclose(found, wanted, atol=1e-12)
-
-
-# Convolutions, tied weights, a sum over units in the core, projections, embeddings.
-ZOO = (
-    "torch-net-Conv1dCell", "torch-cell-Tied", "torch-cell-LayerNormRNN", "torch-lstm_proj",
-    "torch-net-EmbeddingCell",
-)  # fmt: skip
-
-
-@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported:UserWarning")
-@pytest.mark.parametrize("name", in_turn(ZOO, 2))
-def test_rank_0_is_d_rtrl_and_full_rank_is_bptt(name):
-    """All modules and the ranks between: `python -m benchmarks.low_rank zoo`."""
-    online = OnlineCase(find(name))
-    diagonal, first = (online.gradients(rule, 4) for rule in (DRTRL("chunk"), LowRankRTRL(0)))
-    assert relative(first, diagonal) < 1e-10
-    assert max(online.errors(online.gradients(LowRankRTRL(10**6), 4)).values()) < 1e-9
 
 
 def session_of(model: nn.Module, x: torch.Tensor) -> CompiledStep:

@@ -1,19 +1,28 @@
 """Zoo modules under the rules, every second one: exact RTRL is torch BPTT, no certificate is
-contradicted, and chunks do not matter.
+contradicted, chunks do not matter, and low rank lies between its two ends.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 
 import numpy as np
 import pytest
 
-from etrace_bridge.rules import DRTRL, RFLO, RTRL, EProp, PPProp, Rule, SnAp1, ThreeFactor
+from etrace_bridge.rules import (
+    DRTRL,
+    RFLO,
+    RTRL,
+    EProp,
+    LowRankRTRL,
+    PPProp,
+    Rule,
+    SnAp1,
+    ThreeFactor,
+)
 from etrace_bridge.step.exits import find_exits
 from share import FULL, in_turn
-from torch_zoo import CASES, Case, check_live, find
+from torch_zoo import check_live, find, trained_cases
 from zoo.online import FLOAT32_INSIDE, OnlineCase
 
 LARGEST = 150_000  # elements of the influence matrix: the size up to which RTRL is shown to be BPTT
@@ -24,18 +33,7 @@ TOLERANCE = 1e-9
 FLOAT32_TRACES = (*FLOAT32_INSIDE, "snntorch-leaky_graded")
 
 
-def trained(case: Case) -> bool:
-    """Whether a module has parameters and runs in float64."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the libraries' own, when they build a module
-        return (
-            case.available
-            and not case.float32_only
-            and any(p.requires_grad for p in case.build().parameters())
-        )
-
-
-TRAINED = [case.name for case in CASES if trained(case)]
+TRAINED = [case.name for case in trained_cases()]
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Inhibition is an unstable feature:UserWarning"),
@@ -130,6 +128,32 @@ def test_chunks_do_not_matter(name):
         assert error <= tolerance(online) or not online.certificates()[parameter].exact, (
             f"{rule}, certified exact, {parameter}"
         )
+
+
+# A convolution, tied weights, a sum over units in the core, projections, an embedding.
+LOW_RANK = (
+    "torch-net-Conv1dCell", "torch-cell-Tied", "torch-cell-LayerNormRNN", "torch-lstm_proj",
+    "torch-net-EmbeddingCell",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRAINED if FULL else in_turn(LOW_RANK, 2))
+def test_low_rank_lies_between_d_rtrl_and_bptt(name):
+    """Rank 0 is the one, full rank the other. The ranks between, over all modules, are on the
+    fidelity page.
+    """
+    online = OnlineCase(find(name))
+    diagonal, first = (online.gradients(rule, 4) for rule in (DRTRL("chunk"), LowRankRTRL(0)))
+    largest, allowed = (
+        max(np.abs(g).max() for g in diagonal.values()),
+        tolerance(online, otherwise=1e-10),
+    )
+    assert largest > 0
+    for parameter, g in diagonal.items():
+        difference = np.abs(first[parameter] - g).max()
+        assert difference <= allowed * max(np.abs(g).max(), 1e-3 * largest), parameter
+    errors = online.errors(online.gradients(LowRankRTRL(10**6), 4))
+    assert max(errors.values()) < tolerance(online), errors
 
 
 @pytest.mark.parametrize("rule", [RFLO(), ThreeFactor()], ids=lambda rule: rule.name)

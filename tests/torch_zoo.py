@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 from zoo import (
     ncps_cases,
     norse_cases,
@@ -24,6 +26,7 @@ __all__ = [
     "find",
     "reference",
     "tensors",
+    "trained_cases",
 ]
 
 CASES: tuple[Case, ...] = (
@@ -41,3 +44,16 @@ CASES: tuple[Case, ...] = (
 def find(name: str) -> Case:
     """The case of this name."""
     return {case.name: case for case in CASES}[name]
+
+
+def trained_cases() -> list[Case]:
+    """The cases whose modules have parameters and run in float64."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the libraries' own, when they build a module
+        return [
+            case
+            for case in CASES
+            if case.available
+            and not case.float32_only
+            and any(p.requires_grad for p in case.build().parameters())
+        ]
