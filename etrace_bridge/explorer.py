@@ -161,7 +161,7 @@ class _Drawing:
             ("module", _unique(module_scope(c.eqn) for c in contacts) or _owner(path)),
             ("source line", _unique(source_line(c.eqn) for c in contacts) or ["not known: the equation comes from a library's own code"]),
             ("hidden groups", groups),
-            ("cuts", _unique(str(drop).replace("`", "") for drop in certificate.drops)),
+            ("cuts", _cuts(certificate)),
         ]  # fmt: skip
         return {"on": on, "facts": [[term, lines] for term, lines in said]}
 
@@ -240,9 +240,14 @@ def _kind(certificate: ParameterCertificate) -> str:
     return "exact" if certificate.exact else "approximate"
 
 
+def _cuts(certificate: ParameterCertificate) -> list[str]:
+    return _unique(str(drop).replace("`", "") for drop in certificate.drops)
+
+
 def _verdict(certificate: ParameterCertificate) -> str:
     if certificate.drops:
-        return f"approximate: credit through {len(certificate.drops)} cuts is dropped"
+        count = len(_cuts(certificate))
+        return f"approximate: credit through {count} cut{'s' if count > 1 else ''} is dropped"
     return f"{_kind(certificate)}: {certificate.reason}"
 
 

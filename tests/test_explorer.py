@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -49,6 +50,17 @@ class Stack(nn.Module):
         return self.out(second) * getattr(self, "</script><b>"), (first, second)
 
 
+class Normed(nn.Module):
+    """Two recurrent layers with a layer norm between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.RNN(3, 4), nn.LayerNorm(4), nn.RNN(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.norm(self.first(x)[0]))[0]
+
+
 @pytest.fixture(scope="module")
 def net() -> eb.BridgedModule:
     net = eb.wrap(Stack(), example_input=torch.randn(2, 3))
@@ -90,6 +102,23 @@ def test_the_page_needs_nothing_else_and_knows_every_parameter(graph, tmp_path):
         assert f"parameter-{list(graph.certificate()).index(path)}" in page
     with pytest.raises(eb.InputError, match="Cannot write"):
         eb.explore_graph(graph, tmp_path / "missing" / "graph.html")
+
+
+def test_as_many_cuts_are_counted_as_are_listed(tmp_path):
+    """A layer norm cuts the same way twice: by its mean and by its variance."""
+    net = eb.wrap(Normed())
+    net.init_state(batch_size=2)
+    graph = eb.compile_etrace_graph(net, eb.to_jax(torch.randn(2, 3)))
+    page = eb.explore_graph(graph, tmp_path / "graph.html").read_text()
+    shown = json.loads(re.search(r'id="facts">(.*?)</script>', page)[1].replace("<\\/", "</"))
+    counted = 0
+    for parameter in shown.values():
+        facts = dict(parameter["facts"])
+        if found := re.search(r"through (\d+) cut", facts["gradient under D-RTRL"][0]):
+            counted += int(found[1])
+            assert int(found[1]) == len(facts["cuts"])
+    repeated = [len(c.drops) - len({str(d) for d in c.drops}) for c in graph.certificate().values()]
+    assert counted > 4 and max(repeated) > 0
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")

@@ -506,6 +506,11 @@ def test_the_norm_of_the_gradients(make):
     )
 
 
+def test_a_system_that_does_not_tell_its_memory_shows_none(monkeypatch):
+    monkeypatch.setattr("etrace_bridge.learning.progress.resource", None)
+    assert describe({"loss": 0.5, "steps_per_second": 3.0}) == "loss 0.5  3 steps/s"
+
+
 def test_memory_is_that_of_the_process():
     before = resident_memory()
     held = np.ones(2**25)  # 256 MB, touched

@@ -54,10 +54,9 @@ def describe(record: dict[str, Any]) -> str:
         for name, value in record.items()
         if name not in PLAIN and isinstance(value, float)
     ]
-    shown += [
-        f"{record.get('steps_per_second', 0):,.0f} steps/s",
-        f"{resident_memory() / 2**20:,.0f} MB",
-    ]
+    shown.append(f"{record.get('steps_per_second', 0):,.0f} steps/s")
+    if held := resident_memory():
+        shown.append(f"{held / 2**20:,.0f} MB")
     return "  ".join(shown)
 
 
