@@ -4,6 +4,7 @@ against torch.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -712,3 +713,51 @@ def test_what_layers_of_one_sequence_share_is_drawn_once(how: str) -> None:
         assert same == (how != "every step")
         starts.append(pattern[0])
     assert not np.array_equal(*starts)
+
+
+class SaysFloat(nn.Module):
+    """A loop in which a part is computed in single precision, whatever the model's precision is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a_log, self.lin = nn.Parameter(torch.rand(H)), nn.Linear(IN, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        decay, h, ys = torch.exp(-self.a_log.exp().float()), x.new_zeros(x.shape[0], H), []
+        for t in range(x.shape[1]):
+            h = decay * h + torch.tanh(self.lin(x[:, t]).float() * 3).to(x.dtype)
+            ys.append(h)
+        return torch.stack(ys, 1)
+
+
+def test_a_model_in_float64_may_say_float_on_the_way() -> None:
+    torch.manual_seed(0)
+    model, x = SaysFloat().double(), inputs(B, T, IN)
+    net = eb.wrap(model)
+    net.init_state(batch_size=B)
+    steps = np.stack([np.asarray(net(x[:, t])) for t in range(T)], 1)
+    np.testing.assert_allclose(steps, model(x).detach(), rtol=0, atol=1e-6)
+
+
+class Normalised(nn.Module):
+    """Statistics over time after a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(IN, H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, ys = x.new_zeros(x.shape[0], H), []
+        for t in range(x.shape[1]):
+            h = 0.9 * h + self.lin(x[:, t])
+            ys.append(h)
+        y = torch.stack(ys, 1)
+        return (y - y.mean(1, keepdim=True)) / y.std(1, keepdim=True)  # the line to name
+
+
+def test_a_look_ahead_behind_a_loop_is_named_by_its_own_line() -> None:
+    source = Path(__file__).read_text().split("\n")
+    line = next(i for i, text in enumerate(source, 1) if text.endswith("# the line to name"))
+    net = eb.wrap(Normalised())
+    with pytest.raises(eb.NotSupportedError, match=rf"later inputs.*test_public_forms\.py:{line}"):
+        net.init_state(batch_size=B)

@@ -189,7 +189,7 @@ class BridgedModule(brainstate.nn.Module):
             return
         try:
             self._start(inputs, batch_size, guessed)
-        except (InputError, RuntimeError, TypeError, ValueError, IndexError):
+        except (InputError, RuntimeError, TypeError, ValueError, IndexError, AttributeError):
             if not guessed:
                 raise
             # The guess was wrong: the first input will tell

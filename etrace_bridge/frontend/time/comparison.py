@@ -154,7 +154,7 @@ class _Pair:
                 else:
                     pairs = [(t + 1, column[t], axis.select(expected, t)) for t in range(length)]
                 for number, found, value in pairs:
-                    if not _agree(found, value):
+                    if not _agree(found, value, self.step.coarse):
                         problem = not_chained(
                             type(model).__name__,
                             i,
@@ -178,7 +178,7 @@ class _Pair:
         known = step.values_at(1, values, rows)
         known.update({id(key): make_key() for key in keys_of(nodes)})
         for i, value in zip(seen, evaluate(nodes, known), strict=True):
-            if not _agree(np.asarray(found[i]), np.asarray(value)):
+            if not _agree(np.asarray(found[i]), np.asarray(value), step.coarse):
                 names = [".".join(leaf.path) for leaf in step.leaves]
                 return not_started_alike(type(self.model).__name__, names[i], names)
         return None
@@ -244,7 +244,7 @@ class _Pair:
         for found, gradient in zip(jit(jax.grad(in_jax))(chosen), expected, strict=True):
             right = np.zeros(found.shape) if gradient is None else gradient.resolve_conj().numpy()
             if np.isfinite(right).all() and not _agree(
-                np.conj(np.asarray(found)), right.astype(found.dtype)
+                np.conj(np.asarray(found)), right.astype(found.dtype), step.coarse
             ):
                 names = [".".join(leaf.path) for leaf in step.leaves]
                 return not_differentiated_alike(type(model).__name__, names)
@@ -272,9 +272,9 @@ def _is_inexact(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _agree(found: np.ndarray, value: np.ndarray) -> bool:
+def _agree(found: np.ndarray, value: np.ndarray, coarse: bool) -> bool:
     scale = max(1.0, float(np.abs(value).max(initial=0.0)))
-    tolerance = 1e-9 if value.dtype == np.float64 else 1e-4
+    tolerance = 1e-9 if value.dtype == np.float64 and not coarse else 1e-4
     return found.shape == value.shape and np.allclose(
         found, value, rtol=0, atol=tolerance * scale, equal_nan=True
     )

@@ -152,7 +152,7 @@ class _Finder:
                 blank: list[Node | None] = [None] * len(leaves)
                 step = LoopStep(
                     split, axes, reductions, traced.skeleton, leaves, blank, False, self.tensor_nodes, self.graph, self.axis,
-                    self.batch, traced.ranges, traced.starts,
+                    self.batch, traced.ranges, traced.starts, traced.coarse,
                 )  # fmt: skip
                 yield from self._starts(step)
             if not unknown:

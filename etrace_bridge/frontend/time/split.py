@@ -123,7 +123,9 @@ def looks_ahead(node: Node, step: int) -> BridgeError:
         ):
             joins.append(here)
         stack.extend(here.operands)
-    culprit = min(joins or [node], key=lambda n: n.number)
+    # A recurrence joins neighbouring steps too: what joins steps further apart says more
+    far = [n for n in joins if max(o.level for o in n.operands) > _earliest(n) + 1]
+    culprit = min(far or joins or [node], key=lambda n: n.number)
     name = culprit.kind if culprit.eqn is not None else "the input"
     return NotSupportedError(
         f"The output at one step depends on later inputs: output {step} reads input {node.level}, "
@@ -132,6 +134,11 @@ def looks_ahead(node: Node, step: int) -> BridgeError:
         "whole sequence). Use only the past there (a running statistic, a causal convolution), or "
         "train this model offline with torch."
     )
+
+
+def _earliest(node: Node) -> int:
+    """The earliest step that an operand depends on, of those that depend on one."""
+    return min((o.level for o in node.operands if o.level), default=0)
 
 
 def _check_detached(demands: Sequence[Node], step: int) -> None:

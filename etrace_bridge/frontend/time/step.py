@@ -36,6 +36,7 @@ class LoopStep:
         batch: Batch size, or None.
         ranges: What the step demands of inputs that it uses as indices.
         start_attributes: Attributes `(path, module, name)` whose values the sequence starts from.
+        coarse: Some values are computed in less than double precision.
     """
 
     split: Split
@@ -51,6 +52,7 @@ class LoopStep:
     batch: int | None
     ranges: list[InputRange]
     start_attributes: list[tuple[str, nn.Module, str]]
+    coarse: bool
     start_is_guessed: bool = True
 
     def __call__(

@@ -49,6 +49,14 @@ class TracedSequence:
     ranges: list[InputRange]
     starts: list[tuple[str, nn.Module, str]]
 
+    @property
+    def coarse(self) -> bool:
+        """Whether some values are computed in less than double precision: a model in float64 may
+        say `.float()` on the way.
+        """
+        dtypes = [v.aval.dtype for eqn in self.jaxpr.jaxpr.eqns for v in eqn.outvars]
+        return any(jnp.issubdtype(d, jnp.inexact) and jnp.finfo(d).bits < 64 for d in dtypes)
+
 
 def trace_sequence(
     model: nn.Module,
