@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 
-def record(test: str, what: str) -> None:
-    """Add one to a count (`"programs"` or `"faults"`) of a test; without the variable, do nothing."""
+def record(test: str, what: str, count: int = 1) -> None:
+    """Add to a count (`"programs"` or `"faults"`) of a test; without the variable, do nothing."""
     if "FUZZ_RECORD" not in os.environ:
         return
     path = Path(os.environ["FUZZ_RECORD"])
@@ -25,7 +25,7 @@ def record(test: str, what: str) -> None:
         days = json.loads(file.read() or "{}")
         day = days.setdefault(datetime.now(UTC).date().isoformat(), {})
         counts = day.setdefault(test, {"programs": 0, "faults": 0})
-        counts[what] += 1
+        counts[what] += count
         text = json.dumps(days, indent=1, sort_keys=True) + "\n"
         file.truncate(0)
         file.write(text)

@@ -26,6 +26,7 @@ from hypothesis.stateful import (
 from torch import Tensor
 
 import etrace_bridge as eb
+from fuzz_record import record
 from online_oracle import FAMILIES, OUT, H, I, Recurrent, take_apart
 from test_user_mode import FLOATS
 
@@ -214,6 +215,7 @@ class Calls(RuleBasedStateMachine):
             self.learner.reset()
         self.plain.reset()
         self.batch = batch
+        self.counts["reset"] = self.counts.get("reset", 0) + 1
 
     @precondition(lambda self: self.plain.h is not None)
     @rule()
@@ -245,15 +247,25 @@ def run(dtype: torch.dtype, tolerance: float) -> dict[str, int]:
         suppress_health_check=list(hypothesis.HealthCheck), phases=[hypothesis.Phase.generate],
     )  # fmt: skip
     run_state_machine_as_test(kind, settings=options)
+    mode = "float64" if dtype is torch.float64 else "default"
+    record(f"test_calls_in_random_order_in_{mode}_mode", "programs", RUNS)
     return kind.counts
+
+
+ALL = {
+    "step", "step without target", "gradients", "update", "predict", "reset", "reset with mask",
+    "refused step", "load",
+}  # fmt: skip
 
 
 def test_calls_in_random_order_in_float64_mode() -> None:
     counts = run(torch.float64, 1e-9)
     assert {"step", "gradients", "update"} <= set(counts) and sum(counts.values()) >= 15, counts
+    assert RUNS < 20 or set(counts) == ALL, counts
 
 
 @pytest.mark.x32
 def test_calls_in_random_order_in_default_mode() -> None:
     counts = run(torch.float32, 2e-5)
     assert {"step", "gradients", "update"} <= set(counts) and sum(counts.values()) >= 15, counts
+    assert RUNS < 20 or set(counts) == ALL, counts

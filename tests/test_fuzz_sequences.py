@@ -5,6 +5,7 @@ outputs, losses and gradients.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +21,11 @@ from torch import Tensor, nn
 
 import etrace_bridge as eb
 from fuzz_models import build_source
+from fuzz_record import record
 from test_user_mode import FLOATS, WHOLE
 
 T, B, WIDTH, OUT = 4, 2, 3, 3
+TOKENS = [form for form in WHOLE if "uint8" not in form]
 RUNS = max(8, int(os.environ.get("FUZZ_PROGRAMS", "0")) // 10)
 
 # What is done to all steps at once, each step by itself; `{a}` is (T, B, WIDTH), or (B, T, WIDTH)
@@ -32,6 +35,15 @@ POINTWISE = (
     "torch.cat([{a}, {a} ** 2], -1)[..., 1:4]", "torch.softmax({a}, -1)", "{a} - {a}.mean(-1, keepdim=True)", "F.hardsigmoid({a})",
     "torch.einsum('abi,oi->abo', {a}, self.pre.weight)", "{a}.flatten(0, 1).mul(2).view({a}.shape)", "F.softplus({a}, 1.3) - 0.1",
 )  # fmt: skip
+
+
+# What must have been drawn in many programs: layers, layouts, operations, dtypes and sources of inputs,
+# JAX's modes.
+KINDS = {
+    "nn.GRU(", "nn.LSTM(", "nn.RNN(", "num_layers=2", "batch_first=True", "for step in",
+    "64-bit mode", "32-bit mode", *(operation.format(a="a") for operation in POINTWISE),
+    *(f"floats as {form}" for form in FLOATS), *(f"tokens as {form}" for form in TOKENS),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -45,6 +57,12 @@ class SequenceProgram:
     form: str
     seed: int
 
+    def kinds(self) -> set[str]:
+        """What there is to draw, and what of it this program has."""
+        form = f"{'tokens' if self.tokens else 'floats'} as {self.form}"
+        mode = "64-bit mode" if self.double else "32-bit mode"
+        return {form, mode, *(kind for kind in KINDS if kind in self.source)}
+
     def build(self) -> nn.Module:
         torch.manual_seed(self.seed)
         model = build_source(self.source)
@@ -53,29 +71,45 @@ class SequenceProgram:
 
 @st.composite
 def sequence_programs(draw: Any) -> SequenceProgram:
-    """A recurrent layer of torch with element-wise code over all steps before and after it."""
-    layer = draw(st.sampled_from(["nn.GRU", "nn.LSTM", "nn.RNN"]))
+    """A recurrent layer of torch, or a loop over a cell, with element-wise code over all steps before
+    and after it.
+    """
+    layer = draw(st.sampled_from(["nn.GRU", "nn.LSTM", "nn.RNN", "loop"]))
     batch_first, tokens = draw(st.booleans()), draw(st.sampled_from([False, False, True]))
     lines = ["a = self.embed(x)" if tokens else "a = x"]
     for _ in range(draw(st.integers(0, 2))):
         lines.append(f"a = {draw(st.sampled_from(POINTWISE)).format(a='a')}")
-    lines.append(f"a = self.layer({draw(st.sampled_from(['a', 'a', 'a * 1.5']))})[0]")
+    given = draw(st.sampled_from(["a", "a", "a * 1.5"]))
+    if layer == "loop":
+        axis = int(batch_first)
+        lines += [
+            f"h, made = a.new_zeros(a.shape[{1 - axis}], 3), []",
+            f"for step in ({given}).unbind({axis}):",
+            "    h = self.cell(step, h)",
+            "    made.append(h)",
+            f"a = torch.stack(made, {axis})",
+        ]
+    else:
+        lines.append(f"a = self.layer({given})[0]")
     for _ in range(draw(st.integers(0, 2))):
         lines.append(f"a = {draw(st.sampled_from(POINTWISE)).format(a='a')}")
+    layers = draw(st.sampled_from([1, 1, 2]))
+    made = f"{layer}(3, 3, num_layers={layers}, batch_first={batch_first})"
+    made = "nn.Identity()" if layer == "loop" else made
     body = "\n        ".join([*lines, "return self.out(a)"])
     source = (
         "class Model(nn.Module):\n"
         "    def __init__(self):\n"
         "        super().__init__()\n"
-        f"        self.layer = {layer}(3, 3, num_layers={draw(st.sampled_from([1, 1, 2]))}, "
-        f"batch_first={batch_first})\n"
+        f"        self.layer = {made}\n"
+        "        self.cell = nn.GRUCell(3, 3)\n"
         "        self.pre, self.out, self.embed = nn.Linear(3, 3), nn.Linear(3, 3), "
         "nn.Embedding(4, 3)\n"
         "        self.scale = nn.Parameter(torch.tensor([0.5, 1.0, 1.5]))\n\n"
         "    def forward(self, x):\n"
         f"        {body}\n"
     )
-    kinds = [k for k in WHOLE if "uint8" not in k] if tokens else list(FLOATS)
+    kinds = TOKENS if tokens else list(FLOATS)
     return SequenceProgram(
         source,
         batch_first,
@@ -120,6 +154,7 @@ def test_pointwise_code_around_the_recurrence() -> None:
     in both JAX modes.
     """
     ran: list[SequenceProgram] = []
+    drawn: Counter[str] = Counter()
 
     @hypothesis.settings(max_examples=RUNS)
     @given(sequence_programs())
@@ -140,9 +175,14 @@ def test_pointwise_code_around_the_recurrence() -> None:
             )
         assert not wrong, f"{program}\n{wrong}"
         ran.append(program)
+        drawn.update(program.kinds())
+        record("test_pointwise_code_around_the_recurrence", "programs")
 
     run()
     assert len({p.double for p in ran}) == 2 and len({p.source for p in ran}) >= 5
+    if len(ran) >= 200:  # with `make fuzz`: everything that can be drawn has been
+        missing = sorted(KINDS - drawn.keys())
+        assert not missing, f"never drawn in {len(ran)} programs: {missing}"
 
 
 # ---- code that mixes time: refused, or right

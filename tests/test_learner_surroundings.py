@@ -7,6 +7,8 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import types
+import warnings
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import etrace_bridge as eb
+from etrace_bridge.learning.loss_settings import LossSettings
 from etrace_bridge.learning.losses import LossTable
 from etrace_bridge.learning.optimizers import make_updater
 from learner_models import I, O, assert_same, make_data
@@ -335,6 +338,10 @@ def of_global(y, target):
     return WEIGHT * F.mse_loss(y, target)
 
 
+def config_scale(config):
+    return config.scale
+
+
 def readings() -> dict:
     """Losses, and what changes them."""
     module, buffered, around = Weighted(), Weighted(), 1.0
@@ -354,7 +361,24 @@ def readings() -> dict:
         def __call__(self, y, target):
             return self.scale * F.mse_loss(y, target)
 
-    called = Callable()
+    class Settled:
+        scale = 1.0
+
+        def __init__(self) -> None:
+            self.inside, self.unread = types.SimpleNamespace(scales=[1.0]), 0
+
+        @property
+        def first(self):
+            return self.inside.scales[0]
+
+        def of_method(self, y, target):
+            return self.first * self.scale * F.mse_loss(y, target)
+
+    listed, nested, array = [1.0, 2.0], {"a": {"scale": 1.0}}, np.ones(O)
+    settled, shaded, config = Settled(), Settled(), Settled()
+    called, containing = Callable(), Weighted()
+    containing.forward = lambda y, target: containing.scales["y"] * F.mse_loss(y, target)
+    containing.scales = {"y": 1.0}
     inner = functools.partial(F.binary_cross_entropy_with_logits, pos_weight=weights)
     return {
         "attribute": (module, lambda: setattr(module, "factor", 2.0)),
@@ -363,6 +387,29 @@ def readings() -> dict:
         "global": (of_global, lambda: globals().update(WEIGHT=2.0)),
         "partial": (inner, lambda: weights.mul_(2.0)),
         "object": (called, lambda: setattr(called, "scale", 2.0)),
+        "list": (
+            lambda y, target: listed[0] * F.mse_loss(y, target),
+            lambda: listed.__setitem__(0, 2.0),
+        ),
+        "nested dicts": (
+            lambda y, target: nested["a"]["scale"] * F.mse_loss(y, target),
+            lambda: nested["a"].update(scale=2.0),
+        ),
+        "array": (
+            lambda y, target: float(array[0]) * F.mse_loss(y, target),
+            lambda: array.__setitem__(0, 2.0),
+        ),
+        "object of a cell": (
+            lambda y, target: config.inside.scales[0] * F.mse_loss(y, target),
+            lambda: config.inside.scales.__setitem__(0, 2.0),
+        ),
+        "method": (settled.of_method, lambda: settled.inside.scales.__setitem__(0, 2.0)),
+        "attribute over a class's": (shaded.of_method, lambda: setattr(shaded, "scale", 2.0)),
+        "function of a helper": (
+            lambda y, target: config_scale(config) * F.mse_loss(y, target),
+            lambda: setattr(config, "scale", 2.0),
+        ),
+        "dict of a module": (containing, lambda: containing.scales.update(y=2.0)),
     }
 
 
@@ -381,6 +428,22 @@ def test_a_loss_that_reads_something_else_now_is_refused(
             table.find(compiled, target)
     finally:
         globals().update(WEIGHT=1.0)
+
+
+def test_what_a_loss_does_not_read_may_change() -> None:
+    """Attributes that its code does not name, containers with the same items, and what libraries do."""
+    objects = types.SimpleNamespace(scale=[1.0], steps=0)
+
+    def loss(y, target):
+        warnings.warn("never", stacklevel=1) if len(objects.scale) > 3 else None
+        return objects.scale[0] * F.mse_loss(y, target)
+
+    settings = LossSettings(loss)
+    objects.steps += 1
+    objects.scale[:] = list(objects.scale)
+    assert settings.hold() and settings.differences() == []
+    objects.scale.append(2.0)
+    assert settings.differences() == ["`objects.scale` has changed"]
 
 
 def test_a_loss_that_is_another_at_every_call_is_refused(learner: eb.OnlineLearner) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import etrace_bridge as eb
+from etrace_bridge.frontend.inside import Inside
 
 T, B, IN, H = 5, 3, 2, 4
 
 
 class Net(nn.Module):
-    """A GRU cell with a number of its own, a clock that nothing reads, and dropout."""
+    """A GRU cell with numbers of its own, also in containers, a clock that nothing reads, dropout."""
 
     scale = 1.0
 
@@ -23,11 +25,13 @@ class Net(nn.Module):
         super().__init__()
         self.cell, self.drop, self.out = nn.GRUCell(IN, H), nn.Dropout(0.0), nn.Linear(H, 2)
         self.gain, self.squash, self.calls = 1.0, torch.tanh, 0
+        self.options, self.config = {"gains": [1.0, 5.0]}, SimpleNamespace(shift=0.0, unread=0)
 
     def forward(self, x: Tensor, h: Tensor | None = None) -> tuple[Tensor, Tensor]:
         self.calls += 1
         h = self.cell(x, h)
-        return self.scale * self.squash(self.gain * self.out(self.drop(h))), h
+        gain = self.gain * self.options["gains"][0]
+        return self.scale * self.squash(gain * self.out(self.drop(h)) + self.config.shift), h
 
 
 def set_gain(model: Net) -> None:
@@ -42,6 +46,14 @@ def set_function(model: Net) -> None:
     model.squash = torch.sigmoid
 
 
+def set_in_list(model: Net) -> None:
+    model.options["gains"][0] = 2.0
+
+
+def set_in_object(model: Net) -> None:
+    model.config.shift = 0.5
+
+
 def add_hook(model: Net) -> None:
     model.out.register_forward_hook(lambda module, args, out: 2 * out)
 
@@ -50,7 +62,9 @@ def add_pre_hook(model: Net) -> None:
     model.out.register_forward_pre_hook(lambda module, args: (-args[0],))
 
 
-CHANGES = [set_gain, set_class_attribute, set_function, add_hook, add_pre_hook]
+CHANGES = [
+    set_gain, set_class_attribute, set_function, set_in_list, set_in_object, add_hook, add_pre_hook,
+]  # fmt: skip
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -89,7 +103,7 @@ def test_a_learner_names_what_changed_and_stays_as_it_was(change: Any) -> None:
     ):
         with pytest.raises(eb.StateError, match="has changed since the learner compiled its step"):
             call()
-    for name in ("gain", "scale", "squash"):  # set it back
+    for name in ("gain", "scale", "squash", "options", "config"):  # set it back
         vars(model)[name] = getattr(make(), name)
     model.out._forward_hooks.clear()
     model.out._forward_pre_hooks.clear()
@@ -123,7 +137,8 @@ def test_changes_that_the_step_does_not_see_are_accepted() -> None:
     first = learner.gradients(xs, ys)
     model.eval()  # its dropout does nothing
     model(xs[0])  # moves the clock on
-    model.note = "run 7"
+    model.note, model.config.unread, model.config.note = "run 7", 7, "run 7"
+    model.options = {"gains": [1.0, 5.0]}
     second = learner.gradients(xs, ys)
     for name, grad in first.grads.items():
         assert torch.equal(torch.as_tensor(grad), torch.as_tensor(second.grads[name]))
@@ -162,3 +177,31 @@ def test_online_module_follows_the_share_of_dropout() -> None:
     torch.testing.assert_close(
         dropped, torch.tanh(model.out.bias).expand(B, 2), rtol=1e-12, atol=1e-12
     )
+
+
+def test_what_is_inside_containers() -> None:
+    """Plain values that changed, came or went; states, and attributes that no code names, may change."""
+    names = frozenset({"inner", "rate"})
+    inner = SimpleNamespace(rate=0.5, other=1)
+    value = {"list": [1, (2.0, "a")], "state": torch.ones(1), "object": inner, "itself": None}
+    value["itself"] = value
+    inside = Inside(value, names)
+    assert inside.holds(value) and not list(inside.differences("a", value))
+    inner.other = 2
+    assert inside.holds(value)
+    value["state"] = torch.zeros(2)
+    assert not inside.holds(value) and not list(inside.differences("a", value))
+    value["list"][1] = (2.0, "b")
+    inner.rate = 0.7
+    value["new"] = 3
+    assert list(inside.differences("a", value)) == [
+        "`a['list'][1][1]` is 'b' and was 'a'",
+        "`a['object'].rate` is 0.7 and was 0.5",
+        "`a['new']` is new",
+    ]
+    assert list(inside.differences("a", {"list": [], "state": 0, "object": inner})) == [
+        "`a['list'][0]` is gone",
+        "`a['list'][1][0]` is gone",
+        "`a['list'][1][1]` is gone",
+        "`a['object'].rate` is 0.7 and was 0.5",
+    ]

@@ -98,6 +98,7 @@ LAYOUTS = (torch.clone, strided, turned, of_larger)
 FLOATS: dict[str, Callable[[Tensor], Any]] = {
     **{f"torch {layout.__name__}": layout for layout in LAYOUTS},
     "torch with grad": lambda t: t.clone().requires_grad_(),
+    "torch float64": lambda t: t.double(),
     "numpy": lambda t: t.numpy().copy(),
     "numpy float64": lambda t: t.double().numpy(),
     "numpy strided": lambda t: strided(t).numpy(),

@@ -12,6 +12,7 @@ from etrace_bridge.frontend.borders import (
 from etrace_bridge.frontend.held import BufferState
 from etrace_bridge.frontend.hooks import apply_parameter_hooks, is_in_backward
 from etrace_bridge.frontend.inputs import InputForm, map_input, read_call
+from etrace_bridge.frontend.inside import PLAIN, names_of
 from etrace_bridge.frontend.module import BridgedModule
 from etrace_bridge.frontend.ops import register_op
 from etrace_bridge.frontend.ops.ranges import (
@@ -23,7 +24,7 @@ from etrace_bridge.frontend.ops.ranges import (
 )
 from etrace_bridge.frontend.outer import unwrapped
 from etrace_bridge.frontend.reference import TorchRun, run_torch
-from etrace_bridge.frontend.settings import PLAIN, Settings
+from etrace_bridge.frontend.settings import Settings
 from etrace_bridge.frontend.state import Adapter, register_adapter, supported_layers
 from etrace_bridge.frontend.steady import SteadyStep
 from etrace_bridge.frontend.trace import trace_function
@@ -49,6 +50,7 @@ __all__ = [
     "is_in_backward",
     "living",
     "map_input",
+    "names_of",
     "read_call",
     "register_adapter",
     "register_op",

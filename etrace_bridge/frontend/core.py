@@ -9,13 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import torch
 from torch import nn
 
 from etrace_bridge._jax_compat import is_concrete
 from etrace_bridge.frontend import discover, examples, layout, messages
-from etrace_bridge.frontend.borders import to_jax, to_torch
+from etrace_bridge.frontend.borders import to_host, to_jax, to_torch
 from etrace_bridge.frontend.inputs import PLAIN, InputForm, missing_keywords
 from etrace_bridge.frontend.left_over import tensors_of_a_run
 from etrace_bridge.frontend.names import (
@@ -226,7 +228,11 @@ class Core:
         return session.steps[key]
 
     def as_input(self, x: Any) -> Any:
-        """Bring an input to a JAX array; NumPy's default float64 becomes the model's float type."""
+        """Bring an input to a JAX array; NumPy's default float64 becomes the model's float type, and
+        in 32-bit mode so does a float64 tensor, as in the learner's steps.
+        """
+        if isinstance(x, torch.Tensor) and not jax.config.jax_enable_x64:
+            return jnp.asarray(to_host(x, "The input"))
         array = to_jax(x)
         if isinstance(x, (np.ndarray, list, float)) and np.asarray(x).dtype == np.float64:
             return array.astype(str(self.float_dtype).removeprefix("torch."))

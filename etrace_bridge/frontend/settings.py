@@ -2,36 +2,25 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Container
 from typing import Any
 
-import torch
 from torch import nn
 
-# Types of values that can be compared with those of another time.
-PLAIN = (
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    type(None),
-    torch.dtype,
-    torch.device,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-)
+from etrace_bridge.frontend.inside import PLAIN, Inside, is_container, names_in, show
+
 _ABSENT = object()  # in place of an attribute that does not exist
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_OF_TORCH = frozenset(vars(nn.Module()))  # attributes of every module, such as `_parameters`
 
 
 class Settings:
-    """A snapshot of the plain attributes (including `training`) and forward hooks of a model's
-    modules.
+    """The plain attributes (`training` is one) and forward hooks of a model's modules, and the plain
+    values inside lists, dicts and objects that the modules' code names, as they were when this was
+    made.
 
-    A step is traced with them once. Values inside lists, dicts and objects are not compared, nor is
-    an attribute that became a tensor or was one: that is a state.
+    A step is traced with them once. What has become a tensor or was one is not looked at: that is a
+    state.
 
     Args:
         model: The model.
@@ -45,6 +34,13 @@ class Settings:
         ]
         self._hook_dicts = [m.__dict__[name] for _, m, *_ in self._modules for name in _HOOKS]
         self._hooks = list(map(tuple, self._hook_dicts))
+        self._insides = [
+            (f"{path}.{name}" if path else name, m.__dict__, name, Inside(value, names_in(type(m))))
+            for path, m, *_ in self._modules
+            for name, value in m.__dict__.items()
+            if name in names_in(type(m)) and name not in _OF_TORCH and is_container(value)
+            if (id(m), name) not in leave_out
+        ]
 
     def _plain(self, module: nn.Module) -> dict[str, Any]:
         return {
@@ -58,6 +54,9 @@ class Settings:
         try:
             for _, m, size, plain in self._modules:
                 if len(m.__dict__) != size or not plain.items() <= m.__dict__.items():
+                    return not self.differences()
+            for _, attributes, name, inside in self._insides:
+                if not inside.holds(attributes.get(name)):
                     return not self.differences()
         except Exception:  # a number has become an array, which does not compare
             return not self.differences()
@@ -73,13 +72,11 @@ class Settings:
                 new = getattr(m, name, _ABSENT)
                 if isinstance(old, PLAIN) and isinstance(new, PLAIN) and old != new:
                     full = f"{path}.{name}" if path else name
-                    found.append(f"`{full}` is {_show(new)} and was {_show(old)}")
+                    found.append(f"`{full}` is {show(new)} and was {show(old)}")
+        for full, attributes, name, inside in self._insides:
+            found += inside.differences(full, attributes.get(name))
         hooked = [m for _, m, *_ in self._modules for _ in _HOOKS]
         for m, old, new in zip(hooked, self._hooks, map(tuple, self._hook_dicts), strict=True):
             if old != new:
                 found.append(f"`{type(m).__name__}` has other forward hooks")
         return found
-
-
-def _show(value: Any) -> str:
-    return f"`{value.__name__}`" if callable(value) else repr(value)
