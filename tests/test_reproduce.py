@@ -10,17 +10,22 @@ import numpy as np
 import pytest
 import torch
 
+import etrace_bridge as eb
 from benchmarks.reproduce import __main__ as main
 from benchmarks.reproduce import along
 from benchmarks.reproduce.__main__ import TASKS
+from benchmarks.reproduce.closeness import bptt_gradient, compare
 from benchmarks.reproduce.diagnostics import random_rotation, rotation
+from benchmarks.reproduce.lru import LRUStack
 from benchmarks.reproduce.match_to_sample import VARIANTS, make_network, match_batch
 from benchmarks.reproduce.methods import all_methods, methods_for
-from benchmarks.reproduce.page import _section, draw, normalised
+from benchmarks.reproduce.page import _section
+from benchmarks.reproduce.pictures import draw, draw_curves, normalised
 from benchmarks.reproduce.results import Results
-from benchmarks.reproduce.sequences import PADDING, one_level
+from benchmarks.reproduce.sequences import PADDING, make_learner, one_level
 from benchmarks.reproduce.spiking import AdaptiveNet, evidence_batch
-from benchmarks.reproduce.tasks import Outcome, Size
+from benchmarks.reproduce.tasks import Outcome, Piece, Size
+from benchmarks.reproduce.training import Method, Readout, cross_entropy
 from etrace_bridge.rules import rule_names
 
 pytestmark = pytest.mark.x32
@@ -29,7 +34,7 @@ pytestmark = pytest.mark.x32
 FIRST = {
     "A": ("Hénon", 0.95),
     "D": ("GRU", None),
-    "E": ("50 LIF + 50 ALIF", None),
+    "E": ("batches of 16", None),
     "G": ("GIF, delay 300 ms", None),
     "H": ("GRU-32", 2),
     "I": ("2 GRU layers", 0.2),
@@ -78,6 +83,72 @@ def test_every_rule_is_a_method_and_bad_names_are_refused():
         methods_for(TASKS["A"], ["nonsense"])
 
 
+def made(score: float, steps: int) -> Outcome:
+    """What a run of three seconds gave."""
+    return Outcome(score, np.linspace(1, 0, 120), steps, 3.0, None)
+
+
+def small_piece(model):
+    rng = np.random.default_rng(0)
+    xs = rng.standard_normal((13, 4, 3)).astype(np.float32)
+    return Piece(model, xs, rng.integers(2, size=(13, 4)), np.ones(13, np.float32), cross_entropy)
+
+
+@pytest.mark.parametrize(
+    ("method", "low", "high"),
+    [("bptt", 1 - 1e-9, 1.1), ("rtrl", 1 - 1e-9, 1.1), ("tbptt 5", 0.8, 1 - 1e-5)],
+)
+def test_gradients_are_compared_with_torch(method, low, high):
+    """Windows of 5 leave 3 of 13 steps over, which count, too."""
+    torch.manual_seed(0)
+    piece = small_piece(Readout("gru", 3, 6, 2))
+    methods = all_methods() | {"tbptt 5": Method("bptt", window=5)}
+    cosine, memory = compare(piece, methods[method])
+    assert low < cosine < high and memory > 1000
+    if method == "bptt":  # the reference is torch's own
+        loss = torch.nn.functional.cross_entropy
+        ys = torch.from_numpy(piece.ys)
+        outputs = piece.model(torch.from_numpy(piece.xs))
+        sum(loss(o, y) for o, y in zip(outputs, ys, strict=True)).backward()
+        for name, found in bptt_gradient(piece).items():
+            wanted = piece.model.get_parameter(name).grad
+            np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_rules_that_need_the_loss_are_not_compared():
+    assert compare(small_piece(Readout("gru", 3, 6, 2)), Method("decolle")) is None
+
+
+def test_a_learner_gives_an_online_gradient_in_chunks_of_any_length():
+    """Weights before the recurrence would get credit along a chunk, as on no stream of single
+    steps: the copying task's learner then was BPTT.
+    """
+    torch.manual_seed(0)
+    model = LRUStack(3, 6, 4, 2, layers=1)
+    xs, ys = torch.randn(12, 4, 3), torch.randint(2, (12, 4))
+    online = make_learner(model, Method("d_rtrl"), 1e-3)
+    single = eb.OnlineLearner(
+        eb.wrap(model, sequence=True), "d_rtrl", torch.nn.functional.cross_entropy, chunk=1
+    )
+    wanted = single.gradients(xs, ys).grads
+    found = online.gradients(xs, ys).grads
+    assert set(found) == set(wanted)
+    for name, grad in found.items():
+        assert float(grad.abs().max()) > 0
+        torch.testing.assert_close(grad, wanted[name], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("task", ["evidence", *VARIANTS])
+def test_recurrent_weights_of_spiking_networks_have_a_trace(task):
+    """Without one they learn from nothing before the step, whatever the rule."""
+    size = Size(small=True)
+    net = AdaptiveNet(3, 5, 5, 2, 40, 2) if task == "evidence" else make_network(task, size)
+    graph = eb.functional(eb.wrap(net, sequence=True), torch.zeros(2, net.w_in.shape[1])).graph
+    traced = {r.path[-1]: r.connected_hidden_paths for r in graph.hidden_param_op_relations}
+    for name in ("w_in", "w_rec"):
+        assert ("v",) in traced[name]
+
+
 def test_results_are_on_disk_after_each_run_and_make_a_page(tmp_path):
     task = TASKS["A"]
     scores = {"tbptt 1": (0.5, 0.7), "rtrl": (0.1, 0.1), "d_rtrl": (0.2, 0.4)}
@@ -85,7 +156,7 @@ def test_results_are_on_disk_after_each_run_and_make_a_page(tmp_path):
         for name, found in scores.items():
             results = Results("A", tmp_path)  # a new process goes on
             assert not results.has("Hénon", name, seed)
-            results.add("Hénon", name, seed, Outcome(found[seed], np.linspace(1, 0, 120), 600), 3.0)
+            results.add("Hénon", name, seed, made(found[seed], 600), (0.75, 2_000_000))
     results = Results("A", tmp_path)
     assert len(results.runs) == 6 and all(len(r["curve"]) == 50 for r in results.runs)
     assert [r["steps"] for r in results.runs] == [600] * 6
@@ -99,19 +170,22 @@ def test_results_are_on_disk_after_each_run_and_make_a_page(tmp_path):
     )
     assert "Hénon 600 of 15,000 steps, scaled down; Mackey-Glass not run; Lorenz not run." in text
     assert "| `d_rtrl` | 0.3 ± 0.1 | – | – |" in text
-    assert "| `rtrl` | 0.1 ± 0 | – | – | 0.0052 / 0.018 / 0.0051 | 2 | 3 |" in text
+    ends = "2 | 0.750 / – / – | 3 s / – / – | 2 MB / – / – |"
+    assert f"| `rtrl` | 0.1 ± 0 | – | – | 0.0052 / 0.018 / 0.0051 | {ends}" in text
     draw({"A": task}, {"A": results}, tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 5000
+    draw_curves(task, results, tmp_path / "curves.png")
+    for name in ("picture.png", "curves.png"):
+        assert (tmp_path / name).stat().st_size > 5000
 
 
 def test_runs_of_different_length_are_not_mixed(tmp_path, monkeypatch):
     """Their mean, and a comparison of methods across lengths, would be wrong without a word."""
     results = Results("A", tmp_path)
-    results.add("Hénon", "d_rtrl", 0, Outcome(0.2, np.ones(9), 1500), 1.0)
+    results.add("Hénon", "d_rtrl", 0, made(0.2, 1500), None)
     with pytest.raises(ValueError, match="with 1500 steps; this one has 15000"):
-        results.add("Hénon", "snap1", 0, Outcome(0.1, np.ones(9), 15_000), 1.0)
+        results.add("Hénon", "snap1", 0, made(0.1, 15_000), None)
     assert len(Results("A", tmp_path).runs) == 1
-    results.add("Lorenz", "snap1", 0, Outcome(0.1, np.ones(9), 15_000), 1.0)
+    results.add("Lorenz", "snap1", 0, made(0.1, 15_000), None)
     monkeypatch.setattr(main, "Results", lambda key: Results(key, tmp_path))
     with pytest.raises(SystemExit, match=r"with 1,500 steps, not 15,000. Use --scale 0.1,"):
         main.run_task(TASKS["A"], 1, ["snap1"], ["Hénon"], Size())

@@ -8,9 +8,8 @@ goes on where it was. The page docs/reproduce.md and its pictures are made from 
 from __future__ import annotations
 
 import argparse
+import math
 import time
-
-import jax
 
 from benchmarks.reproduce import (
     chaotic,
@@ -21,8 +20,10 @@ from benchmarks.reproduce import (
     spiking,
     t_maze,
 )
+from benchmarks.reproduce.closeness import compare
 from benchmarks.reproduce.methods import methods_for
 from benchmarks.reproduce.page import write_page
+from benchmarks.reproduce.programs import forget
 from benchmarks.reproduce.results import Results
 from benchmarks.reproduce.tasks import Size, Task
 
@@ -57,26 +58,30 @@ def run_task(
     methods = methods_for(task, names)
     wanted = [
         (setting, name, seed)
-        for seed in range(seeds)
-        for setting in settings or task.settings
         for name in methods
+        for setting in settings or task.settings
+        for seed in range(seeds)
     ]
     missing = [each for each in wanted if not results.has(*each)]
     done = len(wanted) - len(missing)
     print(f"{task.key}  {task.title}: {len(missing)} runs to make, {done} there", flush=True)
     for n, (setting, name, seed) in enumerate(missing, 1):
         start = time.perf_counter()
+        if n > 1 and name != missing[n - 2][1]:
+            forget()
         try:
             outcome = task.run(setting, methods[name], seed, size)
+            close = compare(outcome.piece, methods[name])
         except Exception as error:  # one method that fails must not end a run of hours
             print(f"  {setting}, {name}, seed {seed}: {type(error).__name__}: {error}", flush=True)
             continue
-        finally:
-            jax.clear_caches()
-        seconds = time.perf_counter() - start
-        results.add(setting, name, seed, outcome, seconds)
+        results.add(setting, name, seed, outcome, close)
         text = f"{n}/{len(missing)}  {setting}, {name}, seed {seed}"
-        print(f"  {text}: {outcome.score:.4g}  ({seconds:.0f} s)", flush=True)
+        seconds = time.perf_counter() - start
+        print(
+            f"  {text}: {outcome.score:.4g}  cosine {close[0] if close else math.nan:.3f}  ({seconds:.0f} s)",
+            flush=True,
+        )
 
 
 def main() -> None:

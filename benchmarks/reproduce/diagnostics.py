@@ -11,7 +11,8 @@ import jax
 import numpy as np
 import torch
 
-from benchmarks.reproduce.tasks import Outcome, Size, Task
+from benchmarks.reproduce.programs import Stopwatch
+from benchmarks.reproduce.tasks import NEED_LOSS, Outcome, Piece, Size, Task
 from benchmarks.reproduce.training import (
     Episode,
     Method,
@@ -118,10 +119,13 @@ def run(setting: str, method: Method, seed: int, size: Size) -> Outcome:
 
     seen, curve = [first], []
     loss = cross_entropy if is_classification(name) else squared_error
-    rate = 1e-3 if not kind else 3e-3
-    for losses, outputs in train_on_stream(model, method, episodes(), loss, rate):
+    rate, clock = 1e-3 if not kind else 3e-3, Stopwatch()
+    for losses, outputs in train_on_stream(model, method, episodes(), loss, rate, clock):
         curve.append(score(seen[-1], losses, outputs, is_classification(name)))
-    return Outcome(float(np.mean(curve[-max(count // 10, 1) :])), np.array(curve), steps)
+    last = make(length, generator)
+    piece = Piece(model, last.xs, last.ys, last.weights, loss)
+    end = float(np.mean(curve[-max(count // 10, 1) :]))
+    return Outcome(end, np.array(curve), steps, clock.seconds, piece)
 
 
 def score(episode: Episode, losses: np.ndarray, outputs: np.ndarray, classes: bool) -> float:
@@ -137,6 +141,7 @@ TASK = Task(
     key="B",
     title="Diagnostics of memory",
     measure="accuracy (copy, aⁿbⁿ) or squared error (adding, rotation), last tenth of training",
+    curve="accuracy or squared error",
     lower_is_better=False,
     steps=STEPS,
     unit="steps",
@@ -162,4 +167,5 @@ TASK = Task(
         "the way with copying, where `immediate` stays near a constant answer and near chance (one "
         "seed)."
     ),
+    without=NEED_LOSS,
 )

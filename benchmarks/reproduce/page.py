@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from benchmarks.reproduce.pictures import draw, draw_curves, mean
 from benchmarks.reproduce.results import Results
 from benchmarks.reproduce.tasks import Task
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = ROOT / "docs" / "reproduce.md"
-PICTURE = ROOT / "docs" / "pictures" / "reproduce.png"
+PICTURES = ROOT / "docs" / "pictures"
 
 HEAD = """# Published experiments, every rule
 
@@ -20,8 +21,12 @@ run goes on where it was. The data are made by the code from the seed. Numbers a
 where there are several; *seeds* says how many. Fidelity is not performance, so each task first says how much credit through time
 matters: the score without any memory in the gradient beside that of an exact gradient. `tbptt 1` is backpropagation through one step,
 `bptt` through the whole episode or sequence with one update for it. *published* is the number of the source where it has one. *Training here* says how
-long training was; `--scale` sets it, and only runs of one length are compared. The
-seconds are wall time on a shared machine, a rough hint only.
+long training was; `--scale` sets it, and only runs of one length are compared. Where a task has several settings, a cell has a number for
+each, – where there is none.
+
+*Cosine* is that of the rule's gradient to BPTT's by torch itself, of all weights together, at the end of training: over a piece of
+the task on which the weights do not change. *Time* is processor time of the training, without compiling, on two shared cores. *Memory* is that of the
+program that goes over this piece window by window (one step at a time for online rules), as XLA counts it, without the piece itself.
 """
 
 CAPTION = """The picture has the mean over the settings that were run. It stretches the methods of a setting from 0 to 1 however little they
@@ -34,10 +39,12 @@ def write_page(tasks: Mapping[str, Task]) -> None:
     parts = [HEAD]
     stored = {key: Results(key) for key in tasks}
     if any(results.runs for results in stored.values()):
-        draw(tasks, stored)
+        draw(tasks, stored, PICTURES / "reproduce.png")
         parts.append("![Normalised score by rule and task](pictures/reproduce.png)\n")
         parts.append(CAPTION)
     for key, task in tasks.items():
+        if stored[key].runs:
+            draw_curves(task, stored[key], PICTURES / _picture(task))
         parts.append(_section(task, stored[key]))
     PAGE.write_text("\n".join(parts))
 
@@ -48,16 +55,23 @@ def _section(task: Task, results: Results) -> str:
     if not results.runs:
         return "\n".join([*lines, f"Not run yet: `make reproduce TASK={task.key}`.", ""])
     lines += [_lengths(task, results), "", *_statements(task, results), ""]
-    header = ["method", *task.settings, "seeds", "seconds per run"]
+    header = ["method", *task.settings, "seeds", "cosine", "time", "memory"]
     if any(task.published.values()):
-        header.insert(-2, "published")
+        header.insert(-4, "published")
     rows = [_row(task, results, method, len(header)) for method in results.methods()]
     lines += ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
     lines += [""]
-    lines += [f"`{name}` is left out: {why}." for name, why in task.without.items()]
+    lines += [f"![{task.title}: {task.curve} along training](pictures/{_picture(task)})", ""]
+    for why in dict.fromkeys(task.without.values()):
+        names = [f"`{name}`" for name, reason in task.without.items() if reason == why]
+        lines += [f"Left out: {', '.join(names)} ({why})."]
     if task.notes:
         lines += ["", task.notes]
     return "\n".join([*lines, ""])
+
+
+def _picture(task: Task) -> str:
+    return f"reproduce-{task.key.lower()}.png"
 
 
 def _lengths(task: Task, results: Results) -> str:
@@ -77,12 +91,29 @@ def _lengths(task: Task, results: Results) -> str:
 def _row(task: Task, results: Results, method: str, width: int) -> list[str]:
     found = [results.scores(setting, method) for setting in task.settings]
     row = [f"`{method}`", *map(_number, found)]
-    if width == len(task.settings) + 4:
+    if width == len(task.settings) + 6:
         published = task.published.get(method) or ()
         row.append(" / ".join("–" if p is None else f"{p:g}" for p in published))
     counts = sorted({len(scores) for scores in found if scores})
     seeds = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
-    return [*row, seeds, f"{results.seconds(method) or 0:.0f}"]
+    ended = [
+        [results.values(setting, method, name) for setting in task.settings]
+        for name in ("cosine", "seconds", "memory")
+    ]
+    shown = zip(("{:.3f}".format, "{:.3g} s".format, _bytes), ended, strict=True)
+    return [*row, seeds, *(_each(form, found) for form, found in shown)]
+
+
+def _each(form: Callable[[float], str], found: list[list[float]]) -> str:
+    """The mean of each setting."""
+    if not any(found):
+        return "–"
+    texts = [form(mean(values)) if values else "–" for values in found]
+    return texts[0] if len(set(texts)) == 1 else " / ".join(texts)
+
+
+def _bytes(count: float) -> str:
+    return f"{count / 1e6:.2g} MB" if count < 1e7 else f"{count / 1e6:,.0f} MB"
 
 
 def _number(scores: list[float]) -> str:
@@ -106,59 +137,3 @@ def _statements(task: Task, results: Results) -> list[str]:
                 f"exact gradient (`{most}`)."
             )
     return lines
-
-
-def normalised(task: Task, results: Results, method: str) -> float | None:
-    """The mean over settings of a score between the worst (0) and the best (1) method."""
-    shares = []
-    for setting in task.settings:
-        means = {
-            n: _mean(results.scores(setting, n))
-            for n in results.methods()
-            if results.scores(setting, n)
-        }
-        if method not in means or len(means) < 2:
-            continue
-        low, high = min(means.values()), max(means.values())
-        share = (means[method] - low) / (high - low) if high > low else 1.0
-        shares.append(1 - share if is_error(task, setting) else share)
-    return _mean(shares) if shares else None
-
-
-def is_error(task: Task, setting: str) -> bool:
-    """Return whether a small score is good in this setting."""
-    return task.lower_is_better or setting.startswith(("adding", "rotation"))
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
-def draw(tasks: Mapping[str, Task], stored: Mapping[str, Results], path: Path = PICTURE) -> None:
-    """Draw methods by tasks, coloured by the normalised score."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    keys = [key for key in tasks if stored[key].runs]
-    methods = list(dict.fromkeys(n for key in keys for n in stored[key].methods()))
-    table = [[normalised(tasks[key], stored[key], n) for key in keys] for n in methods]
-    shown = [[math.nan if v is None else v for v in row] for row in table]
-    figure, axis = plt.subplots(
-        figsize=(max(5.5, 2.5 + 0.9 * len(keys)), 1.2 + 0.32 * len(methods))
-    )
-    image = axis.imshow(shown, vmin=0, vmax=1, cmap="viridis", aspect="auto")
-    axis.set_yticks(range(len(methods)), methods)
-    axis.set_xticks(range(len(keys)), keys)
-    for y, row in enumerate(table):
-        for x, value in enumerate(row):
-            if value is not None:
-                colour = "black" if value > 0.6 else "white"
-                axis.text(x, y, f"{value:.2f}", ha="center", va="center", color=colour, fontsize=8)
-    axis.set_title("Score between the worst (0) and the best (1) method")
-    figure.colorbar(image)
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -32,8 +32,15 @@ class Results:
             (r["setting"], r["method"], r["seed"]) == (setting, method, seed) for r in self.runs
         )
 
-    def add(self, setting: str, method: str, seed: int, outcome: Outcome, seconds: float) -> None:
-        """Add a run and write the file, whole or not at all.
+    def add(
+        self,
+        setting: str,
+        method: str,
+        seed: int,
+        outcome: Outcome,
+        close: tuple[float, int] | None,
+    ) -> None:
+        """Add a run with its cosine to BPTT and its bytes; write the file, whole or not at all.
 
         Runs of one setting are compared with each other, so they have to be of one length.
         """
@@ -52,9 +59,10 @@ class Results:
                 "seed": seed,
                 "steps": outcome.steps,
                 "score": float(f"{outcome.score:.6g}"),
-                "seconds": round(seconds, 1),
+                "seconds": round(outcome.seconds, 2),
                 "curve": curve,
             }
+            | ({"cosine": round(close[0], 4), "memory": close[1]} if close else {})
         )
         self.path.parent.mkdir(exist_ok=True)
         text = (
@@ -70,12 +78,12 @@ class Results:
 
     def scores(self, setting: str, method: str) -> list[float]:
         """The scores of all seeds."""
-        return [r["score"] for r in self.runs if (r["setting"], r["method"]) == (setting, method)]
+        return self.values(setting, method, "score")
 
-    def seconds(self, method: str) -> float | None:
-        """The mean time of a run of this method."""
-        found = [r["seconds"] for r in self.runs if r["method"] == method]
-        return sum(found) / len(found) if found else None
+    def values(self, setting: str, method: str, name: str) -> list[float]:
+        """What the runs of all seeds have under a name; older runs lack some."""
+        runs = [r for r in self.runs if (r["setting"], r["method"]) == (setting, method)]
+        return [r[name] for r in runs if name in r]
 
     def methods(self) -> list[str]:
         """Methods with a run, in the order in which they came."""

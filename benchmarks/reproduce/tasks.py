@@ -7,10 +7,16 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
+import torch
 
-from benchmarks.reproduce.training import Method
+from benchmarks.reproduce.training import Loss, Method
+from etrace_bridge.rules import make_rule, rule_names
 
 T = TypeVar("T")
+
+# Rules that the tasks on a stream leave out: a gradient there is the derivative of what was
+# predicted, whatever loss is made of it.
+NEED_LOSS = {n: "needs the loss itself" for n in rule_names() if make_rule(n).needs_loss}
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,25 @@ class Size:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """A trained model, and a part of its task on which gradients are compared.
+
+    Attributes:
+        model: maps the sequence `xs` to outputs, from states of zero.
+        xs: inputs, (steps, batch, …).
+        ys: targets, (steps, batch, …).
+        weights: (steps,) factors of the losses.
+        loss: `(outputs, targets) -> (batch,)` of one step.
+    """
+
+    model: torch.nn.Module
+    xs: np.ndarray
+    ys: np.ndarray
+    weights: np.ndarray
+    loss: Loss
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What one run gave.
 
@@ -42,11 +67,15 @@ class Outcome:
         score: the task's measure at the end.
         curve: the course of training, of any length.
         steps: how long training was, in the task's unit.
+        seconds: processor time of training, without compiling.
+        piece: the model at the end, and a part of the task.
     """
 
     score: float
     curve: np.ndarray
     steps: int
+    seconds: float
+    piece: Piece
 
 
 @dataclass(frozen=True)
@@ -57,6 +86,7 @@ class Task:
         key: its letter.
         title: what it is about.
         measure: what the score is.
+        curve: what its picture shows.
         lower_is_better: whether a small score is a good one.
         steps: the length of training by setting, in `unit`; each setting is a column of the table.
         unit: what `steps` counts.
@@ -72,6 +102,7 @@ class Task:
     key: str
     title: str
     measure: str
+    curve: str
     lower_is_better: bool
     steps: Mapping[str, int]
     unit: str

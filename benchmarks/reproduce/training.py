@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import optax
 import torch
 
 import etrace_bridge as eb
+from benchmarks.reproduce.programs import Stopwatch, kept
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,11 @@ def train_on_stream(
     episodes: Iterable[Episode],
     loss: Loss,
     rate: float,
+    clock: Stopwatch,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Train with Adam; yield each episode's losses (steps,) and outputs, made while learning.
+
+    The model has its weights from the end of training when all episodes are done.
 
     Args:
         model: maps a sequence to a sequence; its weights are where training starts.
@@ -63,17 +68,41 @@ def train_on_stream(
         episodes: all of one shape; states and traces start anew with each.
         loss: `(outputs, targets) -> (batch,)` of one step.
         rate: Adam's learning rate.
+        clock: has a lap for each episode.
     """
-    run, params, opt = None, None, None
-    for episode in episodes:
-        if run is None:
-            example = torch.from_numpy(np.asarray(episode.xs[0]))
-            pure = eb.functional(model, example, rule=method.rule)
-            optimizer = optax.adam(rate)
-            params, opt = pure.params, optimizer.init(pure.params)
-            run = jax.jit(_episode_program(pure, optimizer, loss, method))
+    params, optimizer = numpy_weights(model), optax.adam(rate)
+    opt, rest = optimizer.init(params), iter(episodes)
+    first = next(rest)
+
+    def compiled() -> Callable[..., tuple]:
+        pure = eb.functional(model, torch.from_numpy(first.xs[0]), rule=method.rule)
+        return jax.jit(_episode_program(pure, optimizer, loss, method))
+
+    run = kept(f"stream {model} {first.xs.shape} {loss.__name__} {rate} {method}", compiled)
+    for episode in chain([first], rest):
         params, opt, losses, outputs = run(params, opt, episode.xs, episode.ys, episode.weights)
-        yield np.asarray(losses), np.asarray(outputs)
+        losses, outputs = np.asarray(losses), np.asarray(outputs)
+        clock.lap()
+        yield losses, outputs
+    load_weights(model, params)
+
+
+def numpy_weights(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    """A model's parameters by name, as the package stores them: complex ones as pairs of real."""
+    return {n: as_real(p.detach()).copy() for n, p in model.named_parameters()}
+
+
+def load_weights(model: torch.nn.Module, params: Mapping[str, Any]) -> None:
+    """Give the model the weights that training ended with."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            value = torch.from_numpy(np.array(params[name]))
+            parameter.copy_(torch.view_as_complex(value) if parameter.is_complex() else value)
+
+
+def as_real(tensor: torch.Tensor) -> np.ndarray:
+    """A tensor's elements, complex ones as pairs."""
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).numpy()
 
 
 def _episode_program(
