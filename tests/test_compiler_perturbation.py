@@ -154,7 +154,7 @@ def make(step, states, **params):
     return model, (jnp.asarray(rng.standard_normal((B, I))),)
 
 
-def test_two_states_of_one_value_take_their_own_perturbation_each():
+def test_each_of_two_states_of_one_value_has_its_own_perturbation():
     def plain(p, s, x):
         h = jnp.tanh(0.5 * s["a"] + x @ p["w"])
         return {"a": h, "b": h[None]}, h * s["b"][0]
