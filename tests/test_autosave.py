@@ -211,7 +211,7 @@ def test_sigterm_saves_and_ends_the_process_in_order(shared, tmp_path):
     assert loaded.place_in_fit.epoch == 1 and loaded.place_in_fit.stage == "callbacks"
 
 
-def test_a_place_that_cannot_be_written_is_found_before_training(shared, tmp_path):
+def test_an_unwritable_path_is_reported_before_training(shared, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     (tmp_path / "folder.safetensors" / "model.safetensors").mkdir(parents=True)
     updates = shared.updates

@@ -215,7 +215,7 @@ def test_a_model_that_no_gradient_reaches_does_not_train():
     assert trained.update(XS, YS).loss > 0
 
 
-def test_what_is_not_finite_does_not_enter_states_through_gradients():
+def test_gradients_do_not_put_nan_into_states():
     learner = eb.OnlineLearner(make_net(), "d_rtrl", F.mse_loss, chunk=2)
     bad = XS.clone()
     bad[3, 1, 0] = torch.nan

@@ -10,6 +10,7 @@ import jax
 import pytest
 import torch
 
+pytestmark = pytest.mark.implicit_promotion("benchmarks run in processes of their own")
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = sorted(
     path.stem

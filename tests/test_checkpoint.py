@@ -112,7 +112,7 @@ def test_the_weights_are_a_plain_file_for_torch(saved):
     assert_same(dict(loaded.net.state_dict()), model.state_dict(), 0)
 
 
-def test_there_is_no_pickle_in_it(saved):
+def test_a_checkpoint_contains_no_pickle(saved):
     files = sorted(p.name for p in saved.parent.iterdir())
     assert len(files) == 2 and all(name.endswith(".safetensors") for name in files)
     for name in files:
@@ -178,7 +178,7 @@ SGD_PAIRS = {
 
 
 @pytest.mark.parametrize("option", SGD_PAIRS)
-def test_an_optimizer_with_other_equations_is_told_what_differs(option, tmp_path):
+def test_loading_an_optimizer_with_other_equations_lists_the_differences(option, tmp_path):
     model = make_net()
     plain = {"momentum": 0.9} if option == "nesterov" else {}
     saved = torch.optim.SGD(model.parameters(), lr=0.1, **plain)
@@ -207,7 +207,7 @@ def test_the_guard_goes_on_counting(trained, tmp_path):
 # -- what does not fit ----------------------------------------------------------------------------
 
 
-def test_another_model_is_told_what_differs(saved):
+def test_loading_into_another_model_lists_the_differences(saved):
     class Other(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -236,7 +236,7 @@ def test_another_model_is_told_what_differs(saved):
         eb.OnlineLearner.load(saved, make_net(torch.float32), loss=mse_loss)
 
 
-def test_another_rule_or_optimizer_is_told_what_differs(saved, tmp_path):
+def test_loading_with_another_rule_or_optimizer_lists_the_differences(saved, tmp_path):
     model = make_net(dropout=0.3)
     with pytest.raises(eb.StateError, match="rule: d_rtrl .* in the checkpoint, rtrl"):
         eb.OnlineLearner.load(saved, model, "rtrl", loss=mse_loss)

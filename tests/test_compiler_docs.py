@@ -13,6 +13,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "architecture.md"
 
 
 @pytest.mark.x32
+@pytest.mark.implicit_promotion("as in a user's process")
 def test_the_worked_example_is_real_output():
     blocks = re.findall(
         r"```python\n(.*?)```\n(?:\n```text\n(.*?)```\n)?", PAGE.read_text(), flags=re.DOTALL

@@ -63,6 +63,7 @@ def test_there_is_code_to_run():
     assert len(pages_with_python()) >= 12 and "README.md" in pages_with_python()
 
 
+@pytest.mark.implicit_promotion("as in a user's process")
 @pytest.mark.parametrize("page", pages_with_python())
 def test_code_runs_as_printed(page: str, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -84,6 +85,7 @@ def test_code_runs_as_printed(page: str, tmp_path, monkeypatch) -> None:
         sys.modules["matplotlib.pyplot"].close("all")
 
 
+@pytest.mark.implicit_promotion("as in a user's process")
 def test_commands_run_as_printed(tmp_path, monkeypatch, capsys) -> None:
     """The page's files are written and its commands run, in the order of the page."""
     monkeypatch.chdir(tmp_path)
@@ -131,6 +133,7 @@ make_model = Net
 """
 
 
+@pytest.mark.implicit_promotion("as in a user's process")
 def test_shell_lines_of_all_pages_work(tmp_path, monkeypatch, capsys) -> None:
     """Our own commands run on a model and data of the shape that the lines speak of; targets of
     make and extras of pip exist.
@@ -291,6 +294,7 @@ def test_every_page_is_in_the_navigation() -> None:
     assert sorted(f"docs/{page}" for page in listed) == DOCS
 
 
+@pytest.mark.implicit_promotion("as in a user's process")
 def test_pictures_are_what_their_script_draws(tmp_path, monkeypatch) -> None:
     folder = ROOT / "docs" / "pictures"
     scope: dict = {"__name__": "pictures", "__file__": str(folder / "make_pictures.py")}

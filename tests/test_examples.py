@@ -66,6 +66,7 @@ ALONE = {"braintrace_integrator", "braintrace_spiking_units", "checkpoint_resume
 
 
 @pytest.mark.x32  # as a user's process
+@pytest.mark.implicit_promotion("as in a user's process")
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_the_example_runs(path, tmp_path, monkeypatch, capsys):
     """As a script with `--small`; most in this process, since importing everything anew takes

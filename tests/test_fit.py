@@ -166,7 +166,7 @@ def test_early_stopping_upwards_with_a_least_change(learner):
         eb.EarlyStopping(mode="up")
 
 
-def test_a_number_that_is_nan_is_no_improvement(learner):
+def test_nan_is_not_an_improvement(learner):
     history = learner.fit(
         BATCHES[:1], epochs=6, validation=lambda given: math.nan, early_stopping=2
     )
@@ -366,7 +366,7 @@ def test_a_terminal_has_one_live_line_however_many_epochs(learner, monkeypatch):
     )
 
 
-def test_the_live_line_says_what_takes_time():
+def test_the_live_line_shows_the_stage():
     console = Console(file=io.StringIO(), force_terminal=True, width=200, color_system=None)
     line, record = TerminalLine(console), {"loss": math.nan, "batches": 0}
     line.start_epoch(1, 5, 10, record)

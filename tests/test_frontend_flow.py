@@ -271,7 +271,7 @@ class Unbatched(nn.Module):
         return y, h
 
 
-def test_a_layer_called_with_a_2d_input_is_no_step_over_a_batch() -> None:
+def test_a_layer_called_with_a_2d_input_is_not_a_step_over_a_batch() -> None:
     model, xs = double(Unbatched()), sequence(3)
     np.testing.assert_allclose(steps_of(eb.wrap(model), xs), model(xs)[0].detach(), atol=1e-12)
     with pytest.raises(eb.BridgeError, match="reads the samples of the batch one after the other"):

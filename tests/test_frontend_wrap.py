@@ -226,7 +226,7 @@ def test_a_learner_with_several_inputs_needs_no_example() -> None:
         torch.testing.assert_close(found[name], p.grad, rtol=1e-9, atol=1e-12)
 
 
-def test_an_argument_that_may_be_an_input_is_asked_for() -> None:
+def test_an_argument_that_may_be_an_input_is_named_in_the_error() -> None:
     net = eb.wrap(SequenceAndExtra())
     net.init_state(B)
     with pytest.raises(

@@ -194,7 +194,7 @@ def test_batch_first_and_prediction():
     )
 
 
-def test_running_statistics_move_on_and_come_home():
+def test_running_statistics_advance_and_return_to_torch():
     class Normed(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -153,7 +153,7 @@ def test_quick_and_checked_reading_agree_in_64_bit_mode(dtype, layout):
         assert_both_ways(dtype, layout, source)
 
 
-def test_the_quick_reader_takes_what_it_was_made_for_and_leaves_the_rest():
+def test_the_fast_reader_declines_other_inputs():
     first = torch.zeros(2, 3)
     reader = FastReader(first, as_array(first), None, [], "The input", 2)
     assert reader(torch.ones(2, 3)) is not None

@@ -131,7 +131,7 @@ def test_structured_outputs_reach_the_loss(name: str) -> None:
     assert report.ok, str(report)
 
 
-def test_what_is_no_tensor_is_none() -> None:
+def test_outputs_that_are_not_tensors_become_none() -> None:
     net = eb.wrap(Net(nn.GRUCell(IN, H), lambda y: {"y": Answer(y), "number": 3}))
     net.init_state(batch_size=B)
     output = net(torch.randn(B, IN))

@@ -137,7 +137,7 @@ def test_other_calls(terminal: Terminal, impatient: None, tmp_path: Path) -> Non
     assert terminal.text() == "", "later steps of a module"
 
 
-def test_no_second_of_silence(terminal: Terminal) -> None:
+def test_compiling_is_announced_within_a_second(terminal: Terminal) -> None:
     """Whether it is the tracing that takes long, or a sequence of short programs."""
 
     def slow_loss(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

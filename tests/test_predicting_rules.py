@@ -142,7 +142,7 @@ def test_dni_by_definition(chunk):
     assert (expected[name] - plain[name]).abs().max() > 1e-2 * plain[name].abs().max()
 
 
-def test_dni_learns_what_later_losses_ask():
+def test_dni_learns_the_cotangents_of_later_losses():
     """A unit that keeps its value, and a loss three steps after the input: a step by itself gives no
     credit, the prediction does.
     """

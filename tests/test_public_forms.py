@@ -402,7 +402,7 @@ def test_a_mean_over_batch_and_time_is_a_mean_also_where_it_is_zero_at_first() -
     np.testing.assert_allclose(rates.mean(0), wanted, rtol=0, atol=1e-12)
 
 
-def test_a_mean_of_spikes_that_are_zero_at_first_is_no_last_step() -> None:
+def test_a_mean_of_spikes_that_are_zero_at_first_is_not_a_last_step() -> None:
     from spikingjelly.activation_based import functional, layer, neuron
 
     class Rate(nn.Module):
@@ -584,7 +584,9 @@ class QuietLayer(nn.Module):
 
 @pytest.mark.parametrize("surrogate", [True, False])  # with a derivative in silence, and without
 @pytest.mark.parametrize("how", ["sum", "mean"])
-def test_a_silent_sum_over_time_behind_a_layer_is_no_last_step(how: str, surrogate: bool) -> None:
+def test_a_silent_sum_over_time_behind_a_layer_is_not_a_last_step(
+    how: str, surrogate: bool
+) -> None:
     net = eb.wrap(QuietLayer(how, surrogate).double())
     net.init_state(B)
     assert net.reduction == how

@@ -28,7 +28,10 @@ from benchmarks.reproduce.tasks import Outcome, Piece, Size
 from benchmarks.reproduce.training import Method, Readout, cross_entropy
 from etrace_bridge.rules import rule_names
 
-pytestmark = pytest.mark.x32
+pytestmark = [
+    pytest.mark.x32,
+    pytest.mark.implicit_promotion("the experiments run in processes of their own"),
+]
 
 # What a miniature must reach: better than what a network that has learned nothing gets.
 FIRST = {

@@ -673,7 +673,13 @@ def test_wrong_options_are_named_with_what_is_allowed(rule, option, value):
         rule(**{option: value})
 
 
-def test_an_unknown_rule_is_told_the_known_ones():
+def test_a_seed_without_random_matrices_is_refused():
+    with pytest.raises(InputError, match="`seed=3` would have no effect: with `feedback='symm"):
+        make_rule("eprop:seed=3")
+    assert make_rule("eprop:seed=3:feedback=random").seed == 3
+
+
+def test_the_error_for_an_unknown_rule_lists_the_known_ones():
     with pytest.raises(
         InputError, match="There is no rule 'no_such_rule'.* Known rules: .*d_rtrl.*rtrl"
     ):

@@ -182,7 +182,7 @@ def test_two_layers_by_definition(name, signals):
 @pytest.mark.parametrize(
     "rule", [DRTRL("core", upstream="step"), EProp(), EProp(kappa=KAPPA), PPProp()], ids=str
 )
-def test_a_lower_layer_that_sends_signals_is_asked_for_its_past(rule):
+def test_a_lower_layer_that_sends_signals_needs_its_past(rule):
     """The loss reads it through the upper layer alone: without that path nothing of its past would
     count, only each step by itself.
     """

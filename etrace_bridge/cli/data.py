@@ -234,11 +234,11 @@ def make_sequences(
             layout = "(N, T, …)" if batch_first else "(T, N, …)"
             raise InputError(
                 f"The inputs are {xs.shape[0]} steps of {xs.shape[1]} sequences, but the targets "
-                f"have shape {targets.shape}. There must be one target a step, {layout} as the "
-                "inputs, or one a sequence, (N, …). Is the layout of the inputs right? See "
+                f"have shape {targets.shape}. There must be one target per step, {layout} as the "
+                "inputs, or one per sequence, (N, …). Is the layout of the inputs right? See "
                 "`layout`."
             )
-        # one a sequence: the same at every step
+        # one per sequence: the same at every step
         targets = np.broadcast_to(targets, (xs.shape[0], *targets.shape))
     if mask is not None and mask.ndim == 2:
         targets = blank_masked(targets, mask)

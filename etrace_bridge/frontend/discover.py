@@ -67,7 +67,7 @@ def find_plan(
 
     Args:
         model: The torch model; it is left as it was.
-        inputs: One time step of each input, as torch tensors in a row.
+        inputs: One time step of each input, as a flat list of torch tensors.
         state: Makes the initial state of the root module's state arguments for a batch size, where
             `forward` does not accept None.
         sequence: Whether `forward` consumes sequences; None to find out.

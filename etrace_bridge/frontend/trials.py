@@ -93,7 +93,7 @@ class Trials:
         try:
             with restored(self.model, values=False), torch.no_grad():
                 self.form.call(self.model, self.steps[0])
-        except Exception:  # an argument is missing, or None is no value for it
+        except Exception:  # an argument is missing, or None is not a valid value
             return False
         return True
 

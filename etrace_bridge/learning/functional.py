@@ -74,7 +74,7 @@ def functional(
         net: a torch module, a `BridgedModule`, or any brainstate module.
         *x: one time step of each input, `(batch, …)`, for shapes and dtypes. For a torch model also
             dicts and tuples of them, and one dict by the names of `forward`'s arguments; `step` and
-            `chunk` then take the same, or the tensors in a row.
+            `chunk` then take the same, or the tensors in order.
         rule: a rule's name or object, see `etrace_bridge.rules`.
         seed: seed of a torch model's random ops (default 0).
 

@@ -13,7 +13,7 @@ class History:
     """What happened in a call of `fit`.
 
     Attributes:
-        epochs: one record an epoch: `epoch`, `loss`, `batches`, `steps`, `seconds`,
+        epochs: one record per epoch: `epoch`, `loss`, `batches`, `steps`, `seconds`,
             `steps_per_second`, `complete`, and the numbers of the validation, as `validation_loss`
             or under the names that a validation function gave them.
         batch_losses: the loss of every batch.

@@ -71,7 +71,7 @@ class TorchUpdate:
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise NotSupportedError(
                 f"`{type(optimizer).__name__}.step` evaluates the loss itself, through a closure. "
-                "Online learning gives one gradient a step. Use another optimizer."
+                "Online learning gives one gradient per step. Use another optimizer."
             )
         if isinstance(optimizer, torch.optim.SparseAdam):
             raise NotSupportedError(

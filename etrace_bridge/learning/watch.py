@@ -19,7 +19,7 @@ from etrace_bridge.learning.programs import make_step
 from etrace_bridge.learning.store import Store
 from etrace_bridge.lowering import jit
 
-LOOK_EVERY = 64  # steps after which the alarm is read, if nothing else asks for it
+LOOK_EVERY = 64  # steps after which the alarm is read, unless something else reads it earlier
 
 
 class Watch:

@@ -51,7 +51,7 @@ class DECOLLE(EProp):
         outputs = {e.var: e.outputs for own in exits for e in own.exits if e.outputs}
 
         def local_loss(values: Sequence[Any]) -> Any:
-            total = jnp.zeros(())
+            total = jnp.zeros((), steps.weights.dtype)
             for v, u in zip(variables, values, strict=True):
                 if v not in outputs:
                     local = list(flat)

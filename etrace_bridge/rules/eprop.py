@@ -40,6 +40,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from etrace_bridge._errors import InputError
 from etrace_bridge._jax_compat import Var
 from etrace_bridge.compiler.primitives import is_float
 from etrace_bridge.rules.base import APPROXIMATE, Promise, check_choice, check_decay, register_rule
@@ -75,7 +76,7 @@ class EProp(DRTRL):
         kappa: how much of an eligibility is left for the next step's learning signal; 0 to below 1.
         feedback: `"symmetric"` (the loss's own derivative) or `"random"` (a fixed random projection
             of the outputs').
-        seed: of the random matrices.
+        seed: of the random matrices; refused with `"symmetric"`, which has none.
         upstream: as in `DRTRL`.
         trace_dtype: as in `DRTRL`.
     """
@@ -92,6 +93,11 @@ class EProp(DRTRL):
         check_choice("credit", self.credit, ("core",))
         check_choice("feedback", self.feedback, ("symmetric", "random"))
         check_decay("kappa", self.kappa)
+        if self.seed and not self.own_signal:
+            raise InputError(
+                f"`seed={self.seed}` would have no effect: with `feedback='symmetric'` there are no "
+                "random matrices. Leave `seed` out, or use `feedback='random'`."
+            )
 
     @property
     def own_signal(self) -> bool:

@@ -60,7 +60,7 @@ def rrelu(
 
 @implements("prelu", "_prelu_kernel")
 def prelu(input: Any, weight: Any) -> Any:
-    """Leaky relu with a learned slope, one or one a channel (dimension 1)."""
+    """Leaky relu with a learned slope, one for all channels or one per channel (dimension 1)."""
     if np.ndim(weight) == 1 and np.size(weight) > 1 and np.ndim(input) > 1:
         weight = lax.broadcast_in_dim(
             weight, (1, np.size(weight)) + (1,) * (np.ndim(input) - 2), (1,)
