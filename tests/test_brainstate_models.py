@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import torch
+from torch.nn.utils.rnn import pack_padded_sequence
 
 import etrace_bridge as eb
 from etrace_bridge.check.module_reference import flat_gradient, module_reference
@@ -145,6 +147,16 @@ def test_random_numbers_of_a_module() -> None:
     first = learner.gradients(xs, targets)
     assert_grads(first.grads, wanted)
     assert learner.gradients(xs, targets).loss != first.loss
+
+
+def test_packed_sequences_are_padded_sequences_with_a_mask() -> None:
+    net, (xs, targets) = RNN(), data()
+    lengths = torch.tensor([6, 3, 1])
+    packed = pack_padded_sequence(torch.tensor(np.asarray(xs)), lengths)
+    learner = eb.OnlineLearner(net, "bptt", squared)
+    wanted = learner.gradients(xs, targets, eb.length_mask(lengths)).grads
+    found = learner.gradients(packed, targets).grads
+    assert_grads(found, {name: flat_gradient(g) for name, g in wanted.items()})
 
 
 def test_one_example_at_a_time() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence
 
 import etrace_bridge as eb
 
@@ -173,6 +174,21 @@ def test_losses_that_do_not_fit(options: dict, message: str) -> None:
     xs, labels = make_data()
     with pytest.raises(eb.InputError, match=message):
         eb.check_gradients(Every(), xs, labels, **({"loss": F.cross_entropy} | options))
+
+
+def test_packed_sequences_are_padded_sequences_with_a_mask() -> None:
+    torch.manual_seed(0)
+    model, xs, lengths = Every(), torch.randn(B, T, IN), torch.tensor([4, 7, 2])
+    labels = torch.randint(0, 2, (B, T))
+    packed, packed_labels = (
+        pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        for x in (xs, labels)
+    )
+    mask = eb.length_mask(lengths, batch_first=True)
+    wanted = eb.check_gradients(model, xs, labels, F.cross_entropy, "rtrl", mask=mask)
+    found = eb.check_gradients(model, packed, packed_labels, F.cross_entropy, "rtrl")
+    assert wanted.verdict == found.verdict == "exact"
+    assert found.loss == wanted.loss
 
 
 def test_a_brainstate_module() -> None:

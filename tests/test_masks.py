@@ -159,6 +159,18 @@ def test_ignored_targets_weigh_as_in_torch(weighted: bool, ignored: int) -> None
     assert learner.evaluate([(xs, targets)]) == pytest.approx(result.loss, rel=1e-12)
 
 
+def test_metrics_leave_out_labels_that_are_ignored() -> None:
+    """As they leave out masked steps: a label of padding is neither right nor wrong."""
+    model, (xs, _), targets = make_net(), make_data(), labels()
+    right = (model(xs).argmax(-1) == targets)[lengths_mask().bool()].double().mean()
+    targets[lengths_mask() == 0] = -100
+    learner = eb.OnlineLearner(model, "bptt", F.cross_entropy, optax.sgd(0.0))
+    batches = [(xs, targets)]
+    history = learner.fit(batches, metrics="accuracy", validation=batches, progress=False)
+    assert 0 < right < 1
+    assert history["accuracy"] == history["validation_accuracy"] == [pytest.approx(float(right))]
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_class_weights_count_under_a_mask(reduction: str) -> None:
     """They used to be lost where no label was ignored: in the mean of one element they cancel."""

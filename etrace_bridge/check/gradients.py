@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import brainstate
+import jax
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 from etrace_bridge._errors import InputError
 from etrace_bridge.check.check_loss import read_loss
@@ -17,7 +19,9 @@ from etrace_bridge.check.precision import float_dtype, torch_dtype
 from etrace_bridge.check.rule_comparison import RuleComparison
 from etrace_bridge.check.text import short
 from etrace_bridge.check.torch_check import FixedPrecisionError, TorchCheck
-from etrace_bridge.frontend import BridgedModule, unwrapped
+from etrace_bridge.frontend import BridgedModule, unwrapped, wrap
+from etrace_bridge.learning.inputs import read_inputs
+from etrace_bridge.learning.masks import unpack_sequences
 from etrace_bridge.lowering import announcing
 from etrace_bridge.rules import Rule, make_rule
 
@@ -79,7 +83,7 @@ def check_gradients(
         model: the torch model, which is not changed. Or a brainstate module, whose gradients are
             compared with `jax.grad` through time of its own step, in its own precision.
         xs: inputs `(T, B, …)`, or `(B, T, …)` for a batch-first model; a tuple or dict for several
-            inputs, as for `OnlineLearner.step`.
+            inputs, as for `OnlineLearner.step`; or torch's packed sequences.
         targets: targets, time where the inputs have it; with `loss_at` or `seq_loss`, one for each
             sequence, `(B, …)`.
         loss: torch or JAX callable `(output_t, target_t) -> scalar`.
@@ -113,6 +117,10 @@ def check_gradients(
     if not rules:
         raise InputError("`rule` is an empty list; name at least one rule.")
     zero = frozenset(allow_zero)
+    is_packed = lambda x: isinstance(x, PackedSequence)
+    if any(map(is_packed, jax.tree.leaves((xs, targets), is_leaf=is_packed))):
+        options = {"state": state, "sequence": sequence, "batch_first": batch_first}
+        xs, targets, mask = _unpacked(model, options, xs, targets, mask)
     if isinstance(model, brainstate.nn.Module) and not isinstance(model, BridgedModule):
         reports = check_module(
             model, xs, targets, function, rules, chunk, reduction, mask, tolerance, zero
@@ -134,6 +142,15 @@ def check_gradients(
     )  # fmt: skip
     reports = _run_in_precision(check, torch_dtype("float64" if dtype == "auto" else dtype))
     return RuleComparison(tuple(reports)) if several else reports[0]
+
+
+def _unpacked(
+    model: Any, options: dict[str, Any], xs: Any, targets: Any, mask: Any
+) -> tuple[tuple, Any, Any]:
+    """Return inputs, targets and mask with packed sequences padded as the model takes sequences."""
+    net = wrap(unwrapped(model), **options) if isinstance(model, nn.Module) else model
+    inputs = read_inputs(net, xs, sequence=True)
+    return unpack_sequences(inputs, targets, mask, bool(getattr(net, "batch_first", False)))
 
 
 def _run_in_precision(check: TorchCheck, requested: torch.dtype | None) -> list[GradientReport]:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from etrace_bridge._errors import InputError
 from etrace_bridge.frontend import BridgedModule, InputRange, input_name, living, to_host
@@ -28,7 +29,8 @@ def as_inputs(x: Any) -> tuple:
             "an exported learner take arrays by position: pass a tuple of them. (A torch model "
             "takes dicts.)"
         )
-    return tuple(x) if isinstance(x, (tuple, list)) else (x,)
+    several = isinstance(x, (tuple, list)) and not isinstance(x, PackedSequence)
+    return tuple(x) if several else (x,)
 
 
 def read_inputs(net: brainstate.nn.Module, x: Any, sequence: bool = False) -> tuple:
@@ -162,7 +164,8 @@ def sequence_length(args: Sequence[Any], targets: Any, mask: Any, batch_first: b
         if np.ndim(a) < 2:
             raise InputError(
                 f"Input {n} has shape {tuple(np.shape(a))}; a sequence needs a time and a batch "
-                "axis."
+                "axis. Lengths of padded sequences are no input of a step: give "
+                "`mask=eb.length_mask(lengths)`, and leave packing out of `forward`."
             )
     lengths = {f"input {n}": np.shape(a)[0] for n, a in enumerate(args)}
     for n, t in enumerate(jax.tree.leaves(targets)):

@@ -110,6 +110,12 @@ class LossTable:
         """Return whether everything else that the loss reads is as it was when the loss was traced."""
         return self._settings.hold()
 
+    @property
+    def ignored(self) -> tuple[int, int] | None:
+        """Return which target has labels that the losses so far ignore, and the label."""
+        found = (ignored_value(loss.ranges) for loss in self._losses.values())
+        return next((pair for pair in found if pair is not None), None)
+
     def find(
         self,
         compiled: CompiledStep,

@@ -90,7 +90,7 @@ def measure(
         outputs: the model's outputs, time-major, on the device.
         targets: targets as the user gave them.
         mask: weights of the steps, or of the steps of each sequence; those with weight zero are
-            left out.
+            left out, and so are those whose labels the loss ignores.
         runtime: knows how sequences and targets are laid out. Of several processes each computes
             the metrics of its own part, and their means over all processes are returned.
     """
@@ -115,6 +115,11 @@ def measure(
     keep = None
     if mask is not None:
         keep = (mask.reshape(mask.shape[0], -1) != 0).expand(*steps).reshape(-1)
+    if runtime.losses.ignored is not None:
+        position, label = runtime.losses.ignored
+        given_labels = jax.tree.leaves(wanted)[position]
+        counts = (given_labels != label).reshape(*steps, -1).any(2).reshape(-1)
+        keep = counts if keep is None else keep & counts
 
     def flat(t: torch.Tensor) -> torch.Tensor:
         t = t.detach().flatten(0, 1)
