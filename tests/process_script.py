@@ -219,7 +219,7 @@ def labels(eb: Any, mesh: Any, index: int) -> list[str]:
     error for a word that does not exist, which the last process has.
     """
     learner = eb.OnlineLearner(Tagger(), loss=torch.nn.functional.cross_entropy, mesh=mesh)
-    words, tags = (torch.arange(n, n + 12, dtype=torch.int32).reshape(4, 3) % 3 for n in (0, 7))
+    words, tags = (torch.arange(n, n + 12).reshape(4, 3) % 3 for n in (0, 7))
     batch = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("batch"))
     whole = lambda x: jax.make_array_from_process_local_data(batch, x.numpy())
     losses = [learner.evaluate([each]) for each in ((words, tags), (whole(words), whole(tags)))]
