@@ -476,7 +476,7 @@ def test_braintrace_gives_the_same_where_it_gives_anything(cell, step, left_out)
 
 
 def _braintrace_rnn(
-    algorithm: Callable, step_fn: Callable, rule: Rule, loss: Callable
+    algorithm: Callable, step_fn: Callable, rule: Rule, loss: Callable, **options: Any
 ) -> tuple[dict, dict]:
     """Gradients of braintrace's RNN cell under its algorithm, and of ours step by step; the mean
     over time.
@@ -486,7 +486,7 @@ def _braintrace_rnn(
     xs = jnp.asarray(np.random.default_rng(4).standard_normal((T, I)))
     targets = jnp.linspace(-1.0, 1.0, T)
     theirs = braintrace.nn.ValinaRNNCell(I, H, activation="tanh")
-    learner = braintrace.compile(theirs, algorithm, xs[0])
+    learner = braintrace.compile(theirs, algorithm, xs[0], **options)
     expected = learner.etrace_grad(xs, targets, step_fn=functools.partial(step_fn, learner))[
         "W", "weight"
     ]
@@ -533,6 +533,30 @@ def test_braintrace_has_the_same_snap_2():
 
     expected, found = _braintrace_rnn(  # its n is 2 by default
         braintrace.SnAp, lambda learner, x, target: row_loss(learner(x), target), SnApN(2), row_loss
+    )
+    assert_live(list(found.values()))
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "rule"),
+    [
+        ("EProp", {"kappa_filter_decay": 0.5}, EProp(kappa=0.5)),
+        ("OSTLRecurrent", {}, SnAp1("core")),
+    ],
+)
+def test_braintrace_has_rules_under_names_of_ours(algorithm, options, rule):
+    """Its e-prop is ours. Its OSTL is our SnAp-1: it keeps the diagonal of the recurrent weights,
+    while the paper's OSTL of one layer is RTRL (`test_ostl_of_one_layer_is_rtrl`).
+    """
+    import braintrace
+
+    expected, found = _braintrace_rnn(
+        getattr(braintrace, algorithm),
+        lambda learner, x, target: row_loss(learner(x), target),
+        rule,
+        row_loss,
+        **options,
     )
     assert_live(list(found.values()))
     assert_close(found, expected)
