@@ -118,6 +118,28 @@ def test_gradients_are_compared_with_torch(method, low, high):
             np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
 
 
+class Leaky(torch.nn.Module):
+    """Leaks in a buffer."""
+
+    def __init__(self, leak):
+        super().__init__()
+        self.into = torch.nn.Linear(3, 2)
+        self.register_buffer("leak", torch.tensor([leak, leak]))
+
+    def forward(self, xs):
+        h, outputs = xs.new_zeros(xs.shape[1], 2), []
+        for x in xs:
+            h = self.leak * h + self.into(x)
+            outputs.append(h)
+        return torch.stack(outputs)
+
+
+def test_a_kept_program_is_not_used_for_other_buffers():
+    for leak in (0.9, -0.9):
+        cosine, _ = compare(small_piece(Leaky(leak)), all_methods()["d_rtrl"])
+        assert cosine == pytest.approx(1, abs=1e-6)
+
+
 def test_rules_that_need_the_loss_are_not_compared():
     assert compare(small_piece(Readout("gru", 3, 6, 2)), Method("decolle")) is None
 
