@@ -10,7 +10,8 @@ import ncps.torch as ncps
 import torch
 from torch import nn
 
-from etrace_bridge.frontend.state import Adapter, Path, register_adapter
+from etrace_bridge.frontend.adapter import Adapter, register_adapter
+from etrace_bridge.frontend.names import Path
 
 # The states under the names that torch's RNNs use.
 _STATE_NAMES: dict[Path, Path] = {

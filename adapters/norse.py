@@ -11,13 +11,9 @@ import torch
 from norse.torch.module.snn import SNN, SNNCell, SNNRecurrent, SNNRecurrentCell
 from torch import nn
 
-from etrace_bridge.frontend.state import (
-    Adapter,
-    Path,
-    flatten_state,
-    register_adapter,
-    unflatten_state,
-)
+from etrace_bridge.frontend.adapter import Adapter, register_adapter
+from etrace_bridge.frontend.names import Path
+from etrace_bridge.frontend.state_values import flatten_state, unflatten_state
 
 _BASES = (SNNCell, SNNRecurrentCell, SNN, SNNRecurrent)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from etrace_bridge._errors import NotSupportedError
-from etrace_bridge.frontend.state import Adapter, register_adapter
+from etrace_bridge.frontend.adapter import Adapter, register_adapter
 
 # The state arguments of each neuron's `forward`; with `init_hidden=True` the same names are
 # buffers.

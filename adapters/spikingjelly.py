@@ -11,7 +11,8 @@ from spikingjelly.activation_based import base, layer, neuron, rnn
 from torch import nn
 
 from etrace_bridge._errors import NotSupportedError
-from etrace_bridge.frontend.state import Adapter, Path, register_adapter
+from etrace_bridge.frontend.adapter import Adapter, register_adapter
+from etrace_bridge.frontend.names import Path
 
 # Every subclass of MemoryModule is found through its base; these are the ones to list as supported.
 _NEURONS = (

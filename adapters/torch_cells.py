@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from etrace_bridge.frontend.state import Adapter, Path, register_adapter
+from etrace_bridge.frontend.adapter import Adapter, register_adapter
+from etrace_bridge.frontend.names import Path
 
 # weight_ih, weight_hh, bias_ih, bias_hh
 Weights = tuple[Tensor, Tensor, Tensor | None, Tensor | None]

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from etrace_bridge.frontend.state import Adapter, Path, register_adapter
+from etrace_bridge.frontend.adapter import Adapter, register_adapter
+from etrace_bridge.frontend.names import Path
 
 
 class NormAdapter(Adapter):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 from etrace_bridge.frontend import messages
-from etrace_bridge.frontend.state import Adapter, register_adapter
+from etrace_bridge.frontend.adapter import Adapter, register_adapter
 
 States = dict[str, Tensor]  # h_l0, h_l1, ... and for an LSTM c_l0, c_l1, ...
 

@@ -159,6 +159,9 @@ def test_update_and_fit_need_an_optimizer_and_step_says_so_once():
         for x, y in zip(XS, YS, strict=True):
             learner.step(x, y)
     assert len(caught) == 1 and caught[0].filename == __file__
+    with pytest.warns(UserWarning, match="has no optimizer") as caught:
+        eb.FidelityMeter().step(eb.OnlineLearner(make_net(), "d_rtrl", F.mse_loss), XS[0], YS[0])
+    assert len(caught) == 1 and caught[0].filename == __file__
 
 
 LOSSES = {

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 import etrace_bridge as eb
-from etrace_bridge.frontend import state as state_module
-from etrace_bridge.frontend.state import find_adapter, flatten_state, state_names, unflatten_state
+from etrace_bridge.frontend import adapter as adapter_module
+from etrace_bridge.frontend.adapter import find_adapter
+from etrace_bridge.frontend.state_values import flatten_state, state_names, unflatten_state
 
 B, H, T = 3, 4, 6
 X = torch.float64
@@ -479,8 +480,8 @@ class OddAdapter(eb.Adapter):
 
 @pytest.fixture
 def adapters(monkeypatch: pytest.MonkeyPatch) -> None:
-    state_module.load_adapters()
-    monkeypatch.setattr(state_module, "_ADAPTERS", dict(state_module._ADAPTERS))
+    adapter_module.load_adapters()
+    monkeypatch.setattr(adapter_module, "_ADAPTERS", dict(adapter_module._ADAPTERS))
 
 
 @pytest.mark.usefixtures("adapters")
@@ -504,14 +505,14 @@ def test_subclasses_follow_their_base() -> None:
 @pytest.mark.usefixtures("adapters")
 def test_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
     entry = importlib.metadata.EntryPoint(
-        "odd", f"{__name__}:register", state_module.ENTRY_POINT_GROUP
+        "odd", f"{__name__}:register", adapter_module.ENTRY_POINT_GROUP
     )
     monkeypatch.setattr(
         importlib.metadata,
         "entry_points",
         lambda group: [entry] if group == "etrace_bridge.adapters" else [],
     )
-    monkeypatch.setattr(state_module, "_loaded", False)
+    monkeypatch.setattr(adapter_module, "_loaded", False)
     assert "Odd" in eb.supported_layers()["odd"]
 
 

@@ -229,7 +229,7 @@ def test_imports_point_down():
             True,
         ),
         ("adapters/norse.py", "import etrace_bridge.rules", True),
-        ("adapters/norse.py", "from etrace_bridge.frontend.state import register", False),
+        ("adapters/norse.py", "from etrace_bridge.frontend.adapter import register", False),
         (
             "etrace_bridge/learning/learner.py",
             "import torch\nfrom etrace_bridge.rules import base",

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import etrace_bridge as eb
-from etrace_bridge.frontend.state import call_with_state, find_adapter
+from etrace_bridge.frontend.adapter import find_adapter
+from etrace_bridge.frontend.state_arguments import call_with_state
 from torch_zoo import CASES, Case, tensors
 
 LIBRARIES = ("snntorch", "norse", "spikingjelly", "ncps")

@@ -18,7 +18,7 @@ from etrace_bridge.check.check_loss import CheckLoss
 from etrace_bridge.frontend import map_input, run_torch, to_jax, to_torch
 from etrace_bridge.frontend.reference import TorchRun
 from etrace_bridge.frontend.snapshot import restored
-from etrace_bridge.frontend.state import flatten_state, unflatten_state
+from etrace_bridge.frontend.state_values import flatten_state, unflatten_state
 
 TORCH_BPTT = "torch BPTT"
 JAX_GRAD = "jax.grad through time"

@@ -117,7 +117,7 @@ class RuleCall:
             t.transpose(0, 1) if runtime.batch_first and t.dim() > 1 else t
             for t in (self.xs, self.targets)
         )
-        steps = runtime.plan(len(xs)).steps
+        steps = runtime.sequences.plan(len(xs)).steps
         compiled = runtime.store.compiled
         loss = runtime.losses.find(compiled, targets[0])
         program = compile_gradients(

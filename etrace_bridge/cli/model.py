@@ -15,7 +15,7 @@ from torch import nn
 from etrace_bridge._errors import InputError
 from etrace_bridge.cli.arguments import UsageError, existing_file
 from etrace_bridge.frontend import run_torch, wrap
-from etrace_bridge.frontend.state import flatten_state
+from etrace_bridge.frontend.state_values import flatten_state
 from etrace_bridge.learning.compiled_step import CompiledStep
 from etrace_bridge.learning.inputs import as_array
 

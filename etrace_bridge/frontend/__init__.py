@@ -1,6 +1,7 @@
 """From a torch module to a brainstate module: torch's own forward code, traced."""
 
 import etrace_bridge._precision  # noqa: F401 - before anything imports brainstate
+from etrace_bridge.frontend.adapter import Adapter, register_adapter, supported_layers
 from etrace_bridge.frontend.borders import (
     held_shape,
     living,
@@ -25,7 +26,6 @@ from etrace_bridge.frontend.ops.ranges import (
 from etrace_bridge.frontend.outer import unwrapped
 from etrace_bridge.frontend.reference import TorchRun, run_torch
 from etrace_bridge.frontend.settings import Settings
-from etrace_bridge.frontend.state import Adapter, register_adapter, supported_layers
 from etrace_bridge.frontend.steady import SteadyStep
 from etrace_bridge.frontend.trace import trace_function
 from etrace_bridge.frontend.verify import VerifyReport, verify

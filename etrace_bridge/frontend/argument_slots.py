@@ -8,16 +8,14 @@ import torch
 from torch import nn
 
 from etrace_bridge._errors import StateError
-from etrace_bridge.frontend.plan import ArgumentSlot, StateLeaf, StepPlan, add_time_axis
+from etrace_bridge.frontend.plan import StepPlan
 from etrace_bridge.frontend.recorder import Call, Recorder, call_root
 from etrace_bridge.frontend.returned import same_tensors
+from etrace_bridge.frontend.slots import ArgumentSlot, StateLeaf
 from etrace_bridge.frontend.snapshot import restored
-from etrace_bridge.frontend.state import (
-    call_with_state,
-    flatten_state,
-    state_names,
-    unflatten_state,
-)
+from etrace_bridge.frontend.state_arguments import call_with_state
+from etrace_bridge.frontend.state_values import flatten_state, state_names, unflatten_state
+from etrace_bridge.frontend.time_axis import add_time_axis
 
 
 def find_argument_slots(

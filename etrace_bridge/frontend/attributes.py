@@ -11,8 +11,10 @@ from torch import nn
 
 from etrace_bridge._errors import StateError
 from etrace_bridge.frontend import messages
-from etrace_bridge.frontend.plan import AttributeSlot, PythonAttribute, StateLeaf
-from etrace_bridge.frontend.state import Path, children, find_adapter, flatten_state, rebuild
+from etrace_bridge.frontend.adapter import find_adapter
+from etrace_bridge.frontend.names import Path
+from etrace_bridge.frontend.slots import AttributeSlot, PythonAttribute, StateLeaf
+from etrace_bridge.frontend.state_values import children, flatten_state, rebuild
 
 # What nn.Module keeps in `__dict__` for itself.
 MODULE_OWN = frozenset(nn.Module().__dict__) | {"forward"}

@@ -15,12 +15,13 @@ from etrace_bridge.frontend.examples import (
     scaled,
     with_sample_changed,
 )
+from etrace_bridge.frontend.injector import native_call
 from etrace_bridge.frontend.layout import repeat_in_time, unused_length
-from etrace_bridge.frontend.plan import StepPlan, native_call
+from etrace_bridge.frontend.plan import StepPlan
 from etrace_bridge.frontend.recorder import Recorder, call_root
 from etrace_bridge.frontend.returned import same_tensors
 from etrace_bridge.frontend.snapshot import restored
-from etrace_bridge.frontend.state import flatten_state
+from etrace_bridge.frontend.state_values import flatten_state
 from etrace_bridge.frontend.time.draws import SeenDraws
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from etrace_bridge._errors import BridgeError, InputError, NotSupportedError, StateError
 from etrace_bridge.frontend import examples, messages
+from etrace_bridge.frontend.adapter import find_adapter
 from etrace_bridge.frontend.argument_slots import find_argument_slots
 from etrace_bridge.frontend.attributes import find_attribute_slots
 from etrace_bridge.frontend.calls import LOCK, DefinedMemory, as_written
@@ -24,6 +25,7 @@ from etrace_bridge.frontend.chaining import (
     check_draws,
     reads_state,
 )
+from etrace_bridge.frontend.injector import native_call
 from etrace_bridge.frontend.inputs import PLAIN, InputForm
 from etrace_bridge.frontend.layout import (
     find_layout,
@@ -33,11 +35,11 @@ from etrace_bridge.frontend.layout import (
 )
 from etrace_bridge.frontend.names import NamedTensor
 from etrace_bridge.frontend.own_start import find_beginning, find_own_start
-from etrace_bridge.frontend.plan import StepPlan, add_time_axis, native_call, time_axis_of
+from etrace_bridge.frontend.plan import StepPlan
 from etrace_bridge.frontend.recorder import Recorder, call_root, call_without_state
 from etrace_bridge.frontend.root import find_root_adapter
 from etrace_bridge.frontend.snapshot import restored
-from etrace_bridge.frontend.state import find_adapter
+from etrace_bridge.frontend.time_axis import add_time_axis, time_axis_of
 
 _MAY_BE_A_LOOP = (
     messages.BatchInOrder,

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from etrace_bridge.frontend.state import flatten_state, unflatten_state
+from etrace_bridge.frontend.state_values import flatten_state, unflatten_state
 
 
 def guess_inputs(model: nn.Module, batch_size: int | None) -> tuple[torch.Tensor, ...] | None:

@@ -13,7 +13,7 @@ import torch
 from etrace_bridge.frontend.readings import pick, possible_readings
 from etrace_bridge.frontend.returned import same_structure
 from etrace_bridge.frontend.snapshot import restored
-from etrace_bridge.frontend.state import children, flatten_state, unflatten_state
+from etrace_bridge.frontend.state_values import children, flatten_state, unflatten_state
 from etrace_bridge.frontend.trials import Trials
 
 _MOST_SIZES = 24

@@ -16,7 +16,8 @@ from etrace_bridge.frontend import messages
 from etrace_bridge.frontend.borders import held_shape, to_real_jax, to_torch
 from etrace_bridge.frontend.core import Core
 from etrace_bridge.frontend.names import Path, to_path, versions_of
-from etrace_bridge.frontend.plan import StateLeaf, StepPlan
+from etrace_bridge.frontend.plan import StepPlan
+from etrace_bridge.frontend.slots import StateLeaf
 from etrace_bridge.frontend.step import TracedStep
 from etrace_bridge.frontend.tree import insert, lookup, outside_traces, remove
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from etrace_bridge.frontend.adapter import find_adapter
 from etrace_bridge.frontend.examples import (
     random_like,
     share_changed,
@@ -16,11 +17,12 @@ from etrace_bridge.frontend.examples import (
     with_sample_changed,
 )
 from etrace_bridge.frontend.inputs import PLAIN, InputForm
-from etrace_bridge.frontend.plan import StepPlan, TimeAxis
+from etrace_bridge.frontend.plan import StepPlan
 from etrace_bridge.frontend.recorder import Recorder, call_root, call_without_state
 from etrace_bridge.frontend.returned import copied_state
 from etrace_bridge.frontend.snapshot import restored
-from etrace_bridge.frontend.state import find_adapter, flatten_state
+from etrace_bridge.frontend.state_values import flatten_state
+from etrace_bridge.frontend.time_axis import TimeAxis
 
 _LENGTHS = (3, 5, 7, 11, 13)
 

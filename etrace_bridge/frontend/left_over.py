@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import nn
 
+from etrace_bridge.frontend.adapter import find_adapter
 from etrace_bridge.frontend.attributes import MODULE_OWN
 from etrace_bridge.frontend.plan import StepPlan
-from etrace_bridge.frontend.state import find_adapter, flatten_state
+from etrace_bridge.frontend.state_values import flatten_state
 
 
 def find_left_over(plan: StepPlan) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from etrace_bridge.frontend.state import children, is_hole, rebuild
+from etrace_bridge.frontend.state_values import children, is_hole, rebuild
 
 
 def keep_tensors(skeleton: Any) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from etrace_bridge.frontend.adapter import find_adapter
 from etrace_bridge.frontend.calls import intercepted_calls, plain_call
 from etrace_bridge.frontend.examples import given_state, with_batch
 from etrace_bridge.frontend.inputs import InputForm
@@ -24,14 +25,12 @@ from etrace_bridge.frontend.layout import layouts_of_layers, repeat_in_time, usa
 from etrace_bridge.frontend.readings import per_argument, pick, possible_readings
 from etrace_bridge.frontend.returned import copied_state, same_structure
 from etrace_bridge.frontend.snapshot import restored
-from etrace_bridge.frontend.state import (
+from etrace_bridge.frontend.state_arguments import (
     bind_state_arguments,
     call_with_state,
-    find_adapter,
-    flatten_state,
     missing_arguments,
-    unflatten_state,
 )
+from etrace_bridge.frontend.state_values import flatten_state, unflatten_state
 
 _LENGTH = 5  # of sequences with which a layout is tried
 _MAKING = {"init", "initial", "initialize", "zero", "zeros", "default", "start", "new", "first"}

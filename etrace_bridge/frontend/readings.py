@@ -15,7 +15,7 @@ from torch import nn
 
 from etrace_bridge._errors import InputError
 from etrace_bridge.frontend.returned import first_tensor
-from etrace_bridge.frontend.state import children
+from etrace_bridge.frontend.state_values import children
 
 # keys from the returned value to a new state; see `pick` for the two slices
 Place = tuple[str, ...]

@@ -7,17 +7,13 @@ from typing import Any
 
 from torch import nn
 
+from etrace_bridge.frontend.adapter import Adapter, find_adapter
 from etrace_bridge.frontend.calls import intercepted_calls, plain_call
 from etrace_bridge.frontend.inputs import InputForm
 from etrace_bridge.frontend.plan import StepPlan
 from etrace_bridge.frontend.returned import copied_state
 from etrace_bridge.frontend.snapshot import restored
-from etrace_bridge.frontend.state import (
-    Adapter,
-    bind_state_arguments,
-    fill_missing,
-    find_adapter,
-)
+from etrace_bridge.frontend.state_arguments import bind_state_arguments, fill_missing
 
 
 @dataclass

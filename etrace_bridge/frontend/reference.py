@@ -14,11 +14,13 @@ from torch import nn
 from etrace_bridge._errors import InputError
 from etrace_bridge.frontend import discover, examples, layout
 from etrace_bridge.frontend.calls import LOCK
+from etrace_bridge.frontend.injector import native_call
 from etrace_bridge.frontend.inputs import InputForm, read_input
 from etrace_bridge.frontend.names import step_tensors
-from etrace_bridge.frontend.plan import StepPlan, TimeAxis, native_call
+from etrace_bridge.frontend.plan import StepPlan
 from etrace_bridge.frontend.snapshot import restored
-from etrace_bridge.frontend.state import flatten_state, unflatten_state
+from etrace_bridge.frontend.state_values import flatten_state, unflatten_state
+from etrace_bridge.frontend.time_axis import TimeAxis
 
 
 @dataclass

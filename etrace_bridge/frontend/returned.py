@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from etrace_bridge.frontend.state import flatten_state, unflatten_state
+from etrace_bridge.frontend.state_values import flatten_state, unflatten_state
 
 
 def copied_state(value: Any) -> Any:

@@ -21,6 +21,7 @@ from torch import nn
 
 from etrace_bridge._errors import InputError, StateError
 from etrace_bridge.frontend import messages
+from etrace_bridge.frontend.adapter import Adapter, find_adapter
 from etrace_bridge.frontend.fitting_zeros import find_zeros
 from etrace_bridge.frontend.inputs import PLAIN, InputForm
 from etrace_bridge.frontend.readings import (
@@ -34,7 +35,7 @@ from etrace_bridge.frontend.readings import (
     required_arguments,
 )
 from etrace_bridge.frontend.returned import is_same_object, same_numbers, same_structure
-from etrace_bridge.frontend.state import Adapter, find_adapter, flatten_state
+from etrace_bridge.frontend.state_values import flatten_state
 from etrace_bridge.frontend.trials import Trials
 
 # What the code says about an argument and its new value: `forward` assigns the argument again and

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from etrace_bridge.frontend.calls import LOCK
-from etrace_bridge.frontend.plan import StepPlan, add_time_axis, begun, native_call
+from etrace_bridge.frontend.injector import native_call
+from etrace_bridge.frontend.plan import StepPlan, begun
 from etrace_bridge.frontend.snapshot import restored
-from etrace_bridge.frontend.state import flatten_state
+from etrace_bridge.frontend.state_values import flatten_state
+from etrace_bridge.frontend.time_axis import add_time_axis
 
 
 def find_start_parameters(

@@ -17,15 +17,17 @@ from torch import nn
 from etrace_bridge._errors import BridgeError, StateError
 from etrace_bridge._jax_compat import ClosedJaxpr, evaluate_jaxpr, is_concrete
 from etrace_bridge.frontend import messages
+from etrace_bridge.frontend.adapter import find_adapter
 from etrace_bridge.frontend.complex import split_complex
+from etrace_bridge.frontend.injector import Injector
 from etrace_bridge.frontend.names import NamedTensor
 from etrace_bridge.frontend.ops.dtypes import to_jax_dtype
 from etrace_bridge.frontend.ops.ranges import InputRange, check_ranges, trace_with_ranges
 from etrace_bridge.frontend.outputs import keep_tensors
-from etrace_bridge.frontend.plan import Injector, StepPlan, begun
+from etrace_bridge.frontend.plan import StepPlan, begun
 from etrace_bridge.frontend.simplify import simplify
 from etrace_bridge.frontend.snapshot import restored
-from etrace_bridge.frontend.state import find_adapter, flatten_state, unflatten_state
+from etrace_bridge.frontend.state_values import flatten_state, unflatten_state
 from etrace_bridge.frontend.tensor import INPUT, STATE, TracedTensor
 from etrace_bridge.frontend.trace import tracing
 from etrace_bridge.frontend.tracer import Tracer, constant

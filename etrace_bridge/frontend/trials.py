@@ -22,7 +22,7 @@ from etrace_bridge.frontend.returned import (
     same_tensors,
 )
 from etrace_bridge.frontend.snapshot import restored
-from etrace_bridge.frontend.state import flatten_state
+from etrace_bridge.frontend.state_values import flatten_state
 
 _STEPS = 3
 

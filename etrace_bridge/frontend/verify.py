@@ -18,7 +18,7 @@ from etrace_bridge.frontend.module import BridgedModule
 from etrace_bridge.frontend.outer import unwrapped
 from etrace_bridge.frontend.reference import TorchRun, run_torch
 from etrace_bridge.frontend.snapshot import restored
-from etrace_bridge.frontend.state import flatten_state
+from etrace_bridge.frontend.state_values import flatten_state
 from etrace_bridge.frontend.wrapping import wrap
 from etrace_bridge.lowering import jit
 

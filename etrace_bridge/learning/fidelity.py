@@ -118,7 +118,7 @@ class FidelityMeter:
         runtime, stream = learner.runtime, self._stream
         stream.enter(learner)
         args = read_inputs(runtime.net, x)
-        loss, output, state = runtime.metered_step(args, target, mask, stream.window())
+        loss, output, state = runtime.steps.run_metered(args, target, mask, stream.window())
         stream.leave(learner, state, 1, learner.steps)
         return StepInfo(loss, output, runtime.watch.look)
 
@@ -135,10 +135,12 @@ class FidelityMeter:
         if carry:
             stream = self._stream
             stream.enter(learner)
-            state, steps = learner.runtime.stream_slope(inputs, targets, mask, stream.window())
+            state, steps = learner.runtime.sequences.stream_slope(
+                inputs, targets, mask, stream.window()
+            )
             stream.leave(learner, state, steps, learner.steps + steps)
         elif (self._batches - 1) % self.every == 0:
-            slope, predicted = learner.runtime.own_slope(inputs, targets, mask)
+            slope, predicted = learner.runtime.sequences.own_slope(inputs, targets, mask)
             self.readings.append(Reading(learner.steps, slope, predicted))
         new = [r for r in self.readings[count:] if r.predicted]
         if not new:

@@ -259,7 +259,7 @@ class _Run:
             self.bar.say(COMPILING)
         with self.shield.busy():
             self._ask_callbacks(xs, targets, mask)
-            with learner.runtime.while_computing(
+            with learner.runtime.sequences.while_computing(
                 (lambda: self._read_ahead(batches, shapes)) if self.reads_ahead else None
             ):
                 result = learner.update(xs, targets, mask, carry=options.carry, every=options.every)
@@ -304,7 +304,7 @@ class _Run:
         batches.fetch()
         if batches.next is not None and batch_shapes(batches.next) == shapes:
             xs, targets, mask = batches.next
-            self.learner.runtime.stage(xs, targets, mask, self.options.carry)
+            self.learner.runtime.sequences.stage(xs, targets, mask, self.options.carry)
 
     def _ask_callbacks(self, xs: Any, targets: Any, mask: Any) -> None:
         for callback in self.options.callbacks:

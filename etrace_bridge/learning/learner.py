@@ -233,7 +233,9 @@ class OnlineLearner:
                 in torch.
         """
         xs, targets, mask = self._unpacked(xs, targets, mask)
-        grads, *rest, discarded, unreached = self.runtime.gradients(xs, targets, mask, carry)
+        grads, *rest, discarded, unreached = self.runtime.sequences.gradients(
+            xs, targets, mask, carry
+        )
         return GradientResult(
             grads, self._after_hooks, discarded, unreached, *rest, self.runtime.batch_first,
             self._is_plain,
@@ -253,7 +255,7 @@ class OnlineLearner:
                 `"step"`.
         """
         xs, targets, mask = self._unpacked(xs, targets, mask)
-        found = self.runtime.update(xs, targets, mask, carry, every)
+        found = self.runtime.sequences.update(xs, targets, mask, carry, every)
         if self._is_plain:
             self.runtime.store.lend()  # so that the user's module has the new weights
         return SequenceResult(*found, self.runtime.batch_first, self._is_plain)
@@ -271,7 +273,7 @@ class OnlineLearner:
         xs = read_inputs(self.runtime.net, xs, sequence=True)
         batch_first = self.runtime.batch_first
         padded, _, _ = self._unpacked(xs, None, None)
-        outputs = self.runtime.predict(padded, carry)
+        outputs = self.runtime.sequences.predict(padded, carry)
         if self._is_plain:
             return jax.tree.map(jax.numpy.asarray, outputs)
         return jax.tree.map(
@@ -335,7 +337,7 @@ class OnlineLearner:
             progress: show a live line, or plain lines where the error output is not a terminal; by
                 default only on a terminal or in a notebook.
         """
-        self.runtime.require_optimizer()
+        self.runtime.sequences.require_optimizer()
         _check_batches(batches)
         options = FitOptions(
             validation,

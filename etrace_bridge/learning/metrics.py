@@ -154,10 +154,10 @@ def evaluate_with(
     with runtime.filling.up_to(full_batch_size(batches, runtime.is_batch_first)):
         for batch in batches:
             xs, targets, mask = learner._unpacked(*split_batch(batch))
-            found = runtime.evaluate(xs, targets, mask)
+            found = runtime.sequences.evaluate(xs, targets, mask)
             losses.append(SequenceResult(found[0], None, found[1], False).loss)
             if metrics:
-                outputs = runtime.predict(xs, False)
+                outputs = runtime.sequences.predict(xs, False)
                 numbers, count = measure(metrics, outputs, targets, mask, runtime)
                 weights += count
                 for name, value in numbers.items():

@@ -92,7 +92,7 @@ class StepRunner:
                     "optax), or the meter as a callback of `fit`."
                 )
             step = self._preparation.step(args, target, mask)
-            self._warn_without_optimizer(target)
+            self._warn_without_optimizer(target, stacklevel=4)
             now = self._programs.meter_state(window)
             metered = self._programs.metered_step(step.loss)
             call = lambda leaves, *step: metered(leaves, *step, now, window.counts)
@@ -100,7 +100,7 @@ class StepRunner:
 
     def _run_checked(self, args: tuple, target: Any, mask: Any) -> tuple[Any, Any, Any]:
         step = self._preparation.step(args, target, mask)
-        self._warn_without_optimizer(target)
+        self._warn_without_optimizer(target, stacklevel=5)
         on_host = step.loss is not None and self._host.is_needed
         call = self._programs.step(step.loss, own_update=not on_host)
         if on_host:
@@ -135,11 +135,12 @@ class StepRunner:
         store.steps += 1
         return loss, output, None
 
-    def _warn_without_optimizer(self, target: Any) -> None:
+    def _warn_without_optimizer(self, target: Any, stacklevel: int) -> None:
+        """Warn once; `stacklevel` is that of the code that called the public `step`."""
         if target is not None and self._warns:
             self._warns = False
             warnings.warn(
                 "This learner has no optimizer: `step` gives losses and advances states and trace, "
                 "but changes no weight. Pass `optimizer=` to train, or leave the target out.",
-                stacklevel=5,  # the caller of `OnlineLearner.step`
+                stacklevel=stacklevel,
             )

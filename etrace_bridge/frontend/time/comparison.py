@@ -21,7 +21,7 @@ from etrace_bridge.frontend.examples import random_like, scaled
 from etrace_bridge.frontend.names import NamedTensor
 from etrace_bridge.frontend.plan import StepPlan
 from etrace_bridge.frontend.snapshot import restored
-from etrace_bridge.frontend.state import flatten_state
+from etrace_bridge.frontend.state_values import flatten_state
 from etrace_bridge.frontend.time.draws import same_draws
 from etrace_bridge.frontend.time.graph import evaluate, keys_of
 from etrace_bridge.frontend.time.step import LoopStep

@@ -19,11 +19,11 @@ from torch import nn
 from etrace_bridge._errors import BridgeError, NotSupportedError, StateError
 from etrace_bridge._jax_compat import module_scope
 from etrace_bridge.frontend.borders import to_jax, to_torch
-from etrace_bridge.frontend.names import NamedTensor, to_path
+from etrace_bridge.frontend.names import NamedTensor, Path, to_path
 from etrace_bridge.frontend.ops.dtypes import to_jax_dtype
-from etrace_bridge.frontend.plan import StateLeaf, StepPlan, TimeAxis
+from etrace_bridge.frontend.plan import StepPlan
+from etrace_bridge.frontend.slots import StateLeaf
 from etrace_bridge.frontend.snapshot import restored
-from etrace_bridge.frontend.state import Path
 from etrace_bridge.frontend.time.comparison import find_difference
 from etrace_bridge.frontend.time.cut import origin_of
 from etrace_bridge.frontend.time.graph import Graph, Node, evaluate, keys_of
@@ -43,6 +43,7 @@ from etrace_bridge.frontend.time.split import (
 from etrace_bridge.frontend.time.step import LoopStep
 from etrace_bridge.frontend.time.traced import KEYS, LENGTHS, TracedSequence, trace_sequence
 from etrace_bridge.frontend.time.variables import SEPARATOR
+from etrace_bridge.frontend.time_axis import TimeAxis
 
 _CUTS = 8  # how many states are tried, the smallest first
 FIRST = ("first_step",)

@@ -11,9 +11,10 @@ from jax import lax
 from torch import nn
 
 from etrace_bridge.frontend.ops.ranges import InputRange
-from etrace_bridge.frontend.plan import StateLeaf, TimeAxis
+from etrace_bridge.frontend.slots import StateLeaf
 from etrace_bridge.frontend.time.graph import Graph, Node, evaluate, keys_of
 from etrace_bridge.frontend.time.split import Split
+from etrace_bridge.frontend.time_axis import TimeAxis
 
 
 @dataclass

@@ -17,12 +17,14 @@ from torch import nn
 
 from etrace_bridge._errors import NotSupportedError
 from etrace_bridge._jax_compat import ClosedJaxpr
+from etrace_bridge.frontend.adapter import find_adapter
+from etrace_bridge.frontend.injector import Injector
 from etrace_bridge.frontend.names import NamedTensor
 from etrace_bridge.frontend.ops.dtypes import to_jax_dtype
 from etrace_bridge.frontend.ops.ranges import InputRange, trace_with_ranges
-from etrace_bridge.frontend.plan import Injector, StepPlan
+from etrace_bridge.frontend.plan import StepPlan
 from etrace_bridge.frontend.snapshot import restored
-from etrace_bridge.frontend.state import find_adapter, flatten_state
+from etrace_bridge.frontend.state_values import flatten_state
 from etrace_bridge.frontend.tensor import INPUT, TracedTensor
 from etrace_bridge.frontend.time.variables import noted_variables
 from etrace_bridge.frontend.trace import tracing

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from torch import nn
 
 from etrace_bridge.frontend import locate
-from etrace_bridge.frontend.state import flatten_state
+from etrace_bridge.frontend.state_values import flatten_state
 from etrace_bridge.frontend.tensor import TracedTensor
 
 SEPARATOR = "\n"

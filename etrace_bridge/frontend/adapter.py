@@ -1,5 +1,4 @@
-"""Where a torch module keeps its recurrent state: the adapters, and state values as flat, named
-tensors.
+"""Adapters: where a torch module keeps its recurrent state.
 
 A recurrent tensor lives in one of three places:
 
@@ -13,20 +12,18 @@ A recurrent tensor lives in one of three places:
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import importlib.metadata
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from etrace_bridge._errors import InputError
+from etrace_bridge.frontend.names import Path
 
 ENTRY_POINT_GROUP = "etrace_bridge.adapters"
-Path = tuple[str, ...]
 
 
 class Adapter:
@@ -137,10 +134,12 @@ class Adapter:
         return True
 
 
-# ---- the registry of adapters
-
 _ADAPTERS: dict[type, Adapter] = {}
+
+
 _loaded = False
+
+
 _BUILT_IN = ("torch_cells", "torch_rnn", "torch_norm", "snntorch", "norse", "spikingjelly", "ncps")
 
 
@@ -228,184 +227,3 @@ def load_adapters() -> None:
         found = entry.load()
         if callable(found):
             found()
-
-
-# ---- state values: any nesting of tuple, list, dict, NamedTuple and dataclass over tensors
-
-
-def flatten_state(value: Any) -> tuple[list[tuple[Path, torch.Tensor]], Any]:
-    """Flatten a state value into its tensors with their paths, and a skeleton for
-    `unflatten_state`.
-
-    A path is made of field names, dict keys and positions; a bare tensor has the path `()`.
-    Everything that is not a tensor (None, numbers, strings) stays in the skeleton.
-    """
-    leaves: list[tuple[Path, torch.Tensor]] = []
-
-    def visit(node: Any, path: Path) -> Any:
-        if isinstance(node, torch.Tensor):
-            leaves.append((path, node))
-            return _Hole(len(leaves) - 1)
-        items = children(node)
-        if items is None:
-            return node
-        return rebuild(node, [visit(child, (*path, key)) for key, child in items])
-
-    skeleton = visit(value, ())
-    return leaves, skeleton
-
-
-def unflatten_state(skeleton: Any, tensors: Sequence[Any]) -> Any:
-    """Fill the skeleton of `flatten_state` with tensors or other values."""
-    if isinstance(skeleton, _Hole):
-        return tensors[skeleton.index]
-    items = children(skeleton)
-    if items is None:
-        return skeleton
-    return rebuild(skeleton, [unflatten_state(child, tensors) for _, child in items])
-
-
-def count_tensors(skeleton: Any) -> int:
-    """Count the holes of a skeleton."""
-    if isinstance(skeleton, _Hole):
-        return 1
-    return sum(count_tensors(child) for _, child in children(skeleton) or ())
-
-
-@dataclasses.dataclass(frozen=True)
-class _Hole:
-    index: int
-
-
-def is_hole(node: Any) -> bool:
-    """Return whether a node of a skeleton stands for a tensor."""
-    return isinstance(node, _Hole)
-
-
-def children(node: Any) -> list[tuple[str, Any]] | None:
-    """List the named children of a container, or None for anything else."""
-    if isinstance(node, _Hole):
-        return None
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return list(zip(node._fields, node, strict=True))
-    if isinstance(node, (tuple, list)):
-        return [(str(i), child) for i, child in enumerate(node)]
-    if isinstance(node, dict):
-        return [(str(key), child) for key, child in node.items()]
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        return [(f.name, getattr(node, f.name)) for f in dataclasses.fields(node)]
-    return None
-
-
-def rebuild(node: Any, values: list[Any]) -> Any:
-    """Make a container like `node` with other children, in the order of `children(node)`."""
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        return type(node)._make(values)  # not the constructor, which may check its arguments
-    if isinstance(node, (tuple, list)):
-        return type(node)(values)
-    if isinstance(node, dict):
-        try:
-            return type(node)(zip(node, values, strict=True))
-        except TypeError:  # a dict subclass with its own constructor, such as defaultdict
-            return dict(zip(node, values, strict=True))
-    # a dataclass may compute or check in __init__: copy the fields as they are
-    fresh = object.__new__(type(node))
-    fresh.__dict__.update(getattr(node, "__dict__", {}))
-    for field, value in zip(dataclasses.fields(node), values, strict=True):
-        object.__setattr__(fresh, field.name, value)
-    return fresh
-
-
-def state_names(argument: str, paths: Sequence[Path]) -> list[Path]:
-    """Name the tensors of one state argument: by field or key where there are any, else by argument
-    and position.
-    """
-    if list(paths) == [()]:
-        return [(argument,)]
-    positions_only = all(key.isdigit() for path in paths for key in path)
-    return [(argument, *path) if positions_only else path for path in paths]
-
-
-# ---- calling forward
-
-
-def bind_state_arguments(
-    forward: Callable, names: Sequence[str], args: tuple, kwargs: dict
-) -> tuple[tuple, dict, tuple[Any, ...]]:
-    """Separate the state arguments of a call from the rest: other positional, other keyword, state
-    values (None: not given).
-    """
-    parameters = list(_parameters(forward))
-    rest, kept, states = [], dict(kwargs), dict.fromkeys(names)
-    for position, value in enumerate(args):
-        name = parameters[position] if position < len(parameters) else None
-        if name in states:
-            states[name] = value
-        else:
-            rest.append(value)
-    for name in names:
-        if name in kept:
-            states[name] = kept.pop(name)
-    return tuple(rest), kept, tuple(states[name] for name in names)
-
-
-def call_with_state(
-    function: Callable,
-    names: Sequence[str],
-    rest: tuple,
-    kept: dict,
-    states: Sequence[Any],
-    signature: Callable | None = None,
-) -> Any:
-    """Call a function with state arguments where its signature has them, among other positional
-    arguments.
-    """
-    given = dict(zip(names, states, strict=True))
-    waiting = iter(rest)
-    args = []
-    for name in _parameters(signature or function):
-        if name in given:
-            args.append(given.pop(name))
-            continue
-        value = next(waiting, _MISSING)
-        if value is _MISSING:
-            break
-        args.append(value)
-    return function(*args, *waiting, **kept, **given)
-
-
-def missing_arguments(forward: Callable, args: tuple, kwargs: dict) -> list[str]:
-    """Name the required arguments that some arguments by position and by keyword leave out."""
-    required = [
-        name
-        for name, p in inspect.signature(forward).parameters.items()
-        if p.default is p.empty and p.kind in _POSITIONAL
-    ]
-    return [name for name in required[len(args) :] if name not in kwargs]
-
-
-def fill_missing(
-    forward: Callable, args: tuple, kwargs: dict, start: Any = None
-) -> tuple[tuple, dict]:
-    """Give a start for the required arguments beyond those given, or None: a model's code often
-    takes None for "no state yet".
-    """
-    missing = missing_arguments(forward, args, kwargs)
-    values: tuple = (None,) * len(missing)
-    if start is not None and len(missing) == 1:
-        values = (start,)
-    elif isinstance(start, (tuple, list)) and len(start) == len(missing):
-        values = tuple(start)
-    if kwargs:
-        return args, {**kwargs, **dict(zip(missing, values, strict=True))}
-    return (*args, *values), kwargs
-
-
-_MISSING = object()
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-
-def _parameters(forward: Callable) -> Iterator[str]:
-    return (
-        name for name, p in inspect.signature(forward).parameters.items() if p.kind in _POSITIONAL
-    )
