@@ -83,6 +83,7 @@ class ArgumentSlot:
         adapter: Its adapter.
         skeletons: One per argument: the argument's value with holes for the tensors.
         leaves: The tensors of all arguments, in order.
+        later: The skeletons in later steps, if Python values in them change.
     """
 
     module: nn.Module
@@ -90,11 +91,12 @@ class ArgumentSlot:
     adapter: Adapter
     skeletons: tuple[Any, ...]
     leaves: list[StateLeaf]
+    later: tuple[tuple[Any, ...], ...] = ()
 
-    def states(self, tensors: Sequence[Any]) -> tuple:
-        """Put tensors into the structure of the arguments."""
+    def states(self, tensors: Sequence[Any], which: int = 0) -> tuple:
+        """Put tensors into the structure of the arguments, the first one or one of the later ones."""
         states, position = [], 0
-        for skeleton in self.skeletons:
+        for skeleton in _at(which, self.skeletons, *self.later):
             states.append(unflatten_state(skeleton, tensors[position:]))
             position += count_tensors(skeleton)
         return tuple(states)
@@ -110,7 +112,7 @@ class AttributeSlot:
         path: The module's path.
         skeleton: The attribute's value after one step, with holes for the tensors.
         leaves: Its tensors.
-        later: The skeleton after two and after very many steps, if Python values in it change.
+        later: The skeletons of `PythonAttribute.values` but the first, if Python values in it change.
     """
 
     module: nn.Module
@@ -125,9 +127,7 @@ class AttributeSlot:
         `PythonAttribute.put`.
         """
         holder = self.module._buffers if self.name in self.module._buffers else self.module.__dict__
-        holder[self.name] = unflatten_state(
-            self.later[which - 1] if which and self.later else self.skeleton, tensors
-        )
+        holder[self.name] = unflatten_state(_at(which, self.skeleton, *self.later), tensors)
 
     def get(self) -> list[torch.Tensor]:
         """Read the attribute's tensors."""
@@ -143,8 +143,9 @@ class PythonAttribute:
         module: The torch module.
         name: The attribute.
         path: The module's path.
-        values: What it is after one, after two and after very many steps, with holes for tensors. A
-            step must be the same for all of them.
+        values: What it is after one, after two and after very many steps, and before a late step
+            that seems to be unlike the others, if there is one; with holes for tensors. A step
+            must be the same for all of them.
         tensors: What fills the holes: parameters, constants.
         where: Paths inside the attribute of what changes; `()` is the attribute itself.
         whole: No slot sets this attribute.
@@ -153,7 +154,7 @@ class PythonAttribute:
     module: nn.Module
     name: str
     path: str
-    values: tuple[Any, Any, Any]
+    values: tuple[Any, ...]
     tensors: tuple[torch.Tensor, ...] = ()
     where: tuple[Path, ...] = ((),)
     whole: bool = True
@@ -175,9 +176,16 @@ class PythonAttribute:
         return repr(self.values[0]) != repr(self.values[1])
 
     def put(self, which: int) -> None:
-        """Set the attribute to what it is after one (0), two (1) or very many (2) steps."""
+        """Set the attribute to one of its `values`."""
         if self.whole:  # a fresh container each time: the step may change it in place
-            self.module.__dict__[self.name] = unflatten_state(self.values[which], self.tensors)
+            self.module.__dict__[self.name] = unflatten_state(
+                _at(which, *self.values), self.tensors
+            )
+
+
+def _at(which: int, *values: Any) -> Any:
+    """Return one of some values, the last one if there are not so many."""
+    return values[min(which, len(values) - 1)]
 
 
 @dataclass
@@ -194,7 +202,8 @@ class StepPlan:
             None.
         root: The adapter of the root module, given or found, or None.
         uses_random: The step draws random numbers.
-        later: Which of their three values Python attributes get, to see whether that matters.
+        later: Which of their values Python attributes and Python values in states get, to see
+            whether that matters.
         start_parameters: Names of the parameters that do nothing but make the initial state.
         own_start: What the model itself tells that its required state arguments start from.
         begin: Calls the method of the model that has to be called before a sequence; None if there
@@ -223,6 +232,20 @@ class StepPlan:
         if self.loop is not None:
             return self.loop.leaves
         return [leaf for slot in (*self.arguments, *self.attributes) for leaf in slot.leaves]
+
+    @property
+    def num_later(self) -> int:
+        """In how many ways a later step may differ from the first in Python values."""
+        counts = [len(attribute.values) - 1 for attribute in self.python]
+        return max([0, *counts, *(len(slot.later) for slot in self.arguments)])
+
+    @property
+    def python_values(self) -> list[str]:
+        """Names of what holds Python values that change from step to step."""
+        arguments = [
+            name for s in self.arguments if s.later for name in s.adapter.arguments(s.module)
+        ]
+        return [*(attribute.label for attribute in self.python), *arguments]
 
     def drop_unread(self, used: Sequence[bool], model: nn.Module) -> None:
         """Drop slots none of whose tensors is read by the step: written only, or overruled by a
@@ -341,6 +364,7 @@ class Injector:
             (id(s.module), s.call): s for s in plan.arguments
         }
         self._values: dict[tuple[int, int], list[Any]] = {}
+        self._later = plan.later
         self._calls: dict[int, int] = {}
         position = 0
         for key, slot in self._slots.items():
@@ -369,7 +393,7 @@ class Injector:
                 raise messages.computed_initial_state(
                     ".".join(slot.leaves[0].path[:-1]), ", ".join(names)
                 )
-            states = given if slot is None else slot.states(self._values[key])
+            states = given if slot is None else slot.states(self._values[key], self._later)
             if adapter.forward is not None and not self.native:
                 returned, new = adapter.forward(module, rest, states, **kept)
             else:
