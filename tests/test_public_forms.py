@@ -4,6 +4,7 @@ against torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -609,24 +610,75 @@ def test_a_state_that_forward_detaches_between_sequences_is_not_detached_at_each
     assert report["rnn.weight_hh_l0"].norm > 1e-6
 
 
+NOW_AND_THEN: dict[str, Callable[[Tensor, int, int], Tensor]] = {
+    "every 3": lambda h, t, T: h.detach() if t % 3 == 0 else h,
+    "every 7, from the 7th on": lambda h, t, T: h.detach() if t and t % 7 == 0 else h,
+    "every 20, at the end of 20": lambda h, t, T: h.detach() if t % 20 == 19 else h,
+    "every 50, as .data": lambda h, t, T: h.data if t % 50 == 49 else h,
+    "all but every 10th": lambda h, t, T: h if t % 10 == 9 else h.detach(),
+    "all but the last 20": lambda h, t, T: h.detach() if T - t > 20 else h,
+}
+
+
 class DetachesNowAndThen(nn.Module):
     """Truncated backpropagation inside `forward`."""
 
-    def __init__(self) -> None:
+    def __init__(self, when: str) -> None:
         super().__init__()
-        self.cell = nn.GRUCell(IN, H)
+        self.cell, self.when = nn.GRUCell(IN, H), when
 
     def forward(self, x: Tensor) -> Tensor:
-        h, ys = x.new_zeros(x.shape[1], H), []
+        h, ys, truncated = x.new_zeros(x.shape[1], H), [], NOW_AND_THEN[self.when]
         for t, step in enumerate(x):
-            h = self.cell(step, h.detach() if t % 3 == 0 else h)
+            h = self.cell(step, truncated(h, t, len(x)))
             ys.append(h)
         return torch.stack(ys)
 
 
-def test_a_loop_that_detaches_its_state_now_and_then_is_refused_with_the_line() -> None:
+@pytest.mark.parametrize("when", NOW_AND_THEN)
+def test_a_loop_that_detaches_its_state_now_and_then_is_refused_with_the_line(when: str) -> None:
     with pytest.raises(eb.NotSupportedError, match=r"detaches values at some steps.*forms\.py:\d+"):
-        eb.wrap(DetachesNowAndThen().double()).init_state(B)
+        eb.wrap(DetachesNowAndThen(when).double()).init_state(B)
+
+
+class ActsNowAndThen(nn.Module):
+    """What a loop does at a few late steps only."""
+
+    log: list[Tensor]
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.cell, self.late, self.how = nn.GRUCell(IN, H), nn.GRUCell(IN, H), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, ys = x.new_zeros(x.shape[1], H), []
+        for t, step in enumerate(x):
+            if self.how == "burn-in" and t < 15:
+                with torch.no_grad():
+                    h = self.cell(step, h)
+            elif self.how == "another cell" and t >= 40:
+                h = self.late(step, h)
+            else:
+                h = self.cell(step, h)
+            if t % 16 == 15:
+                if self.how == "reset":
+                    h = torch.zeros_like(h)
+                if self.how == "log":
+                    self.log = [h.detach()]
+            ys.append(h)
+        return torch.stack(ys)
+
+
+@pytest.mark.parametrize("how", ["burn-in", "another cell", "reset"])
+def test_a_loop_whose_late_steps_are_unlike_the_early_ones_is_refused(how: str) -> None:
+    with pytest.raises(eb.NotSupportedError, match="not alike|not at others|on its number"):
+        eb.wrap(ActsNowAndThen(how).double()).init_state(B)
+
+
+def test_a_loop_that_writes_a_log_now_and_then_is_taken() -> None:
+    model = ActsNowAndThen("log").double()
+    report = agrees(model, inputs(T, B, IN), (T, B, H))
+    assert report["cell.weight_hh"].norm > 1e-6
 
 
 STARTS = {
@@ -660,10 +712,14 @@ def test_a_start_made_in_forward_may_require_grad(how: str) -> None:
     np.testing.assert_allclose(found, model(x).detach(), rtol=0, atol=1e-12)
 
 
-class KeepsItsState(DetachesNowAndThen):
+class KeepsItsState(nn.Module):
     """Starts where the last sequence ended."""
 
     h: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(IN, H)
 
     def forward(self, x: Tensor) -> Tensor:
         h = x.new_zeros(x.shape[1], H) if self.h is None else self.h
