@@ -35,7 +35,8 @@ LOOK_AHEAD: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("how", list(LOOK_AHEAD))
 def test_a_loop_that_looks_ahead_is_refused_with_the_line(how: str) -> None:
     with pytest.raises(
-        eb.NotSupportedError, match=r"depends on later inputs.*test_loop_refusals\.py:\d+"
+        eb.NotSupportedError,
+        match=r"depends on later inputs.*(test_loop_refusals|loop_models)\.py:\d+",
     ):
         eb.wrap(Normalised(LOOK_AHEAD[how]).double()).init_state(B)
 
