@@ -98,6 +98,13 @@ def test_everything_comes_back(trained, saved):
     assert (loaded.steps, loaded.updates) == (trained.steps, trained.updates) == (15, 10)
 
 
+@pytest.mark.parametrize("rule", [*eb.rules.rule_names(), "otpe:leak=0.5", "decolle:seed=3"])
+def test_every_rule_comes_back_by_itself(rule, tmp_path):
+    learner = eb.OnlineLearner(torch.nn.GRUCell(I, 4), rule, mse_loss)
+    loaded = eb.OnlineLearner.load(learner.save(tmp_path / "a"), torch.nn.GRUCell(I, 4))
+    assert loaded.rule == learner.rule == eb.rules.make_rule(rule)
+
+
 def test_the_weights_are_a_plain_file_for_torch(saved):
     found = safetensors.torch.load_file(saved)
     model = make_net()

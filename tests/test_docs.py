@@ -27,7 +27,7 @@ from etrace_bridge.cli import main
 ROOT = Path(__file__).parent.parent
 DOCS = sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").rglob("*.md"))
 PAGES = ["README.md", *DOCS]
-# by test_compiler_docs.py, which also compares its output letter by letter
+# by test_architecture.py, which also compares its output letter by letter
 RUN_ELSEWHERE = {"docs/architecture.md"}
 COMMANDS_PAGE = "docs/howto/command-line.md"
 

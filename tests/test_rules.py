@@ -5,7 +5,7 @@ certificate.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -676,7 +676,16 @@ def test_wrong_options_are_named_with_what_is_allowed(rule, option, value):
 def test_a_seed_without_random_matrices_is_refused():
     with pytest.raises(InputError, match="`seed=3` would have no effect: with `feedback='symm"):
         make_rule("eprop:seed=3")
+    with pytest.raises(InputError, match="`three_factor` has no option 'seed'"):
+        make_rule("three_factor:seed=3")
     assert make_rule("eprop:seed=3:feedback=random").seed == 3
+
+
+def test_decolle_has_no_feedback_without_local_losses():
+    """With `feedback="symmetric"` it would be e-prop under another name."""
+    with pytest.raises(InputError, match="`decolle` has no option 'feedback'"):
+        make_rule("decolle:feedback=symmetric")
+    assert make_rule("decolle:seed=3") == replace(make_rule("decolle"), seed=3)
 
 
 def test_the_error_for_an_unknown_rule_lists_the_known_ones():

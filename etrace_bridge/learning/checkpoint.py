@@ -154,8 +154,8 @@ def named_arrays(store: Store) -> dict[str, Any]:
 
 
 def rule_options(rule: Rule) -> dict[str, Any] | None:
-    """Return the rule's options, if they are plain values."""
-    options = dataclasses.asdict(rule) if dataclasses.is_dataclass(rule) else {}
+    """Return the options that make the rule, if they are plain values."""
+    options = {f.name: getattr(rule, f.name) for f in dataclasses.fields(rule) if f.init}
     try:
         return json.loads(json.dumps(options))
     except TypeError:

@@ -18,7 +18,7 @@ every layer has a loss of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import jax
@@ -40,7 +40,7 @@ from etrace_bridge.step.steps import Steps
 class DECOLLE(EProp):
     """Local losses; `seed` is that of the local readouts, other options as in `EProp`."""
 
-    feedback: str = "random"
+    feedback: str = field(init=False, default="random")
     name: ClassVar[str] = "decolle"
     needs_loss: ClassVar[bool] = True
 

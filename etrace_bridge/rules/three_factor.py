@@ -15,7 +15,7 @@ Memory and time per step: those of D-RTRL. Never exact.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import jax
@@ -30,8 +30,9 @@ from etrace_bridge.step.steps import Steps
 @register_rule
 @dataclass(frozen=True)
 class ThreeFactor(RFLO):
-    """A scalar signal; `seed` is not used."""
+    """A scalar signal; `trace_dtype` as in `DRTRL`."""
 
+    seed: int = field(init=False, default=0)  # nothing is drawn
     name: ClassVar[str] = "three_factor"
     needs_loss: ClassVar[bool] = True
     needs_slope: ClassVar[bool] = False
