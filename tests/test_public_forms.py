@@ -7,6 +7,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -739,6 +740,37 @@ def test_a_model_in_float64_may_say_float_on_the_way() -> None:
     net.init_state(batch_size=B)
     steps = np.stack([np.asarray(net(x[:, t])) for t in range(T)], 1)
     np.testing.assert_allclose(steps, model(x).detach(), rtol=0, atol=1e-6)
+
+
+class FirstInSingle(nn.Module):
+    """A first parameter in float32 among float64 ones, and a sequence normalised before the loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay = nn.Parameter(torch.zeros(H, dtype=torch.float32))
+        self.scale = nn.Parameter(torch.ones(IN, dtype=torch.float64))
+        self.lin = nn.Linear(IN, H).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        u = self.lin(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True)) * self.scale)
+        h, ys = u.new_zeros(u.shape[0], H), []
+        for t in range(u.shape[1]):
+            h = torch.exp(-torch.exp(self.decay)) * h + u[:, t]
+            ys.append(h)
+        return torch.stack(ys, 1)
+
+
+def test_an_input_of_another_dtype_than_was_guessed_gets_a_step_of_its_own() -> None:
+    model, x = FirstInSingle(), inputs(B, T, IN)
+    net = eb.wrap(model)
+    net.init_state(batch_size=B)  # the guess takes the first parameter's dtype
+    steps = np.stack([np.asarray(net(x[:, t])) for t in range(T)], 1)
+    np.testing.assert_allclose(steps, model(x).detach(), rtol=1e-12)
+    with jax.numpy_dtype_promotion("standard"):  # weights of two precisions
+        report = eb.check_gradients(
+            model, x, inputs(B, T, H), F.mse_loss, rule="rtrl", dtype=None, tolerance=1e-5
+        )
+    assert report.ok, report
 
 
 class Normalised(nn.Module):
