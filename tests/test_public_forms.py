@@ -742,6 +742,35 @@ def test_a_model_in_float64_may_say_float_on_the_way() -> None:
     np.testing.assert_allclose(steps, model(x).detach(), rtol=0, atol=1e-6)
 
 
+class StatesOfLayers(nn.Module):
+    """Two cells; what is returned is the list of their states, of which a loss reads the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = nn.GRUCell(IN, H), nn.GRUCell(H, 2)
+
+    def forward(self, x: Tensor, hidden: list[Tensor | None] | None = None) -> list[Tensor]:
+        low, high = (None, None) if hidden is None else hidden
+        low = self.low(x, low)
+        return [low, self.high(low, high)]
+
+
+def test_a_list_of_states_is_an_output_as_a_whole() -> None:
+    model, xs, targets = StatesOfLayers().double(), inputs(T, B, IN), inputs(T, B, 2)
+    state, total = None, torch.zeros((), dtype=torch.float64)
+    for x, target in zip(xs, targets, strict=True):
+        state = model(x, state)
+        total = total + F.mse_loss(state[-1], target)
+    wanted = torch.autograd.grad(total, list(model.parameters()))
+    learner = eb.OnlineLearner(
+        model, rule="rtrl", loss=lambda y, t: F.mse_loss(y[-1], t), chunk=2, reduction="sum"
+    )
+    found = learner.gradients(xs, targets).grads
+    for (name, _), gradient in zip(model.named_parameters(), wanted, strict=True):
+        assert gradient.norm() > 1e-4
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12)
+
+
 class FirstInSingle(nn.Module):
     """A first parameter in float32 among float64 ones, and a sequence normalised before the loop."""
 
