@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -795,6 +796,66 @@ def test_a_model_in_float64_may_say_float_on_the_way() -> None:
     net.init_state(batch_size=B)
     steps = np.stack([np.asarray(net(x[:, t])) for t in range(T)], 1)
     np.testing.assert_allclose(steps, model(x).detach(), rtol=0, atol=1e-6)
+
+
+class StatesOfLayers(nn.Module):
+    """Two cells; what is returned is the list of their states, of which a loss reads the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = nn.GRUCell(IN, H), nn.GRUCell(H, 2)
+
+    def forward(self, x: Tensor, hidden: list[Tensor | None] | None = None) -> list[Tensor]:
+        low, high = (None, None) if hidden is None else hidden
+        low = self.low(x, low)
+        return [low, self.high(low, high)]
+
+
+def test_a_list_of_states_is_an_output_as_a_whole() -> None:
+    model, xs, targets = StatesOfLayers().double(), inputs(T, B, IN), inputs(T, B, 2)
+    state, total = None, torch.zeros((), dtype=torch.float64)
+    for x, target in zip(xs, targets, strict=True):
+        state = model(x, state)
+        total = total + F.mse_loss(state[-1], target)
+    wanted = torch.autograd.grad(total, list(model.parameters()))
+    learner = eb.OnlineLearner(
+        model, rule="rtrl", loss=lambda y, t: F.mse_loss(y[-1], t), chunk=2, reduction="sum"
+    )
+    found = learner.gradients(xs, targets).grads
+    for (name, _), gradient in zip(model.named_parameters(), wanted, strict=True):
+        assert gradient.norm() > 1e-4
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12)
+
+
+class FirstInSingle(nn.Module):
+    """A first parameter in float32 among float64 ones, and a sequence normalised before the loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay = nn.Parameter(torch.zeros(H, dtype=torch.float32))
+        self.scale = nn.Parameter(torch.ones(IN, dtype=torch.float64))
+        self.lin = nn.Linear(IN, H).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        u = self.lin(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True)) * self.scale)
+        h, ys = u.new_zeros(u.shape[0], H), []
+        for t in range(u.shape[1]):
+            h = torch.exp(-torch.exp(self.decay)) * h + u[:, t]
+            ys.append(h)
+        return torch.stack(ys, 1)
+
+
+def test_an_input_of_another_dtype_than_was_guessed_gets_a_step_of_its_own() -> None:
+    model, x = FirstInSingle(), inputs(B, T, IN)
+    net = eb.wrap(model)
+    net.init_state(batch_size=B)  # the guess takes the first parameter's dtype
+    steps = np.stack([np.asarray(net(x[:, t])) for t in range(T)], 1)
+    np.testing.assert_allclose(steps, model(x).detach(), rtol=1e-12)
+    with jax.numpy_dtype_promotion("standard"):  # weights of two precisions
+        report = eb.check_gradients(
+            model, x, inputs(B, T, H), F.mse_loss, rule="rtrl", dtype=None, tolerance=1e-5
+        )
+    assert report.ok, report
 
 
 class Normalised(nn.Module):
