@@ -21,6 +21,7 @@ from brainstate import HiddenGroupState, HiddenState, ParamState, ShortTermState
 from jax import lax
 
 from etrace_bridge.compiler.graph import ETraceGraph, compile_etrace_graph
+from strict import promotion
 
 B, I, H = 2, 3, 4  # noqa: E741  (the letters of the equations)
 
@@ -30,7 +31,7 @@ class Plain(brainstate.nn.Module):
 
     def __init__(self, params: dict, states: dict, step: Callable) -> None:
         super().__init__()
-        self.step, self.names = step, (tuple(params), tuple(states))
+        self.step, self.names = promotion(implicit=True)(step), (tuple(params), tuple(states))
         for name, value in (params | states).items():
             setattr(self, name, value)
 

@@ -26,6 +26,9 @@ PLATFORMS = ("cuda", "rocm", "tpu")
 B, I, O, T = 2, 9, 2, 7  # noqa: E741
 SOLVERS = {"cusolver_syevd_ffi", "hipsolver_syevd_ffi", "Eigh"}
 EIGENVALUES = ("low_rank", "ok_rtrl")  # rules that ask for them
+mixed_dtypes = pytest.mark.implicit_promotion(
+    "rules multiply derivatives of the model's states, whose dtypes differ"
+)
 
 
 class Mixed(nn.Module):
@@ -87,6 +90,7 @@ def test_tuning_and_options_follow_the_platform() -> None:
     assert type(tuning_for("cpu")) is CPUTuning and compiler_options(platform="cpu")
 
 
+@mixed_dtypes
 @pytest.mark.x32
 @pytest.mark.parametrize(
     ("dtypes", "rules"),
@@ -128,6 +132,7 @@ def half_and_whole() -> list[CompiledStep]:
         return [CompiledStep(eb.wrap(m), [np.zeros((B, I), kind)], "cpu") for m, kind in kinds]
 
 
+@mixed_dtypes
 @pytest.mark.x32
 @pytest.mark.parametrize("name", rule_names())
 def test_mixed_precision_gradients(half_and_whole: list[CompiledStep], name: str) -> None:

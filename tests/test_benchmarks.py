@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
 import pytest
 import torch
+
+from etrace_bridge.rules import rule_names
 
 pytestmark = pytest.mark.implicit_promotion("benchmarks run in processes of their own")
 ROOT = Path(__file__).resolve().parent.parent
@@ -91,3 +95,32 @@ def test_programs_for_a_tpu_need_its_compiler(monkeypatch, capsys):
     tpu = importlib.import_module("benchmarks.tpu")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert tpu.main([]) == 1 and "pip install libtpu" in capsys.readouterr().err
+
+
+@pytest.mark.x32
+def test_what_users_send_back(capsys):
+    """The script for their device runs here, with an error in none of its rows."""
+    accelerator = importlib.import_module("benchmarks.accelerator")
+    assert accelerator.main(["--small"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["platform"] == "cpu" and found["jax"] == version("jax")
+    assert [row["rule"] for row in found["rows"]] == list(accelerator.RULES)
+    for row in found["rows"]:
+        assert min(row["seconds_per_online_step"], row["seconds_per_sequence"]) > 0
+
+
+@pytest.mark.x32
+def test_what_accelerators_need_is_counted(capsys):
+    """The formulas of large models are checked by the command itself, at small sizes."""
+    roofline = importlib.import_module("benchmarks.roofline")
+    assert roofline.main(["--paper"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + len(roofline.FORMULAS) and set(roofline.FORMULAS) == set(rule_names())
+    # 12 layers of batch 4,096 by 3 gates of 16,384 units by 2 · 16,384 weights and 2 biases, float32
+    size = 12 * 4096 * 3 * 16384 * (2 * 16384 + 2) * 4
+    assert f"| {size:.2g} | {size / 1024:.2g} |" in lines[2]
+    assert roofline.main(["--units", "8", "--inputs", "4", "--batch", "2"]) == 0
+    rows = [line.split("|") for line in capsys.readouterr().out.splitlines()[-3:]]
+    assert [row[1].strip(" `") for row in rows] == list(roofline.RULES)
+    # of one step, products alone: 2 · B · 3H · (I + H)
+    assert all(float(row[3]) * 1e9 >= 2 * 2 * 24 * 12 for row in rows)

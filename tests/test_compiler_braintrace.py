@@ -39,6 +39,7 @@ def ours(model):
     return [g.hidden_paths for g in graph.hidden_groups], paths, graph
 
 
+@pytest.mark.implicit_promotion("braintrace's own code promotes")
 @pytest.mark.parametrize("name", CELLS)
 def test_its_own_cells(name):
     """Its layers multiply by primitives of their own, which are read as the plain operations that

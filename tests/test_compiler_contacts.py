@@ -86,7 +86,7 @@ def test_the_view_is_a_function_of_the_parameters():
     env = {v: values[p] for v, p in graph.module_info.invar_to_weight_path.items()}
     v, g = model.v.value, model.g.value
     np.testing.assert_allclose(
-        relation.weight_view(env), g * v / jnp.linalg.norm(v, axis=0), rtol=1e-12
+        relation.weight_view(env), (g / jnp.linalg.norm(v, axis=0))[None] * v, rtol=1e-12
     )
     assert str(relation.weight_view).startswith("v, g -> broadcast_in_dim -> mul")
 

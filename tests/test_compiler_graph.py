@@ -13,6 +13,7 @@ import pytest
 import models
 from etrace_bridge.compiler.diagnostics import DiagnosticKind, show_path
 from expected_graphs import EXPECTED
+from strict import promotion
 
 CONTACTS = {
     "dot_general": "product",
@@ -153,7 +154,8 @@ def formula_of(graph, relation, formulas: list[str]) -> str:
     }
     value = weight_value(graph, relation, params)
     for formula in formulas:
-        expected = eval(formula, {"jax": jax, "jnp": jnp, "np": np, **namespace(params)})
+        with promotion(implicit=True):
+            expected = eval(formula, {"jax": jax, "jnp": jnp, "np": np, **namespace(params)})
         if np.shape(expected) == value.shape and np.allclose(expected, value, rtol=1e-6):
             return formula
     return f"`{relation.weight_view}` {value.shape}"

@@ -109,6 +109,72 @@ def test_counter_that_matters_only_later() -> None:
         eb.wrap(Alternates(warm_up, t=0)).init_state(B)
 
 
+class ActsNowAndThen(nn.Module):
+    """Does something to its state at every 12th step; the counter is beside the state."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.cell, self.how, self.log = nn.GRUCell(H, H), how, []
+
+    def advance(self, x: Tensor, h: Tensor, t: int) -> Tensor:
+        if t % 12 == 11 and self.how == "detach":
+            h = h.detach()
+        if t % 12 == 11 and self.how == "reset":
+            h = torch.zeros_like(h)
+        if t % 12 == 11 and self.how == "log":
+            self.log.append(h.detach())
+        return self.cell(x, h)
+
+
+class InAttributes(ActsNowAndThen):
+    h: Tensor | None = None
+    t = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.h = self.advance(x, x.new_zeros(B, H) if self.h is None else self.h, self.t)
+        self.t += 1
+        return self.h
+
+
+class InADict(ActsNowAndThen):
+    def __init__(self, how: str) -> None:
+        super().__init__(how)
+        self.memory = {"h": torch.zeros(B, H), "t": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, t = self.memory["h"], self.memory["t"]
+        self.memory = {"h": self.advance(x, h, t), "t": t + 1}
+        return self.memory["h"]
+
+
+class InArguments(ActsNowAndThen):
+    def forward(self, x: Tensor, state: Any = None) -> Any:
+        h, t = (x.new_zeros(B, H), 0) if state is None else state
+        h = self.advance(x, h, t)
+        return h, (h, t + 1)
+
+
+@pytest.mark.parametrize("kind", [InAttributes, InADict, InArguments])
+@pytest.mark.parametrize("how", ["detach", "reset"])
+def test_what_a_counter_does_at_a_late_step_is_seen(kind: type, how: str) -> None:
+    with pytest.raises(eb.TracingError, match="a Python value that changes from step to step"):
+        eb.wrap(kind(how), example_input=torch.randn(B, H)).init_state(B)
+
+
+@pytest.mark.parametrize("kind", [InAttributes, InADict, InArguments])
+def test_a_log_at_a_late_step_is_no_part_of_the_step(kind: type) -> None:
+    model, xs = kind("log"), torch.randn(25, B, H)
+    net = eb.wrap(model, example_input=xs[0])
+    net.init_state(B)
+    found, state = [np.asarray(net(x)) for x in xs], None
+    for x, y in zip(xs, found, strict=True):
+        if kind is InArguments:
+            wanted, state = model(x, state)
+        else:
+            wanted = model(x)
+        np.testing.assert_allclose(y, wanted.detach(), rtol=0, atol=1e-6)
+
+
 def test_counter_that_runs_out_of_a_list() -> None:
     class Scheduled(Alternates):
         def forward(self, x: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ ops, errors, extension.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +18,10 @@ import torch
 import torch.nn.functional as F
 
 from etrace_bridge import InputError, NotSupportedError, TracingError, register_op
+from etrace_bridge.frontend.call_kinds import NOT_HANDED_ON
 from etrace_bridge.frontend.ops import key_source, lookup, next_key, registry
 from etrace_bridge.frontend.ops.dtypes import TORCH_TO_JAX, result_type, to_jax_dtype
+from etrace_bridge.frontend.trace import trace_function
 from op_cases import (
     LEFT_OUT,
     REFUSED,
@@ -462,3 +466,40 @@ def test_repeated_indices_of_constants() -> None:
     repeats = torch.tensor([2, 0, 3])
     found = lookup(torch.ops.aten.repeat_interleave.Tensor).rule(repeats.numpy())
     assert np.array_equal(found, torch.repeat_interleave(repeats).numpy())
+
+
+# ---- arguments that torch loses
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_the_weight_of_l1_loss_is_used(reduction: str) -> None:
+    """torch's own `l1_loss` calls itself without `weight` where a mode or tensor type listens."""
+    a, b, weight = (torch.rand(3, 4, dtype=torch.float64) for _ in range(3))
+    a.requires_grad_()
+
+    def loss(a: torch.Tensor) -> torch.Tensor:
+        return F.l1_loss(a, b, reduction=reduction, weight=weight).square().sum()
+
+    loss(a).backward()
+    found = jax.grad(trace_function(loss))(jnp.asarray(a.detach().numpy()))
+    np.testing.assert_allclose(found, a.grad, rtol=1e-12)
+
+
+def test_torch_loses_no_argument_that_the_bridge_does_not_know_of() -> None:
+    """Reads every Python function of torch that passes itself on to modes and tensor types."""
+    lost = {}
+    for module in (torch.nn.functional, torch.functional):
+        for code in ast.walk(ast.parse(inspect.getsource(module))):
+            if not isinstance(code, ast.FunctionDef):
+                continue
+            names = {
+                a.arg for a in (*code.args.posonlyargs, *code.args.args, *code.args.kwonlyargs)
+            }
+            for call in ast.walk(code):
+                if isinstance(call, ast.Call) and "handle_torch_function" in ast.unparse(call.func):
+                    handed_on = [*call.args[2:], *(keyword.value for keyword in call.keywords)]
+                    used = {n.id for a in handed_on for n in ast.walk(a) if isinstance(n, ast.Name)}
+                    if names - used:
+                        lost[getattr(module, code.name)] = tuple(sorted(names - used))
+    lost.pop(torch.chain_matmul, None)  # `out`, which the bridge does not take
+    assert lost.items() <= NOT_HANDED_ON.items()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from etrace_bridge.cli import main
 from etrace_bridge.learning import processes
 from etrace_bridge.learning.placement import Placement
 from etrace_bridge.learning.processes import in_cluster
+from etrace_bridge.learning.results import StepInfo
 from learner_models import make_net
 from share import path_of_scripts
 
@@ -246,43 +248,78 @@ def test_a_restart_continues_exactly(two: Group) -> None:
     assert apart(on["weights"], two.read("saved")["weights"]) > 1e-3
 
 
-def test_train_in_two_processes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """`train --processes 2` learns what one process learns, and its checkpoint is read by one."""
-    (tmp_path / "model.py").write_text(
-        "import torch\n\n\ndef make():\n    torch.manual_seed(0)\n    return torch.nn.RNN(2, 3)\n"
-    )
+INTERRUPTING = """
+import os, signal, time
+from pathlib import Path
+import torch
+
+
+def make():
+    torch.manual_seed(0)
+    return torch.nn.RNN(2, 3)
+
+
+batches = 0
+
+
+def size(outputs, targets):
+    global batches
+    batches += 1
+    if WHOM is not None and batches >= 5:
+        if batches == 5 and os.environ.get("ETRACE_BRIDGE_PROCESS") == "1":
+            os.kill(WHOM(), signal.SIGINT)
+        time.sleep(0.05)  # the signal comes long before the end
+    return outputs.abs().mean()
+
+
+WHOM = None
+"""
+
+
+@pytest.mark.parametrize("whom", ["getpid", "getppid"], ids=["one process", "all"])
+def test_train_in_two_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, whom: str
+) -> None:
+    """`train --processes 2` learns what one process learns. It stops as a whole at Ctrl-C, which
+    one of the processes gets, or the command; the line that it prints goes on, in this process or
+    in two.
+    """
+    monkeypatch.chdir(tmp_path)
     draw = np.random.default_rng(0)
     arrays = {"xs": draw.standard_normal((5, 8, 2)), "targets": draw.standard_normal((5, 8, 3))}
-    np.savez(tmp_path / "data.npz", **{name: x.astype(np.float32) for name, x in arrays.items()})
-    given = [
-        "train",
-        f"{tmp_path / 'model.py'}:make",
-        "--data",
-        str(tmp_path / "data.npz"),
-        "--epochs",
-        "2",
-        "--batch",
-        "4",
-        "--json",
-    ]
-    several = [*given, "--processes", "2", "--output", str(tmp_path / "several")]
-    done = subprocess.run(
-        [sys.executable, "-m", "etrace_bridge", *several],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    together = json.loads(done.stdout)
-    with brainstate.environ.context(precision=32):
-        assert main([*given, "--output", str(tmp_path / "one")]) == 0
-        alone = json.loads(capsys.readouterr().out)
-        found = [[epoch["loss"] for epoch in run["epochs"]] for run in (together, alone)]
-        assert apart(*found) <= 1e-6 and found[0][0] > found[0][1] > 0
-        loaded = eb.OnlineLearner.load(
-            tmp_path / "several", torch.nn.RNN(2, 3), loss=mse_loss, optimizer=optax.adam(1e-3)
+    np.savez("data.npz", **{name: x.astype(np.float32) for name, x in arrays.items()})
+    given = ["train", "model.py:make", "--data", "data.npz", "--epochs", "30", "--batch", "4"]
+    given += ["--metric", "model.py:size"]
+
+    def train(*more: str) -> tuple[int, str, str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "etrace_bridge", *more], capture_output=True, text=True
         )
-        assert loaded.updates == alone["updates"] == 4
+        return done.returncode, done.stdout, done.stderr
+
+    Path("model.py").write_text(INTERRUPTING.replace("WHOM = None", f"WHOM = os.{whom}"))
+    status, out, errors = train(*given, "--processes", "2", "--output", "several")
+    assert status == 130 and out == "" and errors.count("everything is saved") == 1, errors
+    assert "Error" not in errors and "error" not in errors, errors
+    Path("model.py").write_text(INTERRUPTING)
+    line = shlex.split(errors[errors.index("  python -m") :].splitlines()[0])[3:]
+    assert line[-2:] == ["--resume", str(tmp_path / "several")], line
+    line.append("--json")
+    with brainstate.environ.context(precision=32):
+        if whom == "getpid":
+            status, out, errors = train(*line)
+            assert status == 0, errors
+        else:
+            count = line.index("--processes")
+            assert main(line[:count] + line[count + 2 :]) == 0
+            out = capsys.readouterr().out
+        together = json.loads(out)
+        assert main([*given, "--output", "one", "--json"]) == 0
+        alone = json.loads(capsys.readouterr().out)
+    assert together["updates"] == alone["updates"] == 60
+    for name in ("loss", "size"):
+        found = [[epoch[name] for epoch in run["epochs"]] for run in (together, alone)]
+        assert apart(*found) <= 1e-6 and found[0][0] > found[0][1] > 0
 
 
 # -- one process ----------------------------------------------------------------------------------
@@ -315,6 +352,28 @@ def test_a_lost_process_is_named_as_the_cause(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(processes.multihost_utils, "process_allgather", lost)
     with pytest.raises(eb.BridgeError, match="Another process has ended .* by peer. Look for"):
         processes.gather_float64(np.ones(2))
+
+
+def test_a_process_lost_inside_a_step_is_named_as_the_cause() -> None:
+    """Where the program is run, and where its results are read; other errors stay as they are."""
+    learner = eb.OnlineLearner(make_net(), loss=mse_loss)
+
+    def read(text: str) -> None:
+        class Loss:
+            def item(self) -> float:
+                raise jax.errors.JaxRuntimeError(text)
+
+        _ = StepInfo(Loss(), None, lambda: None).loss
+
+    def run(text: str) -> None:
+        with learner.runtime.store.transaction():
+            raise jax.errors.JaxRuntimeError(text)
+
+    for call in (read, run):
+        with pytest.raises(eb.BridgeError, match="Another process has ended .* by peer. Look for"):
+            call("UNKNOWN: Gloo all-reduce failed: Connection reset by peer")
+        with pytest.raises(jax.errors.JaxRuntimeError, match="^RESOURCE_EXHAUSTED"):
+            call("RESOURCE_EXHAUSTED: out of memory")
 
 
 def test_what_counts_as_a_cluster() -> None:

@@ -4,9 +4,11 @@ against torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -609,24 +611,75 @@ def test_a_state_that_forward_detaches_between_sequences_is_not_detached_at_each
     assert report["rnn.weight_hh_l0"].norm > 1e-6
 
 
+NOW_AND_THEN: dict[str, Callable[[Tensor, int, int], Tensor]] = {
+    "every 3": lambda h, t, T: h.detach() if t % 3 == 0 else h,
+    "every 7, from the 7th on": lambda h, t, T: h.detach() if t and t % 7 == 0 else h,
+    "every 20, at the end of 20": lambda h, t, T: h.detach() if t % 20 == 19 else h,
+    "every 50, as .data": lambda h, t, T: h.data if t % 50 == 49 else h,
+    "all but every 10th": lambda h, t, T: h if t % 10 == 9 else h.detach(),
+    "all but the last 20": lambda h, t, T: h.detach() if T - t > 20 else h,
+}
+
+
 class DetachesNowAndThen(nn.Module):
     """Truncated backpropagation inside `forward`."""
 
-    def __init__(self) -> None:
+    def __init__(self, when: str) -> None:
         super().__init__()
-        self.cell = nn.GRUCell(IN, H)
+        self.cell, self.when = nn.GRUCell(IN, H), when
 
     def forward(self, x: Tensor) -> Tensor:
-        h, ys = x.new_zeros(x.shape[1], H), []
+        h, ys, truncated = x.new_zeros(x.shape[1], H), [], NOW_AND_THEN[self.when]
         for t, step in enumerate(x):
-            h = self.cell(step, h.detach() if t % 3 == 0 else h)
+            h = self.cell(step, truncated(h, t, len(x)))
             ys.append(h)
         return torch.stack(ys)
 
 
-def test_a_loop_that_detaches_its_state_now_and_then_is_refused_with_the_line() -> None:
+@pytest.mark.parametrize("when", NOW_AND_THEN)
+def test_a_loop_that_detaches_its_state_now_and_then_is_refused_with_the_line(when: str) -> None:
     with pytest.raises(eb.NotSupportedError, match=r"detaches values at some steps.*forms\.py:\d+"):
-        eb.wrap(DetachesNowAndThen().double()).init_state(B)
+        eb.wrap(DetachesNowAndThen(when).double()).init_state(B)
+
+
+class ActsNowAndThen(nn.Module):
+    """What a loop does at a few late steps only."""
+
+    log: list[Tensor]
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.cell, self.late, self.how = nn.GRUCell(IN, H), nn.GRUCell(IN, H), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, ys = x.new_zeros(x.shape[1], H), []
+        for t, step in enumerate(x):
+            if self.how == "burn-in" and t < 15:
+                with torch.no_grad():
+                    h = self.cell(step, h)
+            elif self.how == "another cell" and t >= 40:
+                h = self.late(step, h)
+            else:
+                h = self.cell(step, h)
+            if t % 16 == 15:
+                if self.how == "reset":
+                    h = torch.zeros_like(h)
+                if self.how == "log":
+                    self.log = [h.detach()]
+            ys.append(h)
+        return torch.stack(ys)
+
+
+@pytest.mark.parametrize("how", ["burn-in", "another cell", "reset"])
+def test_a_loop_whose_late_steps_are_unlike_the_early_ones_is_refused(how: str) -> None:
+    with pytest.raises(eb.NotSupportedError, match="not alike|not at others|on its number"):
+        eb.wrap(ActsNowAndThen(how).double()).init_state(B)
+
+
+def test_a_loop_that_writes_a_log_now_and_then_is_taken() -> None:
+    model = ActsNowAndThen("log").double()
+    report = agrees(model, inputs(T, B, IN), (T, B, H))
+    assert report["cell.weight_hh"].norm > 1e-6
 
 
 STARTS = {
@@ -660,10 +713,14 @@ def test_a_start_made_in_forward_may_require_grad(how: str) -> None:
     np.testing.assert_allclose(found, model(x).detach(), rtol=0, atol=1e-12)
 
 
-class KeepsItsState(DetachesNowAndThen):
+class KeepsItsState(nn.Module):
     """Starts where the last sequence ended."""
 
     h: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(IN, H)
 
     def forward(self, x: Tensor) -> Tensor:
         h = x.new_zeros(x.shape[1], H) if self.h is None else self.h
@@ -739,6 +796,66 @@ def test_a_model_in_float64_may_say_float_on_the_way() -> None:
     net.init_state(batch_size=B)
     steps = np.stack([np.asarray(net(x[:, t])) for t in range(T)], 1)
     np.testing.assert_allclose(steps, model(x).detach(), rtol=0, atol=1e-6)
+
+
+class StatesOfLayers(nn.Module):
+    """Two cells; what is returned is the list of their states, of which a loss reads the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = nn.GRUCell(IN, H), nn.GRUCell(H, 2)
+
+    def forward(self, x: Tensor, hidden: list[Tensor | None] | None = None) -> list[Tensor]:
+        low, high = (None, None) if hidden is None else hidden
+        low = self.low(x, low)
+        return [low, self.high(low, high)]
+
+
+def test_a_list_of_states_is_an_output_as_a_whole() -> None:
+    model, xs, targets = StatesOfLayers().double(), inputs(T, B, IN), inputs(T, B, 2)
+    state, total = None, torch.zeros((), dtype=torch.float64)
+    for x, target in zip(xs, targets, strict=True):
+        state = model(x, state)
+        total = total + F.mse_loss(state[-1], target)
+    wanted = torch.autograd.grad(total, list(model.parameters()))
+    learner = eb.OnlineLearner(
+        model, rule="rtrl", loss=lambda y, t: F.mse_loss(y[-1], t), chunk=2, reduction="sum"
+    )
+    found = learner.gradients(xs, targets).grads
+    for (name, _), gradient in zip(model.named_parameters(), wanted, strict=True):
+        assert gradient.norm() > 1e-4
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12)
+
+
+class FirstInSingle(nn.Module):
+    """A first parameter in float32 among float64 ones, and a sequence normalised before the loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.decay = nn.Parameter(torch.zeros(H, dtype=torch.float32))
+        self.scale = nn.Parameter(torch.ones(IN, dtype=torch.float64))
+        self.lin = nn.Linear(IN, H).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        u = self.lin(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True)) * self.scale)
+        h, ys = u.new_zeros(u.shape[0], H), []
+        for t in range(u.shape[1]):
+            h = torch.exp(-torch.exp(self.decay)) * h + u[:, t]
+            ys.append(h)
+        return torch.stack(ys, 1)
+
+
+def test_an_input_of_another_dtype_than_was_guessed_gets_a_step_of_its_own() -> None:
+    model, x = FirstInSingle(), inputs(B, T, IN)
+    net = eb.wrap(model)
+    net.init_state(batch_size=B)  # the guess takes the first parameter's dtype
+    steps = np.stack([np.asarray(net(x[:, t])) for t in range(T)], 1)
+    np.testing.assert_allclose(steps, model(x).detach(), rtol=1e-12)
+    with jax.numpy_dtype_promotion("standard"):  # weights of two precisions
+        report = eb.check_gradients(
+            model, x, inputs(B, T, H), F.mse_loss, rule="rtrl", dtype=None, tolerance=1e-5
+        )
+    assert report.ok, report
 
 
 class Normalised(nn.Module):

@@ -22,6 +22,7 @@ from etrace_bridge.rules import (
     BPTT,
     DRTRL,
     OSTL,
+    OTTT,
     RFLO,
     RTRL,
     Carry,
@@ -564,7 +565,7 @@ def test_reset_of_single_batch_elements(rule):
 
 
 @pytest.mark.parametrize(
-    "make", [DRTRL, RFLO, PPProp, RTRL, LowRankRTRL, SnApN, OSTL], ids=lambda rule: rule.name
+    "make", [DRTRL, RFLO, PPProp, OTTT, RTRL, LowRankRTRL, SnApN, OSTL], ids=lambda rule: rule.name
 )
 def test_traces_in_half_precision(make):
     rule = make(trace_dtype="bfloat16")

@@ -5,6 +5,7 @@ batch.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,10 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from etrace_bridge.cli.arguments import UsageError
+from etrace_bridge.cli.arguments import INTERRUPTED, UsageError
 from etrace_bridge.learning.checkpoint_files import weights_file
 from etrace_bridge.learning.checkpoint_sharded import sharded_folder
 from etrace_bridge.learning.processes import COORDINATOR, COUNT, INDEX, distributed_mesh
+from etrace_bridge.learning.signals import TERMINATED
 
 GRACE_SECONDS = 5.0  # for the others to end by themselves after one has failed
 
@@ -86,8 +88,10 @@ def run_processes(count: int, arguments: Sequence[str]) -> int:
     """Run `python -m etrace_bridge` with these arguments in `count` processes; return the exit
     status.
 
-    If one fails, the others are ended, since they would wait for it.
+    If one fails, the others are ended, since they would wait for it. At Ctrl-C and SIGTERM they save
+    and end together; at a second one they are ended.
     """
+    signal.signal(signal.SIGTERM, _exit)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
@@ -97,8 +101,18 @@ def run_processes(count: int, arguments: Sequence[str]) -> int:
             environment = os.environ | {COORDINATOR: address, COUNT: str(count), INDEX: str(index)}
             workers.append(subprocess.Popen(command, env=environment))
         return _wait(workers)
+    except (KeyboardInterrupt, SystemExit) as stop:
+        for worker in workers:
+            worker.terminate()
+        for worker in workers:
+            worker.wait()
+        return TERMINATED if isinstance(stop, SystemExit) else INTERRUPTED
     finally:
         _end([w for w in workers if w.poll() is None])
+
+
+def _exit(number: int, frame: Any) -> None:
+    raise SystemExit(TERMINATED)
 
 
 def _wait(workers: list[subprocess.Popen]) -> int:
@@ -112,6 +126,8 @@ def _wait(workers: list[subprocess.Popen]) -> int:
     while time.monotonic() < until and any(w.poll() is None for w in workers):
         time.sleep(0.1)
     first, status = failed[0]
+    if status in (INTERRUPTED, TERMINATED):  # it has said so itself
+        return status
     how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
     print(
         f"error: process {first} {how}; the others were stopped. Go on with --resume, from the "

@@ -78,7 +78,7 @@ def run_train(args: argparse.Namespace) -> int:
             raise
         history, checkpoint = learner.history or History(), _save_elsewhere(learner, error)
     except (KeyboardInterrupt, SystemExit) as stop:
-        return _say_how_to_resume(stop, args, settings)
+        return _end_interrupted(stop, args, part.checkpoint(settings.output), part.index == 0)
     if settings.state_dict and part.index == 0:
         learner.sync_to_torch()
         torch.save(net.model.state_dict(), settings.state_dict)
@@ -142,33 +142,22 @@ def _save_elsewhere(learner: OnlineLearner, error: CheckpointError) -> Path:
     return path
 
 
-def _say_how_to_resume(stop: BaseException, args: argparse.Namespace, settings: Settings) -> int:
+def _end_interrupted(
+    stop: BaseException, args: argparse.Namespace, checkpoint: Path, is_first: bool
+) -> int:
+    """Say how to go on, in the first process; return the exit status."""
     notes = getattr(stop, "__notes__", [])
     if any(note.startswith("Saved in ") for note in notes):
         given = [*args.given]
         if "--resume" in given:
             del given[given.index("--resume") : given.index("--resume") + 2]
-        line = shlex.join(
-            [
-                "python",
-                "-m",
-                "etrace_bridge",
-                *given,
-                "--resume",
-                str(weights_file(settings.output)),
-            ]
-        )
-        print(f"Interrupted; everything is saved. Go on with\n  {line}", file=sys.stderr)
+        line = shlex.join(["python", "-m", "etrace_bridge", *given, "--resume", str(checkpoint)])
+        text = f"Interrupted; everything is saved. Go on with\n  {line}"
     else:
-        print(
-            "\n".join(
-                [
-                    "Interrupted; nothing new is saved.",
-                    *(n for n in notes if not n.startswith("In `fit`")),
-                ]
-            ),
-            file=sys.stderr,
-        )
+        shown = [note for note in notes if not note.startswith("In `fit`")]
+        text = "\n".join(["Interrupted; nothing new is saved.", *shown])
+    if is_first:
+        print(text, file=sys.stderr)
     return int(stop.code or 0) if isinstance(stop, SystemExit) else INTERRUPTED
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from etrace_bridge._errors import StateError
+from etrace_bridge.frontend.later_steps import after_very_many, first_unlike_step
 from etrace_bridge.frontend.plan import StepPlan
 from etrace_bridge.frontend.recorder import Call, Recorder, call_root
 from etrace_bridge.frontend.returned import same_tensors
@@ -88,7 +90,45 @@ def _argument_slot(call: Call, path: str, inner: dict[int, torch.Tensor]) -> Arg
                     adapter.is_hidden(call.module, local),
                 )
             )
-    return ArgumentSlot(call.module, call.index, adapter, tuple(skeletons), leaves)
+    slot = ArgumentSlot(call.module, call.index, adapter, tuple(skeletons), leaves)
+    slot.later = _later_skeletons(call, slot)
+    return slot
+
+
+def _later_skeletons(call: Call, slot: ArgumentSlot) -> tuple[tuple[Any, ...], ...]:
+    """Return a state's skeletons after one, after two and after very many steps, and before a late
+    step that seems to be unlike the others, if Python values in the state change.
+    """
+    module, adapter = call.module, call.adapter
+    states: list[Any] = []
+
+    def step() -> None:
+        given = states[-1] if states else slot.states([leaf.initial for leaf in slot.leaves])
+        returned = call_with_state(
+            module,
+            adapter.arguments(module),
+            call.inputs,
+            call.keywords,
+            adapter.pack(module, given),
+            module.forward,
+        )
+        states.append(adapter.split(module, returned)[1])
+
+    def skeleton(number: int) -> tuple[Any, ...]:
+        return tuple(flatten_state(value)[1] for value in states[number])
+
+    try:
+        step()
+        step()
+    except Exception:  # the trace will say why
+        return ()
+    one, two = skeleton(0), skeleton(1)
+    if repr(one) == repr(two):
+        return ()
+    states.clear()
+    unlike = first_unlike_step(step)
+    late = [] if not unlike else [skeleton(unlike - 1)]
+    return (one, two, tuple(map(after_very_many, one, two)), *late)
 
 
 def _keeps_shape(before: tuple, after: tuple) -> bool:

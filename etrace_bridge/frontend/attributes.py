@@ -12,9 +12,10 @@ from torch import nn
 from etrace_bridge._errors import StateError
 from etrace_bridge.frontend import messages
 from etrace_bridge.frontend.adapter import find_adapter
+from etrace_bridge.frontend.later_steps import after_very_many, first_unlike_step
 from etrace_bridge.frontend.names import Path
 from etrace_bridge.frontend.slots import AttributeSlot, PythonAttribute, StateLeaf
-from etrace_bridge.frontend.state_values import children, flatten_state, rebuild
+from etrace_bridge.frontend.state_values import children, flatten_state
 
 # What nn.Module keeps in `__dict__` for itself.
 MODULE_OWN = frozenset(nn.Module().__dict__) | {"forward"}
@@ -118,7 +119,7 @@ def find_attribute_slots(
     for key in numbers:
         i, name = key
         (leaves, now), (_, later) = shaped[key], flatten_state(third[key].value)
-        values = (now, later, _far(now, later))
+        values = (now, later, after_very_many(now, later))
         slot = next((s for s in slots if s.module is modules[i] and s.name == name), None)
         if slot is not None:
             slot.later = values[1:]
@@ -131,7 +132,28 @@ def find_attribute_slots(
         slots, python, {key: after[key] for key in changed}, {key: third[key] for key in changed}
     )
     _check_start(found, model, step, reset, rng, first_output, second_output, _has_generator(after))
+    if any(attribute.goes_on for attribute in python):
+        _look_far(step, reset, found)
     return slots, python
+
+
+def _look_far(step: Step, reset: Callable[[], None], found: _Found) -> None:
+    """Run many steps; if one makes other torch calls than the second, as by `if self.t % 20 == 0`,
+    add the Python values before that step to those with which the step is traced.
+    """
+    reset()
+    unlike = first_unlike_step(step)
+    if unlike is None:
+        return
+    reset()
+    for _ in range(unlike):
+        step()
+    for attribute in found.python:
+        value = flatten_state(attribute.module.__dict__[attribute.name])[1]
+        attribute.values = (*attribute.values, value)
+        for slot in found.slots:
+            if (slot.module, slot.name) == (attribute.module, attribute.name):
+                slot.later = attribute.values[1:]
 
 
 @dataclass
@@ -155,22 +177,6 @@ def _changing(before: Attribute | None, now: Attribute, third: Attribute) -> tup
     again = [path for path, value in now.others.items() if third.others.get(path, _ABSENT) != value]
     new = [path for path in third.others if path not in now.others and path not in now.tensors]
     return tuple(dict.fromkeys([*first, *again, *new]))
-
-
-def _far(now: Any, later: Any) -> Any:
-    """Return what counters would be after very many steps: some models behave differently only
-    then.
-    """
-    if (
-        isinstance(now, (int, float))
-        and isinstance(later, (int, float))
-        and not isinstance(later, bool)
-    ):
-        return later + 1_000_000 * (later - now)
-    items, others = children(now), children(later)
-    if items is None or others is None or [key for key, _ in items] != [key for key, _ in others]:
-        return later
-    return rebuild(later, [_far(a, b) for (_, a), (_, b) in zip(items, others, strict=True)])
 
 
 def _has_generator(found: dict[tuple[int, str], Attribute]) -> bool:

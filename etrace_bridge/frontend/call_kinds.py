@@ -1,10 +1,17 @@
 """Kinds of torch calls, by name: those that traced tensors answer without computing, and those they
-cannot answer.
+cannot answer. And arguments that torch loses on the way to a traced tensor.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from typing import Any
+
+from torch.nn import functional as F
+
+# torch 2.13's `l1_loss` does not hand its `weight` on to a tensor subclass or a mode.
+NOT_HANDED_ON: dict[Callable, tuple[str, ...]] = {F.l1_loss: ("weight",)}
 
 METADATA = frozenset(
     [
@@ -166,3 +173,16 @@ def name_of(func: Callable) -> str:
         owner = getattr(func.__self__, "__name__", "")
         return owner if name == "__get__" else f"{owner}.{name}"
     return name
+
+
+def with_all_arguments(func: Callable, kwargs: dict) -> dict:
+    """Add the arguments that a torch function got and did not hand on: they are in its frame."""
+    if func not in NOT_HANDED_ON:
+        return kwargs
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not func.__code__:
+        frame = frame.f_back
+    lost: dict[str, Any] = {}
+    if frame is not None:
+        lost = {name: frame.f_locals[name] for name in NOT_HANDED_ON[func]}
+    return lost | kwargs

@@ -193,19 +193,19 @@ class Core:
         """
         step = self.traced_step(session, tuple(to_jax(x) for x in session.inputs))
         session.plan.uses_random = step.uses_key
-        if session.plan.python:
-            self._check_python_attributes(session, step)
+        if session.plan.num_later:
+            self._check_python_values(session, step)
         if not all(step.used_states):
             session.plan.drop_unread(step.used_states, self.model)
             session.steps.clear()
 
-    def _check_python_attributes(self, session: Session, step: TracedStep) -> None:
-        """Trace again with the Python values of the next step, and of a step far away: the program
+    def _check_python_values(self, session: Session, step: TracedStep) -> None:
+        """Trace again with the Python values of the next step, and of steps far away: the program
         must be the same.
         """
-        labels = [attribute.label for attribute in session.plan.python]
+        labels = session.plan.python_values
         inputs = tuple(to_jax(x) for x in session.inputs)
-        for which in (1, 2):
+        for which in range(1, session.plan.num_later + 1):
             try:
                 again = trace_step(
                     self.model,

@@ -27,6 +27,7 @@ from etrace_bridge.frontend.call_kinds import (
     RANDOM,
     SHAPE_ONLY,
     name_of,
+    with_all_arguments,
 )
 from etrace_bridge.frontend.ops import registry
 from etrace_bridge.frontend.tensor import TracedTensor
@@ -51,7 +52,7 @@ def dispatch(func: Callable, args: tuple, kwargs: dict) -> Any:
     its aten ops.
     """
     tracer = current()
-    name = name_of(func)
+    name, kwargs = name_of(func), with_all_arguments(func, kwargs)
     if tracer is None:
         raise messages.escaped_tensor(name)
     if any(isinstance(tensor, masked.MaskedTensor) for tensor in tensors_in((args, kwargs))):

@@ -41,6 +41,7 @@ class Injector:
             (id(s.module), s.call): s for s in plan.arguments
         }
         self._values: dict[tuple[int, int], list[Any]] = {}
+        self._later = plan.later
         self._calls: dict[int, int] = {}
         position = 0
         for key, slot in self._slots.items():
@@ -69,7 +70,7 @@ class Injector:
                 raise messages.computed_initial_state(
                     ".".join(slot.leaves[0].path[:-1]), ", ".join(names)
                 )
-            states = given if slot is None else slot.states(self._values[key])
+            states = given if slot is None else slot.states(self._values[key], self._later)
             if adapter.forward is not None and not self.native:
                 returned, new = adapter.forward(module, rest, states, **kept)
             else:

@@ -416,6 +416,9 @@ class BridgedModule(brainstate.nn.Module):
         if known and all(
             v.shape == tuple(x.shape) for v, x in zip(values, session.inputs, strict=True)
         ):
+            if session.plan.loop is not None and _other_dtypes(session.inputs, values):
+                examples = self._core.example_like(values)
+                session = self._plan_states(examples, session.batch_size, guessed=False)
             self._core.check_layout(session.plan)
             self._core.form_is_fixed = True
             return session
@@ -515,6 +518,14 @@ _NOT_INITIALISED = _NotInitialised()
 def _same_shapes(a: tuple, b: tuple) -> bool:
     return len(a) == len(b) and all(
         x.shape == y.shape and x.dtype == y.dtype for x, y in zip(a, b, strict=True)
+    )
+
+
+def _other_dtypes(examples: tuple, values: tuple) -> bool:
+    """Return whether inputs have other dtypes than those for which the step of a loop was found."""
+    return any(
+        str(x.dtype).removeprefix("torch.") != str(v.dtype)
+        for x, v in zip(examples, values, strict=True)
     )
 
 

@@ -36,7 +36,8 @@ class StepPlan:
             None.
         root: The adapter of the root module, given or found, or None.
         uses_random: The step draws random numbers.
-        later: Which of their three values Python attributes get, to see whether that matters.
+        later: Which of their values Python attributes and Python values in states get, to see
+            whether that matters.
         start_parameters: Names of the parameters that do nothing but make the initial state.
         own_start: What the model itself tells that its required state arguments start from.
         begin: Calls the method of the model that has to be called before a sequence; None if there
@@ -65,6 +66,20 @@ class StepPlan:
         if self.loop is not None:
             return self.loop.leaves
         return [leaf for slot in (*self.arguments, *self.attributes) for leaf in slot.leaves]
+
+    @property
+    def num_later(self) -> int:
+        """In how many ways a later step may differ from the first in Python values."""
+        counts = [len(attribute.values) - 1 for attribute in self.python]
+        return max([0, *counts, *(len(slot.later) for slot in self.arguments)])
+
+    @property
+    def python_values(self) -> list[str]:
+        """Names of what holds Python values that change from step to step."""
+        arguments = [
+            name for s in self.arguments if s.later for name in s.adapter.arguments(s.module)
+        ]
+        return [*(attribute.label for attribute in self.python), *arguments]
 
     def drop_unread(self, used: Sequence[bool], model: nn.Module) -> None:
         """Drop slots none of whose tensors is read by the step: written only, or overruled by a

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from etrace_bridge._errors import InputError
-from etrace_bridge.frontend.returned import first_tensor
+from etrace_bridge.frontend.returned import output_of_state
 from etrace_bridge.frontend.state_values import children
 
 # keys from the returned value to a new state; see `pick` for the two slices
@@ -44,14 +44,14 @@ class Reading:
         states = tuple(pick(returned, place) for place in self.places)
         items = children(returned)
         if items is None or () in self.places:
-            return first_tensor(returned), states
+            return output_of_state(returned), states
         rest = [
             (key, value)
             for key, value in items
             if not any(_covers(place, key, items) for place in self.places)
         ]
         if not rest:
-            return first_tensor(returned), states
+            return output_of_state(returned), states
         if isinstance(returned, dict):
             return {key: returned[key] for key in returned if str(key) in dict(rest)}, states
         return (rest[0][1] if len(rest) == 1 else tuple(value for _, value in rest)), states

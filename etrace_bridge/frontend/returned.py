@@ -22,9 +22,11 @@ def is_same_object(a: Any, b: Any) -> bool:
     return bool(x) and len(x) == len(y) and all(s is t for (_, s), (_, t) in zip(x, y, strict=True))
 
 
-def first_tensor(value: Any) -> torch.Tensor:
-    """Return the first tensor of a state: the output of a cell that returns only its state."""
-    return flatten_state(value)[0][0][1]
+def output_of_state(value: Any) -> Any:
+    """Return the output of a cell that returns only its state: `h` of `(h, c)`, and a list, one
+    state for each layer, as a whole.
+    """
+    return value if isinstance(value, list) else flatten_state(value)[0][0][1]
 
 
 def same_structure(a: Any, b: Any) -> bool:

@@ -39,6 +39,7 @@ class ArgumentSlot:
         adapter: Its adapter.
         skeletons: One per argument: the argument's value with holes for the tensors.
         leaves: The tensors of all arguments, in order.
+        later: The skeletons in later steps, if Python values in them change.
     """
 
     module: nn.Module
@@ -46,11 +47,12 @@ class ArgumentSlot:
     adapter: Adapter
     skeletons: tuple[Any, ...]
     leaves: list[StateLeaf]
+    later: tuple[tuple[Any, ...], ...] = ()
 
-    def states(self, tensors: Sequence[Any]) -> tuple:
-        """Put tensors into the structure of the arguments."""
+    def states(self, tensors: Sequence[Any], which: int = 0) -> tuple:
+        """Put tensors into the structure of the arguments, the first one or one of the later ones."""
         states, position = [], 0
-        for skeleton in self.skeletons:
+        for skeleton in _at(which, self.skeletons, *self.later):
             states.append(unflatten_state(skeleton, tensors[position:]))
             position += count_tensors(skeleton)
         return tuple(states)
@@ -66,7 +68,7 @@ class AttributeSlot:
         path: The module's path.
         skeleton: The attribute's value after one step, with holes for the tensors.
         leaves: Its tensors.
-        later: The skeleton after two and after very many steps, if Python values in it change.
+        later: The skeletons of `PythonAttribute.values` but the first, if Python values in it change.
     """
 
     module: nn.Module
@@ -81,9 +83,7 @@ class AttributeSlot:
         `PythonAttribute.put`.
         """
         holder = self.module._buffers if self.name in self.module._buffers else self.module.__dict__
-        holder[self.name] = unflatten_state(
-            self.later[which - 1] if which and self.later else self.skeleton, tensors
-        )
+        holder[self.name] = unflatten_state(_at(which, self.skeleton, *self.later), tensors)
 
     def get(self) -> list[torch.Tensor]:
         """Read the attribute's tensors."""
@@ -99,8 +99,9 @@ class PythonAttribute:
         module: The torch module.
         name: The attribute.
         path: The module's path.
-        values: What it is after one, after two and after very many steps, with holes for tensors. A
-            step must be the same for all of them.
+        values: What it is after one, after two and after very many steps, and before a late step
+            that seems to be unlike the others, if there is one; with holes for tensors. A step
+            must be the same for all of them.
         tensors: What fills the holes: parameters, constants.
         where: Paths inside the attribute of what changes; `()` is the attribute itself.
         whole: No slot sets this attribute.
@@ -109,7 +110,7 @@ class PythonAttribute:
     module: nn.Module
     name: str
     path: str
-    values: tuple[Any, Any, Any]
+    values: tuple[Any, ...]
     tensors: tuple[torch.Tensor, ...] = ()
     where: tuple[Path, ...] = ((),)
     whole: bool = True
@@ -131,6 +132,13 @@ class PythonAttribute:
         return repr(self.values[0]) != repr(self.values[1])
 
     def put(self, which: int) -> None:
-        """Set the attribute to what it is after one (0), two (1) or very many (2) steps."""
+        """Set the attribute to one of its `values`."""
         if self.whole:  # a fresh container each time: the step may change it in place
-            self.module.__dict__[self.name] = unflatten_state(self.values[which], self.tensors)
+            self.module.__dict__[self.name] = unflatten_state(
+                _at(which, *self.values), self.tensors
+            )
+
+
+def _at(which: int, *values: Any) -> Any:
+    """Return one of some values, the last one if there are not so many."""
+    return values[min(which, len(values) - 1)]

@@ -71,7 +71,7 @@ class Autosave:
         if plan is None:
             return
         late = plan.minutes is not None and time.monotonic() - self._since >= 60 * plan.minutes
-        late = self._place.first(late) if plan.minutes is not None else late  # clocks differ
+        late = self._place.largest(late) if plan.minutes is not None else late  # clocks differ
         if not late and (
             plan.updates is None or self.learner.updates - self._updates < plan.updates
         ):
@@ -91,16 +91,20 @@ class Autosave:
         if self.plan is not None:
             self.learner.save(self.plan.path)
 
-    def after_error(self, error: BaseException) -> None:
-        """Save the state after the last complete batch, and add a note about it to the error."""
+    def after_error(self, error: BaseException, is_shared: bool) -> None:
+        """Save the state after the last complete batch, and add a note about it to the error.
+
+        Args:
+            error: what ends the training.
+            is_shared: it ends all processes, after the same batch.
+        """
         place = self.learner.place_in_fit
         if self.plan is None or place is None or isinstance(error, NonFiniteError):
             return
-        # The other processes may not have met the error, and saving takes all of them
-        if self._place.spans_processes:
+        if self._place.spans_processes and not is_shared:  # saving takes all processes
             error.add_note(
-                "The last checkpoint stands. Go on with `OnlineLearner.load` and `fit(..., "
-                "resume=True)`."
+                "The last checkpoint, if there is one, is as it was. Go on with "
+                "`OnlineLearner.load` and `fit(..., resume=True)`."
             )
             return
         try:

@@ -90,8 +90,10 @@ def run_fit(learner: OnlineLearner, batches: Any, epochs: int, options: FitOptio
     history, place = _begin(learner, options)
     if place.stage == "over":
         return history
-    shows = options.progress if learner.runtime.store.placement.is_first else False
-    with hushed(), open_progress(shows) as bar, Shield(terminate=bool(autosave)) as shield:
+    where = learner.runtime.store.placement
+    shows = options.progress if where.is_first else False
+    agree = where.largest if where.spans_processes else None
+    with hushed(), open_progress(shows) as bar, Shield(bool(autosave), agree) as shield:
         try:
             run = _Run(
                 learner, batches, epochs, options, metrics, history, place, bar, shield, autosave
@@ -102,7 +104,7 @@ def run_fit(learner: OnlineLearner, batches: Any, epochs: int, options: FitOptio
         except BaseException as error:
             history.stopped = type(error).__name__
             with shield.busy():
-                autosave.after_error(error)
+                autosave.after_error(error, shield.is_agreed)
             raise
     return history
 

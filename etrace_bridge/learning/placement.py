@@ -331,11 +331,9 @@ class Placement:
             "and samplers of equal length."
         )
 
-    def first(self, value: bool) -> bool:
-        """What process 0 says."""
-        if not self.spans_processes:
-            return value
-        return bool(gather(np.array(value))[0])
+    def largest(self, value: int) -> int:
+        """The largest of all processes' numbers."""
+        return int(gather(np.array(value, np.int32)).max()) if self.spans_processes else value
 
     def mean(self, values: Mapping[str, tuple[float, float]]) -> Mapping[str, tuple[float, float]]:
         """Means and their weights over all processes, from each process's own."""

@@ -5,6 +5,9 @@ array.
 from __future__ import annotations
 
 import os
+import re
+import signal
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +22,7 @@ from etrace_bridge._errors import BridgeError, InputError
 COORDINATOR, COUNT, INDEX = (
     f"ETRACE_BRIDGE_{name}" for name in ("COORDINATOR", "PROCESSES", "PROCESS")
 )
+CONNECTION = re.compile("Gloo|NCCL|RCCL|UNAVAILABLE|DEADLINE_EXCEEDED")  # in an error's text
 HEARTBEAT_SECONDS = 30  # after which a silent process counts as dead, and the others stop
 
 
@@ -80,7 +84,11 @@ def _join(
         processes, process = int(found["JAX_NUM_PROCESSES"]), int(found["JAX_PROCESS_ID"])
     if coordinator is None and not in_cluster(found):
         return
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     jax.distributed.initialize(coordinator, processes, process, heartbeat_timeout_seconds=seconds)
+    # JAX takes SIGTERM for its preemption service, which only notes it: nothing would end.
+    if on_sigterm is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, on_sigterm)
     # Connect now, when all are here: a first collective that one of them reaches half a minute after
     # the others would fail, and reading data or a model may take longer.
     gather(np.zeros((), np.int32))
@@ -128,7 +136,14 @@ def gather(x: np.ndarray) -> np.ndarray:
     """An array of every process, along a new first axis."""
     try:
         return np.asarray(multihost_utils.process_allgather(x))
-    except (ValueError, RuntimeError) as error:  # what JAX raises for a broken connection
+    except (ValueError, RuntimeError) as error:
+        raise_if_lost(error)
+        raise
+
+
+def raise_if_lost(error: Exception) -> None:
+    """Raise a `BridgeError` if this is what JAX raises for a broken connection to a process."""
+    if isinstance(error, (ValueError, RuntimeError)) and CONNECTION.search(str(error)):
         raise BridgeError(
             "Another process has ended or cannot be reached, and this one cannot go on without "
             f"it: {str(error).splitlines()[0]}. Look for an error in the output of the others, "

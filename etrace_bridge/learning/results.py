@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from etrace_bridge.frontend import to_torch
-from etrace_bridge.learning.processes import own_part
+from etrace_bridge.learning.processes import own_part, raise_if_lost
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,11 @@ class StepInfo:
         """The step's loss as a float; None for a step without a target."""
         if self.raw_loss is None:
             return None
-        loss = self.raw_loss.item()  # `float()` of a JAX scalar takes 30 µs longer
+        try:
+            loss = self.raw_loss.item()  # `float()` of a JAX scalar takes 30 µs longer
+        except jax.errors.JaxRuntimeError as error:
+            raise_if_lost(error)
+            raise
         if loss - loss != 0:  # NaN or infinite
             self._check()
         return loss

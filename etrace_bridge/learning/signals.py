@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,12 +17,19 @@ class Shield(AbstractContextManager):
 
     Args:
         terminate: treat SIGTERM likewise, as a `SystemExit`; a handler of the user's own stays.
+        agree: for several processes, the largest of their numbers. A signal to one of them then
+            waits for `check`, where all stop together; the same signal again does not wait.
+
+    Attributes:
+        is_agreed: all processes stop, at the same `check`.
     """
 
-    def __init__(self, terminate: bool = False) -> None:
+    def __init__(self, terminate: bool = False, agree: Callable[[int], int] | None = None) -> None:
+        self.is_agreed = False
         self._terminate = terminate
+        self._agree = agree
         self._busy = False
-        self._waiting: int | None = None
+        self._waiting: set[int] = set()
         self._old: dict[int, Any] = {}
 
     def __enter__(self) -> Shield:
@@ -39,8 +46,8 @@ class Shield(AbstractContextManager):
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        if self._busy:
-            self._waiting = number
+        if self._busy or (self._agree is not None and number not in self._waiting):
+            self._waiting.add(number)
         elif number == signal.SIGTERM:
             raise SystemExit(TERMINATED)
         else:
@@ -57,8 +64,12 @@ class Shield(AbstractContextManager):
 
     def check(self) -> None:
         """Deliver a signal that was delayed."""
-        number, self._waiting = self._waiting, None
+        number = max(self._waiting, default=0)
+        if self._agree is not None:
+            number = self._agree(number)
+            self.is_agreed = number != 0
+        self._waiting.clear()
         if number == signal.SIGTERM:
             raise SystemExit(TERMINATED)
-        if number is not None:
+        if number:
             raise KeyboardInterrupt

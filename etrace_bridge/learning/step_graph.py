@@ -25,14 +25,15 @@ def fit_bridged_states(
     net: BridgedModule, examples: Sequence[np.ndarray], batch: int | None
 ) -> None:
     """Make the states of a bridged model fit inputs like these, if they do not."""
+    steps = [jax.numpy.asarray(x) for x in examples]  # NumPy's float64 may mean any float type
     with contextlib.suppress(StateError):
         if any(h.ndim and h.shape[0] != batch for h in net.hidden_values()[:1]):
             net.init_state(batch_size=batch)
     try:
-        net.ensure_state(*examples)
+        net.ensure_state(*steps)
     except InputError:  # made for inputs of another shape
         net.init_state(batch_size=batch)
-        net.ensure_state(*examples)
+        net.ensure_state(*steps)
 
 
 def make_graph(

@@ -22,7 +22,7 @@ from etrace_bridge.learning.inputs import check_float_dtypes, show_signature, si
 from etrace_bridge.learning.online_core import OnlineCore
 from etrace_bridge.learning.optimizers import Updater
 from etrace_bridge.learning.placement import Placement, private_copy
-from etrace_bridge.learning.processes import readable
+from etrace_bridge.learning.processes import raise_if_lost, readable
 from etrace_bridge.learning.state import LearnerState
 from etrace_bridge.lowering import jit
 from etrace_bridge.rules import Carry, Rule
@@ -155,6 +155,7 @@ class Store:
                     self._leaves, self.tree = before.leaves, before.tree
                     self._parked = before.parked
                     self.steps, self.updates = before.steps, before.updates
+                raise_if_lost(error)
                 raise
 
     @property

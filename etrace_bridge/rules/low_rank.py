@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, ClassVar
 
 import jax
@@ -130,9 +130,9 @@ class LowRankRTRL(ReverseRule):
     def past(self, program: StepProgram, theta, memory: Memory, h0) -> dict[int, Any]:
         """`b · (e eps + A E^T)`."""
         layout = find_layout(program)
-        b = flat_rows(layout, h0)
+        b = _widened(layout, flat_rows(layout, h0))
         found: list[tuple[Block, Any]] = []
-        for family, old in zip(layout.families, _widened(layout, memory), strict=True):
+        for family, old in zip(layout.families, _widened(layout, memory["families"]), strict=True):
             low = [jnp.einsum("ej,eju->eu", b, A).reshape(-1) for A in old["A"]]
             own = [take(b, np.maximum(n, 0), 1).reshape(-1) for n in family.states.T]
             own = [jnp.where(p >= 0, x, 0) for p, x in zip(family.positions.T, own, strict=True)]
@@ -167,16 +167,20 @@ class LowRankRTRL(ReverseRule):
         start, saved = program.start_env(env, args, hidden, other), [s[0] for s in forward.saved]
         data = contact_data(program, layout, start, saved)
         across = crossing_derivatives(program, layout, core, start, saved)
-        across = Crossing(*program.tuning.computed_once((across.X, across.of_sum)))
-        reach = advance_reach(program, layout, core, across.X, memory["reach"])
+        wide = partial(_widened, layout)
+        across = Crossing(*wide(program.tuning.computed_once((across.X, across.of_sum))))
+        core = CoreLinear(wide(core.D), replace(core.df, units=wide(core.df.units)))
+        old = wide(memory)
+        reach = advance_reach(program, layout, core, across.X, old["reach"])
         new, rest, cut = [], 0.0, 0.0
-        for family, old in zip(layout.families, _widened(layout, memory), strict=True):
-            L, Z = self._factors(program, layout, family, core, across, old, data)
-            A, E, kept, lost = cut_to_rank(program, layout, family, L, Z, len(old["A"]), 1 + reach)
-            eps = advance_eps(program, family, core, old["eps"], data)
+        for family, factors in zip(layout.families, old["families"], strict=True):
+            L, Z = self._factors(program, layout, family, core, across, factors, data)
+            rank = len(factors["A"])
+            A, E, kept, lost = cut_to_rank(program, layout, family, L, Z, rank, 1 + reach)
+            eps = advance_eps(program, family, core, factors["eps"], data)
             new.append({"A": A, "E": E, "eps": eps})
             rest, cut = rest + kept, cut + lost
-        lost = advance_lost(program, layout, core, across.X, memory["lost"], cut, rest, self.hops)
+        lost = advance_lost(program, layout, core, across.X, old["lost"], cut, rest, self.hops)
         found = {"families": new, "lost": lost, "reach": reach}
         after = jax.tree.map(lambda x, like: x.astype(like.dtype), found, memory)
         return forward.new_hidden, forward.new_other, after
@@ -273,7 +277,8 @@ class LowRankRTRL(ReverseRule):
         return found
 
 
-def _widened(layout: Layout, memory: Memory) -> list[Any]:
-    """Factors and traces to compute with: in the states' dtype, and in float32 at least."""
+def _widened(layout: Layout, tree: Any) -> Any:
+    """Numbers to compute with: in the states' dtype, and in float32 at least."""
     dtype = jnp.float32 if jnp.finfo(layout.dtype).bits < 32 else layout.dtype
-    return jax.tree.map(lambda x: x.astype(dtype), memory["families"])
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    return jax.tree.map(lambda x: x.astype(dtype) if is_float(x) else x, tree)

@@ -74,7 +74,7 @@ def advance_eps(
     """`eps = D eps + df ⊗ x` of every block."""
     new = []
     for block, old in zip(family.blocks, eps, strict=True):
-        phi, columns = spread_features(block, data)[None], []
+        phi, columns = spread_features(block, data)[None].astype(old.dtype), []
         for i, (g, k) in enumerate(family.groups):
             df = [df_of(program, family, summed, core, i) for summed, _ in block.pieces]
             total = at_elements(block, df)[None] * phi

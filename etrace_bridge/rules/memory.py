@@ -213,9 +213,11 @@ class Presynaptic(Filters):
 
     Attributes:
         leak: the share of the filter that is left after a step; with 0 nothing is remembered.
+        dtype: as in `Factored`.
     """
 
     leak: float
+    dtype: str | None = None
 
     def zeros(self, program: StepProgram) -> dict[str, Any]:
         """Filters `x` by contact, and `ones` by tap of a bias."""

@@ -37,9 +37,11 @@ class OTTT(TraceRule):
 
     Attributes:
         leak: the membrane's decay per step, at least 0 and below 1.
+        trace_dtype: as in `PPProp`.
     """
 
     leak: float = 0.9
+    trace_dtype: str | None = None
     name: ClassVar[str] = "ottt"
 
     def __post_init__(self) -> None:
@@ -47,7 +49,7 @@ class OTTT(TraceRule):
 
     @property
     def memory(self) -> Presynaptic:
-        return Presynaptic(self.leak)
+        return Presynaptic(self.leak, self.trace_dtype)
 
     def system(self, steps: Steps) -> TraceSystem:
         return TraceSystem.without_rows(loss_gradient(steps, "core"))

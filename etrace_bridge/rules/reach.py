@@ -37,9 +37,7 @@ def no_reach(layout: Layout) -> Any:
 def advance_reach(
     program: StepProgram, layout: Layout, core: CoreLinear, X: Any, reach: Any
 ) -> Any:
-    """`w - 1` after a step with the core `core` and `X = F - D`, in float32 at least."""
-    dtype = jnp.float32 if jnp.finfo(X.dtype).bits < 32 else X.dtype
-    X, reach = X.astype(dtype), reach.astype(dtype)
+    """`w - 1` after a step with the core `core` and `X = F - D`."""
     w = 1 + reach
     through_core = core_times(program, layout, _squared_transposed(core), w, -1)
     through_products = jnp.einsum("ejk,ej->ek", X * X, w)

@@ -4,6 +4,7 @@ put together as one program.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -27,6 +28,7 @@ from etrace_bridge.frontend.snapshot import restored
 from etrace_bridge.frontend.time.comparison import find_difference
 from etrace_bridge.frontend.time.cut import origin_of
 from etrace_bridge.frontend.time.graph import Graph, Node, evaluate, keys_of
+from etrace_bridge.frontend.time.longer import lengths_with_unlike_steps
 from etrace_bridge.frontend.time.reduction import divide_by_count, divisors, find_addends
 from etrace_bridge.frontend.time.rows import Reduced, Row, Value
 from etrace_bridge.frontend.time.sequences import Reader
@@ -72,7 +74,9 @@ def find_loop(
     for length in LENGTHS:
         finder = _Finder(model, tensors, inputs, plan, given, batch, length)
         try:
-            return finder.find()
+            step = finder.find()
+            finder.check_longer()
+            return step
         except TooShort:
             problem = problem or finder.problem
         except UnlikeSteps as error:  # steps that still read what stands before the sequence
@@ -124,6 +128,23 @@ class _Finder:
             attempts = self._attempts(traced, columns)
             return next(itertools.islice(attempts, self._attempt_in_evaluation(), None))
         raise self.problem or TooShort
+
+    def check_longer(self) -> None:
+        """Raise if a longer sequence has steps that are not like the one that was found."""
+        lengths = lengths_with_unlike_steps(
+            self.model, self.inputs, self.plan, self.given, self.length
+        )
+        for length in lengths:
+            with contextlib.suppress(TooShort):
+                _Finder(
+                    self.model,
+                    self.tensors,
+                    self.inputs,
+                    self.plan,
+                    self.given,
+                    self.batch,
+                    length,
+                ).find()
 
     def _attempts(self, traced: TracedSequence, outputs: list[_Output]) -> Iterator[LoopStep]:
         """Make steps that may be right: with the smallest state, then with the smallest of those

@@ -123,9 +123,15 @@ def looks_ahead(node: Node, step: int) -> BridgeError:
         ):
             joins.append(here)
         stack.extend(here.operands)
-    # A recurrence joins neighbouring steps too: what joins steps further apart says more
+    # A causal convolution joins steps too, but not the earliest with the latest; a recurrence
+    # joins neighbouring steps.
+    whole = [
+        n for n in joins if n.level == node.level and any(0 < o.level <= step for o in n.operands)
+    ]
     far = [n for n in joins if max(o.level for o in n.operands) > _earliest(n) + 1]
-    culprit = min(far or joins or [node], key=lambda n: n.number)
+    placed = ([n for n in suspects if place_of(n)] for suspects in (whole, far, joins))
+    suspects = next(filter(None, (*placed, joins)), [node])
+    culprit = min(suspects, key=lambda n: n.number)
     name = culprit.kind if culprit.eqn is not None else "the input"
     return NotSupportedError(
         f"The output at one step depends on later inputs: output {step} reads input {node.level}, "
