@@ -98,6 +98,7 @@ def test_masks_and_losses_over_a_whole_sequence_are_measured_too():
         seq_loss=lambda ys, t: (ys.mean(0) - t[-1]).pow(2).sum(),
     )
     whole.fit([(xs, targets)], 1, callbacks=[meter])
+    assert len(meter.readings) == 2
     for reading in meter.readings:
         assert reading.ratio == pytest.approx(1, abs=1e-9) and reading.predicted > 1e-3
 

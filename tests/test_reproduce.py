@@ -219,6 +219,7 @@ def test_runs_of_different_length_are_not_mixed(tmp_path, monkeypatch):
 @pytest.mark.parametrize("key", sorted(TASKS))
 def test_stored_runs_are_those_of_the_task(key):
     task, results = TASKS[key], Results(key)
+    assert results.runs
     for run in results.runs:
         assert run["setting"] in task.settings and run["method"] in methods_for(task)
         assert run["steps"] == results.steps(run["setting"]) <= task.steps[run["setting"]]

@@ -538,6 +538,7 @@ def test_braintrace_has_the_same_snap_2():
     assert_close(found, expected)
 
 
+@pytest.mark.implicit_promotion("braintrace's own code promotes")
 @pytest.mark.parametrize(
     ("algorithm", "options", "rule"),
     [

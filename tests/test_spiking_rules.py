@@ -234,6 +234,7 @@ def test_immediate_is_ottt_without_leak():
 
 def test_ottt_is_d_rtrl_where_the_leak_is_the_only_memory():
     for name, g in found(DRTRL("core", upstream="step"), 3).items():
+        assert g.abs().max() > 1e-3, name
         assert (found(OTTT(leak=LEAK), 3)[name] - g).abs().max() <= 1e-12 * g.abs().max(), name
 
 

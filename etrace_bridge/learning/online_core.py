@@ -72,22 +72,13 @@ class OnlineCore:
         plan: ChunkPlan,
         fresh: bool,
         final: bool,
-    ) -> tuple[Any, Any, Any, Carry]:
-        """Run the rule on a sequence: summed gradients, losses, outputs and the carry after it;
-        arguments as in `run_sequence`.
-        """
-        return self.sequence_with_discarded(theta, carry, data, plan, fresh, final)[:4]
-
-    def sequence_with_discarded(
-        self,
-        theta: Sequence[Any],
-        carry: Carry,
-        data: Chunk,
-        plan: ChunkPlan,
-        fresh: bool,
-        final: bool,
     ) -> tuple[Any, Any, Any, Carry, Any]:
-        """`sequence`, and what the rule left out of the gradients, as in `ReverseRule.discarded`."""
+        """Run the rule on a sequence; arguments as in `run_sequence`.
+
+        Returns:
+            Summed gradients, losses, outputs, the carry after it, and what the rule left out of the
+            gradients, as in `ReverseRule.discarded`.
+        """
 
         def chunk(state: tuple, part: tuple, fresh: bool, final: bool):
             result = self.chunk(theta, Carry(*state), Chunk(*part, loss=data.loss), fresh, final)
@@ -211,7 +202,7 @@ class NamedCore:
         loss = None if cotangents is None else self._linear_loss
         data = Chunk(args, cotangents, jnp.ones(steps, theta[0].dtype), loss)
         start = Carry(*self._states(carry), trace)
-        grads, _, outputs, new = self.core.sequence(
+        grads, _, outputs, new, _ = self.core.sequence(
             theta, start, data, plan or divide(steps, steps), fresh, final
         )
         named = None if grads is None else self.compiled.by_weight_name(grads)

@@ -196,7 +196,7 @@ def make_gradients(spec: ProgramSpec, plan: ChunkPlan, carry: bool) -> Callable:
         before = Carry(*state) if carry else Carry(*state[:2], trace=spec.core.zero_trace())
         targets, whole = spec.prepare(theta, before, args, targets)
         data = spec.data(args, targets, weights)
-        grads, losses, outputs, new, lost = spec.core.sequence_with_discarded(
+        grads, losses, outputs, new, lost = spec.core.sequence(
             theta, before, data, plan, not carry, not carry
         )
         discarded = discarded_share(spec.core.program.tuning, lost, grads)
@@ -243,7 +243,7 @@ def make_update(spec: ProgramSpec, plan: ChunkPlan, carry: bool, by_chunk: bool)
             return new if carry else spec.after_sequence(state, new), losses, outputs, weights
         targets, whole = spec.prepare(state.theta, before, args, targets)
         data = spec.data(args, targets, weights)
-        grads, losses, outputs, after = spec.core.sequence(
+        grads, losses, outputs, after, _ = spec.core.sequence(
             state.theta, before, data, plan, not carry, not carry
         )
         losses = losses if whole is None else whole

@@ -37,7 +37,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from etrace_bridge._errors import InputError
@@ -52,13 +51,10 @@ from etrace_bridge.step.exits import (
     at_exit,
     exit_cotangents,
     find_exits,
-    linearise_exits,
     signal_gradient,
 )
+from etrace_bridge.step.filtered_rows import with_filtered_rows
 from etrace_bridge.step.linearise import (
-    ContactRows,
-    CoreLinear,
-    Grouped,
     linearise_core,
     loss_gradient,
     output_gradient,
@@ -149,7 +145,7 @@ class EProp(DRTRL):
             [*bs, *(self.kappa * signal for signal in Ls)]
             for bs, Ls in zip(direct.b, L, strict=True)
         ]
-        D, df = _with_filtered_rows(steps, core, filtered, self.kappa)
+        D, df = with_filtered_rows(steps, core, filtered, self.kappa)
         return TraceSystem(D, df, b, direct)
 
     def signals(self, steps: Steps, exits: Sequence[GroupExits]) -> dict[Var, Any]:
@@ -179,51 +175,3 @@ class EProp(DRTRL):
                     if not e.outputs and is_float(out) and (e.var, n) not in matrices:
                         matrices[e.var, n] = feedback_matrix(rng, out.aval.shape, e.var.aval.shape)
         return matrices
-
-
-def _with_filtered_rows(steps: Steps, core: CoreLinear, exits: Sequence[GroupExits], kappa: float):
-    """Return `D = [[D, 0], [U, kappa]]` and `df = [df; du]`."""
-    program, length = steps.program, steps.length
-    pulls = [linearise_exits(steps, g, of_group) for g, of_group in enumerate(exits)]
-    D, du = [], []  # du: [group][exit][tap]
-    for g, of_group in enumerate(exits):
-        like = jnp.zeros(
-            (length, *program.groups[g].varshape), program.groups[g].hidden_invars[0].aval.dtype
-        )
-        count = len(of_group.exits)
-        found = [pulls[g]([like + float(m == n) for n in range(count)]) for m in range(count)]
-        filtered = [
-            [*U, *(like + kappa if m == n else None for n in range(count))]
-            for m, (U, _) in enumerate(found)
-        ]
-        D.append([[*row, *[None] * count] for row in core.D[g]] + filtered)
-        du.append([taps for _, taps in found])
-
-    def pull_colour(colour: int, a: Grouped) -> list[Any]:
-        taps = core.df.pulls[colour](
-            [rows[: group.num_state] for rows, group in zip(a, program.groups, strict=True)]
-        )
-        for g in program.colours[colour]:
-            _, more = pulls[g](a[g][program.groups[g].num_state :])
-            taps = [
-                x if y is None else y if x is None else x + y
-                for x, y in zip(taps, more, strict=True)
-            ]
-        return taps
-
-    units = []
-    for colour, members in enumerate(program.colours):
-        rows = core.df.units[colour]
-        count = max(len(D[g]) for g in members)
-        table = [[*row] for row in rows] + [
-            [None] * len(program.taps) for _ in range(count - len(rows))
-        ]
-        for g in members:
-            for m, taps in enumerate(du[g]):
-                at = table[program.groups[g].num_state + m]
-                at[:] = [old if new is None else new for old, new in zip(at, taps, strict=True)]
-        units.append(table)
-    own_rows = tuple(t.index if t.legs else None for t in program.taps)
-    return D, ContactRows(
-        units, [lambda a, c=c: pull_colour(c, a) for c in range(len(program.colours))], own_rows
-    )
