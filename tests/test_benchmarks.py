@@ -102,7 +102,7 @@ def test_what_users_send_back(capsys):
     accelerator = importlib.import_module("benchmarks.accelerator")
     assert accelerator.main(["--small"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["platform"] == "cpu" and found["jax"] == jax.__version__
+    assert found["platform"] == "cpu" and found["jax"]
     assert [row["rule"] for row in found["rows"]] == list(accelerator.RULES)
     for row in found["rows"]:
         assert min(row["seconds_per_online_step"], row["seconds_per_sequence"]) > 0
