@@ -489,7 +489,8 @@ def test_mixed_columns_have_no_bias_and_the_least_variance(r):
     rng = np.random.default_rng(r)
     L, Z = rng.standard_normal((9, r + 1)), rng.standard_normal((7, r + 1))
     Z[:, 0] *= 4  # one term that stays
-    X, Y = quick_jit(jax.vmap(lambda c: mixed_columns(L.T @ L, Z.T @ Z, c)))(every_sign(r + 1))
+    factors = [np.linalg.qr(x, "r") for x in (L, Z)]
+    X, Y = quick_jit(jax.vmap(lambda c: mixed_columns(*factors, c)))(every_sign(r + 1))
     found = np.einsum("lq,sqk,zp,spk->slz", L, X, Z, Y)
     whole, sigma = L @ Z.T, np.linalg.svd(L @ Z.T, compute_uv=False)[: r + 1]
     np.testing.assert_allclose(found.mean(0), whole, atol=1e-12)
