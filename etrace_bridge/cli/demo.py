@@ -56,7 +56,8 @@ class Listener(nn.Module):
         self.readout = nn.Linear(_HIDDEN, 1)
         with torch.no_grad():
             times = torch.linspace(1.0, 2.0 * _DELAY, _HIDDEN)
-            self.gru.bias_ih_l0[_HIDDEN : 2 * _HIDDEN] += times.log()
+            _, update, _ = cast(torch.Tensor, self.gru.bias_ih_l0).chunk(3)
+            update += times.log()
 
     def forward(
         self, x: torch.Tensor, state: torch.Tensor | None = None
