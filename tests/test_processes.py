@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -33,6 +34,7 @@ from etrace_bridge.learning import processes
 from etrace_bridge.learning.placement import Placement
 from etrace_bridge.learning.processes import in_cluster
 from etrace_bridge.learning.results import StepInfo
+from etrace_bridge.learning.signals import Shield
 from learner_models import make_net
 from share import path_of_scripts
 
@@ -250,7 +252,6 @@ def test_a_restart_continues_exactly(two: Group) -> None:
 
 INTERRUPTING = """
 import os, signal, time
-from pathlib import Path
 import torch
 
 
@@ -265,24 +266,21 @@ batches = 0
 def size(outputs, targets):
     global batches
     batches += 1
-    if WHOM is not None and batches >= 5:
+    if INTERRUPT and batches >= 5:
         if batches == 5 and os.environ.get("ETRACE_BRIDGE_PROCESS") == "1":
-            os.kill(WHOM(), signal.SIGINT)
+            os.kill(os.getppid(), signal.SIGINT)
         time.sleep(0.05)  # the signal comes long before the end
     return outputs.abs().mean()
 
 
-WHOM = None
 """
 
 
-@pytest.mark.parametrize("whom", ["getpid", "getppid"], ids=["one process", "all"])
 def test_train_in_two_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, whom: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """`train --processes 2` learns what one process learns. It stops as a whole at Ctrl-C, which
-    one of the processes gets, or the command; the line that it prints goes on, in this process or
-    in two.
+    """`train --processes 2` learns what one process learns, also if Ctrl-C stops it as a whole and
+    the line that it prints goes on.
     """
     monkeypatch.chdir(tmp_path)
     draw = np.random.default_rng(0)
@@ -297,23 +295,17 @@ def test_train_in_two_processes(
         )
         return done.returncode, done.stdout, done.stderr
 
-    Path("model.py").write_text(INTERRUPTING.replace("WHOM = None", f"WHOM = os.{whom}"))
+    Path("model.py").write_text(f"{INTERRUPTING}INTERRUPT = True")
     status, out, errors = train(*given, "--processes", "2", "--output", "several")
     assert status == 130 and out == "" and errors.count("everything is saved") == 1, errors
     assert "Error" not in errors and "error" not in errors, errors
-    Path("model.py").write_text(INTERRUPTING)
+    Path("model.py").write_text(f"{INTERRUPTING}INTERRUPT = False")
     line = shlex.split(errors[errors.index("  python -m") :].splitlines()[0])[3:]
     assert line[-2:] == ["--resume", str(tmp_path / "several")], line
-    line.append("--json")
+    status, out, errors = train(*line, "--json")
+    assert status == 0, errors
+    together = json.loads(out)
     with brainstate.environ.context(precision=32):
-        if whom == "getpid":
-            status, out, errors = train(*line)
-            assert status == 0, errors
-        else:
-            count = line.index("--processes")
-            assert main(line[:count] + line[count + 2 :]) == 0
-            out = capsys.readouterr().out
-        together = json.loads(out)
         assert main([*given, "--output", "one", "--json"]) == 0
         alone = json.loads(capsys.readouterr().out)
     assert together["updates"] == alone["updates"] == 60
@@ -323,6 +315,29 @@ def test_train_in_two_processes(
 
 
 # -- one process ----------------------------------------------------------------------------------
+
+
+def test_a_signal_waits_for_the_other_processes() -> None:
+    """Until all stop together, whichever of them got it; the same signal again does not wait."""
+    told = []
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with Shield(
+            terminate=True, agree=lambda number: told.append(number) or max(told)
+        ) as shield:
+            shield.check()
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)  # from the command that has started it
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+            assert told == [0] and not shield.is_agreed
+            with pytest.raises(SystemExit):
+                shield.check()
+            assert told == [0, signal.SIGTERM] and shield.is_agreed
+        with Shield(agree=lambda number: signal.SIGINT) as shield, pytest.raises(KeyboardInterrupt):
+            shield.check()  # another process got it
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_the_usual_mesh_of_one_process() -> None:

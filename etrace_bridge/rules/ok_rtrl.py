@@ -169,15 +169,14 @@ def triangular_factor(columns: jax.Array) -> jax.Array:
     Args:
         columns: of every row, (rows, q, …).
     """
-    q, rest, made = columns.shape[1], columns, []
-    for n in range(q):
-        first = rest[:, n]
+    rest, made = columns, []
+    for n in range(columns.shape[1]):
+        first = rest[:, 0]
         length = jnp.sqrt(jnp.sum(first * first, range(1, first.ndim), keepdims=True))
         unit = first / jnp.where(length > 0, length, 1)
         along = jnp.einsum("e...,eq...->eq", unit, rest)
-        along = jnp.where(jnp.arange(q) >= n, along, 0)
-        rest = rest - jnp.einsum("eq,e...->eq...", along, unit)
-        made.append(along)
+        made.append(jnp.pad(along, ((0, 0), (n, 0))))
+        rest = rest[:, 1:] - jnp.einsum("eq,e...->eq...", along[:, 1:], unit)
     return jnp.stack(made, 1)
 
 
