@@ -661,6 +661,8 @@ class ActsNowAndThen(nn.Module):
                 h = self.late(step, h)
             else:
                 h = self.cell(step, h)
+            if self.how == "reset once" and t == 11:
+                h = torch.zeros_like(h)
             if t % 16 == 15:
                 if self.how == "reset":
                     h = torch.zeros_like(h)
@@ -670,7 +672,7 @@ class ActsNowAndThen(nn.Module):
         return torch.stack(ys)
 
 
-@pytest.mark.parametrize("how", ["burn-in", "another cell", "reset"])
+@pytest.mark.parametrize("how", ["burn-in", "another cell", "reset", "reset once"])
 def test_a_loop_whose_late_steps_are_unlike_the_early_ones_is_refused(how: str) -> None:
     with pytest.raises(eb.NotSupportedError, match="not alike|not at others|on its number"):
         eb.wrap(ActsNowAndThen(how).double()).init_state(B)

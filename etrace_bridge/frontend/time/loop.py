@@ -77,12 +77,13 @@ def find_loop(
         finder = _Finder(model, tensors, inputs, plan, given, batch, length)
         try:
             step = finder.find()
-            finder.check_longer()
-            return step
         except TooShort:
             problem = problem or finder.problem
         except UnlikeSteps as error:  # steps that still read what stands before the sequence
             problem = problem or error
+        else:
+            finder.check_longer()
+            return step
     raise problem or grows(type(model).__name__, finder.outputs)  # type: ignore[possibly-undefined]
 
 
