@@ -36,6 +36,7 @@ from etrace_bridge.rules import (
     make_rule,
     rule_names,
 )
+from etrace_bridge.rules.feedback import feedback_matrix
 from etrace_bridge.schedule.chunk import run_chunk
 from etrace_bridge.schedule.chunk_plan import block_steps, working_bytes
 from etrace_bridge.step.exits import exit_cotangents, find_exits, linearise_exits
@@ -680,6 +681,35 @@ def test_a_seed_without_random_matrices_is_refused():
     with pytest.raises(InputError, match="`three_factor` has no option 'seed'"):
         make_rule("three_factor:seed=3")
     assert make_rule("eprop:seed=3:feedback=random").seed == 3
+
+
+@pytest.mark.parametrize(
+    ("output", "inside", "shape"),
+    [((3, 50), (3, 8, 50), (50, 400)), ((3, 50), (400,), (150, 400)), ((40,), (10, 30), (40, 300))],
+)
+def test_random_feedback_keeps_the_size_of_an_error(output, inside, shape):
+    """Entries of variance 1 / outputs, the same for all batch elements where both have a batch."""
+    matrix = np.asarray(feedback_matrix(np.random.default_rng(0), output, inside))
+    assert matrix.shape == shape
+    assert abs(matrix.mean()) < 0.02 * matrix.std()
+    assert matrix.std() == pytest.approx(shape[0] ** -0.5, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["rflo", "eprop:feedback=random", "decolle"])
+def test_another_seed_draws_other_matrices(name):
+    program = case("encoder_readout").program
+    one, same, other = (make_rule(f"{name}:seed={seed}") for seed in (1, 1, 2))
+
+    def drawn(rule):
+        if name == "rflo":
+            return rule.matrices(program.groups, {0: program.out_vars[0].aval.shape})
+        return rule.readouts(program) if name == "decolle" else rule.feedback_matrices(program)
+
+    first = list(drawn(one).values())
+    assert first
+    assert_close(first, list(drawn(same).values()), 0)
+    for a, b in zip(first, drawn(other).values(), strict=True):
+        assert np.abs(a - b).max() > 0.1
 
 
 def test_decolle_has_no_feedback_without_local_losses():
