@@ -55,6 +55,7 @@ from oracle import (
 )
 from quick_jit import quick_jit
 from share import in_turn
+from strict import promotion
 
 T, K = 6, 3
 
@@ -123,6 +124,12 @@ def two_readings(p, s, x):
     return {"h": h}, jnp.concatenate([h, h**2, h.mean(-1, keepdims=True)], axis=-1)
 
 
+def two_outputs(p, s, x):
+    """Two states of one group, both of them read by an output, and one by two."""
+    new, output = rotation(p, s, x)
+    return new, (output, new["im"] @ p["c_two"])
+
+
 DIAGONAL = {
     "min_gru": (min_gru, ("h",), {"w_z": (I, H), "b_z": (H,), "w_h": (I, H), "w_out": (H, 2)}),
     "rotation": (
@@ -132,7 +139,10 @@ DIAGONAL = {
     ),
     "leaky": (leaky, ("h",), {"w": (I, H), "b": (H,), "w_out": (H, 2)}),
 }
-OWN = DIAGONAL | {"two_readings": (two_readings, ("h",), {"w": (I, H)})}
+OWN = DIAGONAL | {
+    "two_readings": (two_readings, ("h",), {"w": (I, H)}),
+    "two_outputs": (two_outputs, ("re", "im"), DIAGONAL["rotation"][2] | {"c_two": (H, 3)}),
+}
 
 
 def graph_of(name: str) -> ETraceGraph:
@@ -649,6 +659,55 @@ def test_exits_carry_all_credit_of_the_core(name):
     )
     assert_live(expected[1])
     assert_close(found, expected, 1e-12)
+
+
+@pytest.mark.parametrize("feedback", ["symmetric", "random"])
+def test_eprop_filters_every_exit_of_a_group(feedback):
+    """Nothing mixes positions here, so an eligibility is the exit's derivative: the rule is that of
+    filtered states that meet fixed signals.
+    """
+    rule = EProp(kappa=0.6, feedback=feedback, seed=3 if feedback == "random" else 0)
+    c = case("two_outputs")
+    names = [path[-1] for path in c.graph.module_info.weight_path_to_invars]
+    leaves = [leaf.path[-1] for leaf in c.program.leaves]
+    matrices = rule.feedback_matrices(c.program) if feedback == "random" else {}
+    group = c.program.groups[0]
+    drawn = {
+        (path[-1], n): F
+        for path, var in zip(group.hidden_paths, group.hidden_outvars, strict=True)
+        for (exit_, n), F in matrices.items()
+        if exit_ is var
+    }
+    assert len(drawn) == (4 if feedback == "random" else 0)
+
+    def read(p, s):
+        return s["re"] @ p["c_re"] - s["im"] @ p["c_im"], s["im"] @ p["c_two"]
+
+    def signal(p, s, target):
+        if feedback == "symmetric":
+            return jax.grad(lambda s: loss_of(read(p, s), target))(s)
+        errors = jax.grad(lambda ys: loss_of(ys, target))(read(p, s))
+        return {name: sum(errors[n] @ drawn[name, n] for n in range(2)) for name in s}
+
+    def objective(weights):
+        p, s = (
+            dict(zip(names, weights, strict=True)),
+            dict(zip(leaves, c.values.hidden, strict=True)),
+        )
+        filtered, total = jax.tree.map(jnp.zeros_like, s), 0.0
+        for x, target in zip(c.xs[0], c.targets, strict=True):
+            s, _ = rotation(p, s, x)
+            filtered = {name: 0.6 * filtered[name] + s[name] for name in s}
+            fixed = jax.lax.stop_gradient((p, s))
+            L = jax.lax.stop_gradient(signal(*fixed, target))
+            total += sum(jnp.sum(L[name] * filtered[name]) for name in s)
+            total += loss_of(read(p, fixed[1]), target)
+        return total
+
+    with promotion(implicit=True):  # the model's own code
+        expected = jax.grad(objective)(c.values.weights)
+    assert_live(expected)
+    assert_close(run("two_outputs", rule, 2).grads, expected, 1e-10)
 
 
 # -- options --------------------------------------------------------------------------------------
