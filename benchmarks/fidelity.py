@@ -52,13 +52,14 @@ def shown_rules() -> dict[str, Callable[[], Any]]:
 def measure_case(case: Any, known: dict[str, Any]) -> dict[str, Any]:
     """Return cosine and relative error of the rules that `known` lacks, for one module."""
     from etrace_bridge import BridgeError
+    from run_in_numpy import run_in_numpy
     from zoo.online import OnlineCase
 
     rules = dict(known.get("rules", {}))
     missing = {name: make for name, make in shown_rules().items() if name not in rules}
     if not missing and known.keys() >= {"meter", "low_rank"}:
         return known
-    online = OnlineCase(case)
+    online = OnlineCase(case, run_in_numpy)  # each program runs once: compiling is its cost
     for name, make in missing.items():
         try:
             grads = online.gradients(make(), CHUNK)

@@ -130,8 +130,8 @@ def roofline(units: int, inputs: int, batch: int, steps: int) -> None:
 
 
 def paper(layers: int, units: int, batch: int, devices: int) -> None:
-    """Print memory and communication of a large model, after a check of the formulas at small
-    sizes.
+    """Print memory and communication of a large model whose batch is divided, after a check of the
+    formulas at small sizes.
     """
     for h, i, b, count in ((4, 3, 2, 1), (6, 5, 3, 1), (4, 4, 2, 2)):
         program = compiled_gru(h, i, b, count).program
@@ -148,8 +148,11 @@ def paper(layers: int, units: int, batch: int, devices: int) -> None:
     )
     print("|---|---|---:|---:|---:|")
     for rule, (formula, elements) in FORMULAS.items():
-        whole = 4.0 * layers * elements(batch, units, units, layers * units, P)
-        print(f"| `{rule}` | {formula} | {whole:.2g} | {whole / devices:.2g} | {2 * 4 * P:.2g} |")
+        whole, share = (
+            4.0 * layers * elements(b, units, units, layers * units, P)
+            for b in (batch, batch // devices)
+        )
+        print(f"| `{rule}` | {formula} | {whole:.2g} | {share:.2g} | {2 * 4 * P:.2g} |")
 
 
 def main(arguments: list[str]) -> int:

@@ -1,11 +1,18 @@
-"""Tables for people: as text for a terminal, and as HTML for a notebook."""
+"""Tables for people: as text for a terminal, and as HTML for a notebook; and which of them this is."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from html import escape
 
 _CELL = "padding:.15em .8em .15em 0;text-align:left;vertical-align:top;border-bottom:1px solid #ddd"
+
+
+def in_notebook() -> bool:
+    """Return whether this process runs the cells of a notebook."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return hasattr(shell, "kernel")
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

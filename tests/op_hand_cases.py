@@ -181,6 +181,9 @@ POOLING = [
     call(torch.max_pool1d, x(2, 3, 7), 3), call(torch.max_pool1d_with_indices, x(2, 3, 7), 3),
     call(F.max_pool2d, x(2, 5, 7), 2, return_indices=True), call(F.max_pool2d_with_indices, x(2, 5, 7), 2),
     call(aten.max_pool2d_with_indices.default, x(2, 5, 7), [2, 2], [], 1),
+    # overlapping windows have a maximum in common: op_db has other values at one place
+    call(aten.max_unpool2d.default, torch.full((1, 2, 2), 0.5).double().requires_grad_(), torch.tensor([[[6, 6], [0, 24]]]), [5, 5]),
+    call(aten.max_unpool3d.default, torch.full((2, 1, 1, 2, 2), 0.5).double().requires_grad_(), i(2, 1, 1, 2, 2), [1, 2, 4], [1, 1, 1], [0, 0, 0]),
     call(aten.max_pool3d_with_indices.default, x(2, 3, 5, 7), 2),
     call(F.max_pool3d, x(2, 3, 5, 7), 2),
 ]  # fmt: skip

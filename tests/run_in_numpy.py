@@ -20,11 +20,13 @@ from etrace_bridge._jax_compat import ClosedJaxpr, Literal, bind_equation
 def run_in_numpy(function: Callable) -> Callable:
     """The function with its operations run by NumPy; results are NumPy arrays."""
 
+    traced = jax.jit(function)  # keeps what it traced for the next call
+
     def run(*args: Any) -> Any:
-        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        trace = traced.trace(*args)
         with np.errstate(all="ignore"):
-            found = evaluate(closed, [np.asarray(leaf) for leaf in jax.tree.leaves(args)])
-        return jax.tree.unflatten(jax.tree.structure(shapes), [np.array(f) for f in found])
+            found = evaluate(trace.jaxpr, [np.asarray(leaf) for leaf in jax.tree.leaves(args)])
+        return jax.tree.unflatten(jax.tree.structure(trace.out_info), [np.array(f) for f in found])
 
     return run
 
@@ -42,12 +44,17 @@ def evaluate(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
         values = [read(v) for v in eqn.invars]
         rule = RULES.get(eqn.primitive.name)
         if rule is None:
-            made = [np.asarray(value) for value in bind_equation(eqn, values)]
+            made = [_as_numpy(value) for value in bind_equation(eqn, values)]
         else:
             made = rule(*values, **eqn.params)
             made = made if eqn.primitive.multiple_results else [made]
         env.update(zip(eqn.outvars, made, strict=True))
     return [read(v) for v in jaxpr.outvars]
+
+
+def _as_numpy(value: Any) -> Any:
+    """The value as a NumPy array; random keys have no such form and stay as they are."""
+    return value if jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended) else np.asarray(value)
 
 
 # ---- rules, by the name of a primitive
@@ -70,6 +77,7 @@ _ELEMENTWISE = {
     "log": np.log, "log1p": np.log1p, "sqrt": np.sqrt, "square": np.square, "sign": np.sign, "abs": np.abs, "atan": np.arctan,
     "pow": np.power, "is_finite": np.isfinite, "gt": np.greater, "lt": np.less, "ge": np.greater_equal, "le": np.less_equal,
     "eq": np.equal, "ne": np.not_equal, "and": np.bitwise_and, "or": np.bitwise_or, "not": np.invert,
+    "xor": np.bitwise_xor,
     "logistic": lambda x: 1 / (1 + np.exp(-x)), "rsqrt": lambda x: 1 / np.sqrt(x),
     "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
     "copy": lambda x: x, "stop_gradient": lambda x: x,
@@ -176,13 +184,14 @@ def _pad(x: Any, fill: Any, *, padding_config: Any, **_: Any) -> Any:
 
 
 def _reduction(function: Callable) -> Callable:
-    return lambda x, *, axes, **_: function(x, axis=tuple(axes))
+    # NumPy adds up small integers in 64 bits
+    return lambda x, *, axes, **_: function(x, axis=tuple(axes)).astype(x.dtype)
 
 
 def _running(function: np.ufunc) -> Callable:
     def run(x: Any, *, axis: int, reverse: bool, **_: Any) -> Any:
         ordered = np.flip(x, axis) if reverse else x
-        made = function.accumulate(ordered, axis)
+        made = function.accumulate(ordered, axis, dtype=x.dtype)
         return np.flip(made, axis) if reverse else made
 
     return run
@@ -216,6 +225,11 @@ def _inner(name: str) -> Callable:
 
 RULES.update(jit=_inner("jaxpr"), pjit=_inner("jaxpr"))
 RULES.update({name: _inner("call_jaxpr") for name in ("custom_jvp_call", "custom_vjp_call")})
+
+
+@_rule
+def _cond(which: Any, *values: Any, branches: Any, **_: Any) -> Any:
+    return evaluate(branches[min(max(int(which), 0), len(branches) - 1)], values)
 
 
 @_rule

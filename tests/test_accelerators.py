@@ -24,8 +24,13 @@ from quick_jit import quick_jit
 
 PLATFORMS = ("cuda", "rocm", "tpu")
 B, I, O, T = 2, 9, 2, 7  # noqa: E741
-SOLVERS = {"cusolver_syevd_ffi", "hipsolver_syevd_ffi", "Eigh"}
-EIGENVALUES = ("low_rank", "ok_rtrl")  # rules that ask for them
+SOLVERS = {  # of eigenvectors, and of singular vectors: cuSOLVER, hipSOLVER and the TPU compiler's own
+    "low_rank": {"cusolver_syevd_ffi", "hipsolver_syevd_ffi", "Eigh"},
+    "ok_rtrl": {
+        "cusolver_gesvdj_ffi", "hipsolver_gesvdj_ffi",
+        "Eigh", "Qr", "ProductOfElementaryHouseholderReflectors",
+    },
+}  # fmt: skip
 mixed_dtypes = pytest.mark.implicit_promotion(
     "rules multiply derivatives of the model's states, whose dtypes differ"
 )
@@ -76,7 +81,7 @@ def test_every_program_lowers_for_accelerators(everything: CompiledStep, rule: s
         assert exported.platforms == PLATFORMS
         assert "stablehlo.dot_general" in text and "f64" not in text and "barrier" not in text
         called = set(re.findall(r"custom_call @(\w+)", text))
-        assert called == (SOLVERS if rule in EIGENVALUES else set()), called
+        assert called == SOLVERS.get(rule, set()), called
 
 
 def test_tuning_and_options_follow_the_platform() -> None:

@@ -229,6 +229,42 @@ def test_sparse_products_are_contacts(library: str) -> None:
     assert learner.graph.certificate()["layer", "weight"].exact
 
 
+def test_a_cut_is_not_at_a_line_of_the_library() -> None:
+    from brainevent import CSR
+
+    class Sparse(brainstate.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.matrix = CSR.fromdense(jnp.eye(H) + jnp.eye(H, k=1))
+            self.w = brainstate.ParamState(self.matrix.data)
+
+        def init_state(self, batch_size: int, **_) -> None:
+            self.h = brainstate.HiddenState(jnp.zeros((batch_size, H)))
+
+        def update(self, x):
+            self.h.value = jnp.tanh(x + self.h.value @ self.matrix.with_data(self.w.value))
+            return self.h.value
+
+    net = Sparse()
+    net.init_state(B)
+    report = eb.compile_etrace_graph(net, jnp.zeros((B, H))).report()
+    assert "product with `w`" in report and ".py:" not in report
+
+
+@pytest.mark.x32
+def test_weights_of_numpy_are_of_the_precision_of_jax() -> None:
+    """NumPy's float64 is float32 in JAX's 32-bit mode, as in any other JAX program."""
+    net, (xs, targets) = RNN(), data()
+    xs, targets = np.asarray(xs, np.float32), np.asarray(targets, np.float32)
+    for state in net.states(brainstate.ParamState).values():
+        state.value = jax.tree.map(lambda a: np.asarray(a, np.float64), state.value)
+    learner = eb.OnlineLearner(net, "rtrl", squared, optax.sgd(0.1), chunk=2)
+    result = learner.gradients(xs, targets)
+    wanted = reference(net, jnp.asarray(xs), jnp.asarray(targets))
+    assert_grads(result.grads, wanted, tolerance=1e-5)
+    assert np.isfinite(learner.step(xs[0], targets[0]).loss)
+
+
 @pytest.mark.implicit_promotion("derivatives that braintrace declares promote")
 def test_layers_and_operations_of_braintrace_are_plain_ones() -> None:
     """All of them in one layer, against `jax.grad`. A low-rank product is two, so its first weight

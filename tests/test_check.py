@@ -132,7 +132,7 @@ def test_exact_rule_agrees_and_the_report_reads_well():
         assert p.norm > 1e-3
     assert report["gru.weight_hh_l0"].past > 0.01  # the trace carried a part of it
     text = str(report)
-    assert text.startswith("rtrl against torch BPTT: ok")
+    assert text.startswith("rtrl against torch BPTT: exact")
     assert all(name in text for name in report.parameters)
 
 

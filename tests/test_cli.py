@@ -97,7 +97,10 @@ def test_check_as_printed_in_the_documentation(tmp_path, file):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    assert "d_rtrl against torch BPTT: ok" in done.stdout and "gru.weight_hh_l0" in done.stdout
+    assert (
+        "d_rtrl against torch BPTT: as certified" in done.stdout
+        and "gru.weight_hh_l0" in done.stdout
+    )
     assert "gru.weight_hh_l0" in (tmp_path / "out.html").read_text()
 
 

@@ -220,6 +220,26 @@ def test_every_rule_learns_as_with_real_and_imaginary_parts(rule: str) -> None:
         assert torch.allclose(grad, other, rtol=1e-9, atol=1e-12), name
 
 
+@pytest.mark.parametrize(
+    ("rule", "same"),
+    [("low_rank:rank=100", "bptt"), ("low_rank:rank=0", "d_rtrl:credit=chunk"), ("ostl", "bptt")],
+)
+def test_rules_with_an_influence_have_the_ends_that_real_models_have(rule: str, same: str) -> None:
+    """On complex recurrent weights, of which `d_rtrl` drops what crosses from unit to unit."""
+    xs, targets = data(2 * H)
+    model = ModReLU()
+    found, wanted, diagonal = (
+        eb.OnlineLearner(model, rule=r, loss=squared, chunk=T if r == "bptt" else 2)
+        .gradients(xs, targets)
+        .grads
+        for r in (rule, same, "d_rtrl")
+    )
+    for name, grad in wanted.items():
+        size = grad.abs().max()
+        assert size > 1e-4 and (found[name] - grad).abs().max() < 1e-10 * size, name
+    assert (found["hh"] - diagonal["hh"]).abs().max() > 1e-3 * wanted["hh"].abs().max()
+
+
 OPTIMIZERS = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.01),
     "adam": lambda ps: torch.optim.Adam(ps, lr=0.05, amsgrad=True),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -28,7 +30,7 @@ def test_the_demo_runs_and_ends_with_your_model(tmp_path, monkeypatch, capsys):
     assert torch.get_num_threads() == threads
     assert -1 < out.find("1. memory") < out.find("2. the model") < out.find("4. learning")
     assert out.rstrip().splitlines()[-4].startswith("Now your model")
-    weights = 3 * 4 * (1 + 4 + 2)  # of three gates: one input, four units, two biases
+    weights = 3 * 4 * (3 + 4 + 2)  # of three gates: three inputs, four units, two biases
     assert {trace for trace, _ in seen["memory"].values()} == {4 * demo._BATCH * weights}
     saved = {steps: size for steps, (_, size) in seen["memory"].items()}
     assert 9 * saved[100] < saved[1000] < 11 * saved[100]
@@ -37,7 +39,36 @@ def test_the_demo_runs_and_ends_with_your_model(tmp_path, monkeypatch, capsys):
     assert 'src="http' not in page
 
 
-def test_explained_power():
-    run = demo.Run("", errors=[1.0, 0.0, 0.5, 0.5])
-    found = demo.explained(run, [1.0, 1.0, 2.0, 2.0], 2)
-    assert np.isnan(found[0]) and found[1:].tolist() == [0.5, 1 - 0.5 / 3, 0.75]
+def test_torch_with_a_window_from_the_cue_on_has_its_gradient():
+    """A window as long as a trial gives torch's BPTT of the whole trial; a shorter one does not."""
+    samples = list(demo.cued_stream(demo._DELAY + 1))
+    torch.manual_seed(0)
+    model = demo.Listener()
+    outputs, _ = model(torch.stack([x for x, _ in samples]))
+    demo._loss(outputs[-1], samples[-1][1]).backward()
+    wanted = [p.grad for p in model.parameters()]
+    for window, equal in ((demo._DELAY + 1, True), (demo._DELAY, False)):
+        same = copy.deepcopy(model)
+        same.zero_grad()
+        learner = demo.WindowedBPTT(same, window)
+        for x, y in samples:
+            learner.step(x, y)
+        clip = demo._CLIP / torch.cat([w.ravel() for w in wanted]).norm().clamp(min=demo._CLIP)
+        pairs = zip(same.parameters(), wanted, strict=True)
+        assert all(torch.allclose(p.grad, clip * w, atol=1e-6) for p, w in pairs) == equal
+
+
+def test_cues_and_answers():
+    trial = demo._DELAY + 1
+    samples = list(demo.cued_stream(2 * trial))
+    assert [n for n, (_, y) in enumerate(samples) if y is not None] == [trial - 1, 2 * trial - 1]
+    for cue, question in ((0, trial - 1), (trial, 2 * trial - 1)):
+        (x, _), (asking, answer) = samples[cue], samples[question]
+        assert 0 < answer.sum() < len(answer) and torch.equal(x[:, :1], 2 * answer - 1)
+        assert (asking[:, 2] == 1).all() and (asking[:, 0] == 0).all()
+
+
+def test_smoothed_answers():
+    found = demo.smoothed([0.0, 1.0, 0.5, 1.0], window=2)
+    assert np.isnan(found[0]) and found[1:].tolist() == [0.5, 0.75, 0.75]
+    assert np.isnan(demo.smoothed([])).all()

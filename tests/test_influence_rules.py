@@ -19,9 +19,21 @@ from torch import Tensor, nn
 
 import etrace_bridge as eb
 from etrace_bridge.learning.compiled_step import CompiledStep
-from etrace_bridge.rules import DRTRL, KFRTRL, OKRTRL, OSTL, UORO, Rule, SnApN
+from etrace_bridge.learning.footprint import rule_bytes
+from etrace_bridge.rules import (
+    DRTRL,
+    KFRTRL,
+    OKRTRL,
+    OSTL,
+    RTRL,
+    UORO,
+    LowRankRTRL,
+    Rule,
+    SnApN,
+)
 from etrace_bridge.rules.noise import after_draw, digest, no_draws, read_data
 from etrace_bridge.rules.ok_rtrl import mixed_columns
+from etrace_bridge.step.units import find_layout
 from quick_jit import quick_jit
 from sequences import sequence_gradient
 
@@ -268,6 +280,37 @@ def test_what_they_promise():
         assert {p.kind for p in rule.promises(graph, T, T).values()} == {"exact"}
 
 
+class Encoded(nn.Module):
+    """A layer before one of torch's own, which gives it a time axis of length one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.layer = nn.Linear(IN, 3), nn.GRU(3, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.tanh(self.encoder(x)))[0]
+
+
+@pytest.mark.parametrize("rule", [RTRL(), LowRankRTRL(1), SnApN(1)], ids=lambda rule: rule.name)
+def test_batch_elements_stay_apart_behind_an_encoder(rule):
+    """Each element's units are its own, so the gradient of a batch is the sum of theirs, and no
+    memory grows with the square of the batch.
+    """
+    torch.manual_seed(0)
+    model, xs, targets = Encoded(), torch.randn(T, 4, IN), torch.randn(T, 4, OUT)
+
+    def run(some: slice) -> tuple[CompiledStep, list[Any]]:
+        compiled = CompiledStep(eb.wrap(model, example_input=xs[0, some]), [xs[0, some].numpy()])
+        data = xs[:, some], targets[:, some]
+        return compiled, quick_jit(lambda: sequence_gradient(compiled, rule, *data, 1))()
+
+    (whole, found), *halves = map(run, (slice(0, 4), slice(0, 2), slice(2, 4)))
+    for g, *parts in zip(found, *(made for _, made in halves), strict=True):
+        assert_equal(np.asarray(g), np.asarray(sum(parts)))
+    assert rule_bytes(whole, rule) == 2 * rule_bytes(halves[0][0], rule)
+    assert find_layout(whole.program).rows == 4
+
+
 # ---- UORO
 
 
@@ -446,7 +489,8 @@ def test_mixed_columns_have_no_bias_and_the_least_variance(r):
     rng = np.random.default_rng(r)
     L, Z = rng.standard_normal((9, r + 1)), rng.standard_normal((7, r + 1))
     Z[:, 0] *= 4  # one term that stays
-    X, Y = quick_jit(jax.vmap(lambda c: mixed_columns(L.T @ L, Z.T @ Z, c)))(every_sign(r + 1))
+    factors = [np.linalg.qr(x, "r") for x in (L, Z)]
+    X, Y = quick_jit(jax.vmap(lambda c: mixed_columns(*factors, c)))(every_sign(r + 1))
     found = np.einsum("lq,sqk,zp,spk->slz", L, X, Z, Y)
     whole, sigma = L @ Z.T, np.linalg.svd(L @ Z.T, compute_uv=False)[: r + 1]
     np.testing.assert_allclose(found.mean(0), whole, atol=1e-12)

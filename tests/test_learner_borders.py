@@ -4,8 +4,6 @@ of inputs and outputs, random ops.
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -328,17 +326,20 @@ def test_bad_input_is_named_and_changes_nothing(shared, name):
     assert shared.runtime.store.active is shared.runtime.store.stream
 
 
-def test_a_chunk_that_cannot_fit(shared, monkeypatch):
-    before = copies(shared)
-    for options, message in (
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
         ({"budget": 10}, "budget of 10 bytes is less than one step's buffers"),
         ({"chunk": 0}, "`chunk` is 0"),
-    ):
-        changed = dataclasses.replace(shared.runtime.options, **{"chunk": "auto"} | options)
-        monkeypatch.setattr(shared.runtime, "options", changed)
-        with pytest.raises(eb.InputError, match=message):
-            shared.update(XS, LABELS)
-    assert all(map(np.array_equal, copies(shared), before))
+    ],
+)
+def test_a_chunk_that_cannot_fit(options, message):
+    learner = eb.OnlineLearner(make_net(), "d_rtrl", F.cross_entropy, optax.adam(0.01), **options)
+    learner.step(XS[0], LABELS[0])
+    before = copies(learner)
+    with pytest.raises(eb.InputError, match=message):
+        learner.update(XS, LABELS)
+    assert all(map(np.array_equal, copies(learner), before))
 
 
 def test_a_first_step_that_fails_leaves_a_new_learner():

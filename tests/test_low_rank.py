@@ -228,13 +228,23 @@ def session_of(model: nn.Module, x: torch.Tensor) -> CompiledStep:
 
 
 @pytest.mark.parametrize("rank", [1, 4])
-def test_memory(rank):
+@pytest.mark.parametrize(
+    ("make", "n"),
+    [
+        (lambda: nn.GRU(8, 32), 32),
+        (lambda: nn.GRU(8, 10, 3), 30),
+        (lambda: nn.LSTM(8, 16), 32),  # two states a unit
+        (lambda: nn.Sequential(nn.Linear(8, 4), nn.RNN(4, 16)), 16),  # an encoder
+    ],
+    ids=["GRU", "stack", "LSTM", "encoder"],
+)
+def test_memory(make, n, rank):
     """At most 1.5 r·B·(n² + P) beside D-RTRL's trace."""
-    hidden, inputs, batch = 32, 8, 3
-    session = session_of(nn.GRU(inputs, hidden), torch.randn(batch, inputs))
-    weights = 3 * hidden * (inputs + hidden + 2)
-    allowed = 1.5 * rank * batch * (hidden**2 + weights) * 4
-    assert rule_bytes(session, LowRankRTRL(rank)) - rule_bytes(session, DRTRL()) <= allowed
+    batch, model = 3, make()
+    session = session_of(model, torch.randn(batch, 8))
+    weights = sum(p.numel() for p in model.parameters())
+    beside = rule_bytes(session, LowRankRTRL(rank)) - rule_bytes(session, DRTRL())
+    assert rank * batch * weights * 4 <= beside <= 1.5 * rank * batch * (n**2 + weights) * 4
 
 
 def test_weights_that_do_not_fit_keep_the_trace_of_d_rtrl():

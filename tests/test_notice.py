@@ -184,6 +184,16 @@ def test_fit_has_a_line_of_its_own(terminal: Terminal, impatient: None) -> None:
     assert terminal.text() == ""
 
 
+def test_a_notebook_has_the_line(impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its stderr is not a terminal, and it draws a line anew at a carriage return as one does."""
+    shell = SimpleNamespace(kernel=object())
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setattr(sys, "stderr", cell := io.StringIO())
+    with announcing("working …"):
+        time.sleep(notice.DELAY + 0.3)
+    assert "\rworking … 0 s" in cell.getvalue() and is_erased(cell.getvalue())
+
+
 def test_nothing_is_written_elsewhere(impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into files and pipes, or where there is no stderr, as under pythonw."""
     log = io.StringIO()

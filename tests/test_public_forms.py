@@ -682,6 +682,26 @@ def test_a_loop_that_writes_a_log_now_and_then_is_taken() -> None:
     assert report["cell.weight_hh"].norm > 1e-6
 
 
+class OtherwiseIfLong(nn.Module):
+    """Library layers, and code for sequences of more than 12 steps only."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.rnn, self.where = nn.GRU(IN, H), where
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "before" and len(x) > 12:
+            x = x * 0.5
+        y, _ = self.rnn(x)
+        return y * 0.3 if self.where == "after" and len(x) > 12 else y
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_layers_with_code_for_long_sequences_are_refused(where: str) -> None:
+    with pytest.raises(eb.StateError, match="differ"):
+        eb.wrap(OtherwiseIfLong(where).double()).init_state(B)
+
+
 STARTS = {
     "in the call": lambda x: torch.zeros(x.shape[0], H, dtype=x.dtype, requires_grad=True),
     "afterwards": lambda x: torch.zeros(x.shape[0], H, dtype=x.dtype).requires_grad_(),

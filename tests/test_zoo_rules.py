@@ -11,6 +11,7 @@ import pytest
 
 from etrace_bridge.rules import (
     DRTRL,
+    OKRTRL,
     RFLO,
     RTRL,
     EProp,
@@ -21,6 +22,8 @@ from etrace_bridge.rules import (
     ThreeFactor,
 )
 from etrace_bridge.step.exits import find_exits
+from quick_jit import quick_jit
+from run_in_numpy import run_in_numpy
 from share import FULL, in_turn
 from torch_zoo import check_live, find, trained_cases
 from zoo.online import FLOAT32_INSIDE, OnlineCase
@@ -154,6 +157,15 @@ def test_low_rank_lies_between_d_rtrl_and_bptt(name):
         assert difference <= allowed * max(np.abs(g).max(), 1e-3 * largest), parameter
     errors = online.errors(online.gradients(LowRankRTRL(10**6), 4))
     assert max(errors.values()) < tolerance(online), errors
+
+
+def test_numpy_gives_the_same_as_a_compiled_program():
+    """The fidelity page is measured in NumPy (`run_in_numpy`)."""
+    compiled, in_numpy = (OnlineCase(find("torch-rnn"), run) for run in (quick_jit, run_in_numpy))
+    for rule in (OKRTRL(1), LowRankRTRL(1)):  # random bits, and eigenvectors
+        found = in_numpy.gradients(rule, 4)
+        for name, g in compiled.gradients(rule, 4).items():
+            assert np.abs(found[name] - g).max() < 1e-12 * np.abs(g).max() > 0, name
 
 
 @pytest.mark.parametrize("rule", [RFLO(), ThreeFactor()], ids=lambda rule: rule.name)

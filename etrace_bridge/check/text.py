@@ -33,7 +33,7 @@ def short(reference: str) -> str:
 def render_report(report: GradientReport) -> str:
     """Render a headline, what is wrong, a row per parameter, and why gradients are not exact."""
     lines = [
-        f"{report.rule} against {report.reference}: {'ok' if report.ok else 'NOT OK'}",
+        f"{report.rule} against {report.reference}: {report.verdict}",
         f"{report.steps} steps in chunks of {report.chunk}, {report.dtype}, equal means within "
         f"{report.tolerance:g}; loss {report.loss:.6g} ({short(report.reference)} "
         f"{report.torch_loss:.6g}); all gradients together: cosine {number(report.cosine, 5)}, relative error "

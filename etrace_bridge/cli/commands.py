@@ -113,7 +113,7 @@ def add_demo(commands: Any) -> None:
         "--folder", default="demo-report", help="where the report goes (default demo-report)"
     )
     parser.add_argument(
-        "--steps", type=int, default=3000, help="samples of the stream (default 3000)"
+        "--steps", type=int, default=24_400, help="samples of the stream (default 24400)"
     )
     add_common_arguments(parser)
     parser.set_defaults(run=later("demo", "run_demo_command"))

@@ -1,5 +1,5 @@
-"""The demo: memory against the length of a sequence, and a torch GRU that learns from a stream
-online, compared with torch BPTT.
+"""The demo: memory against the length of a sequence, and a torch GRU that learns online, from a
+stream, to remember a cue, next to torch BPTT.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import copy
 import json
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -32,7 +32,8 @@ from etrace_bridge.rules import make_rule
 from etrace_bridge.schedule.chunk_plan import trace_bytes
 from etrace_bridge.step.program import make_program
 
-_BATCH, _HIDDEN, _TAPS, _WINDOW, _RATE = 16, 32, 6, 16, 0.05
+_BATCH, _HIDDEN, _DELAY, _RATE, _CLIP = 16, 32, 60, 0.01, 0.3
+_WINDOWS = (13, _DELAY + 1)  # of torch: as much memory as the trace; from the cue to the question
 # Other work on the machine does not count as a way's own. Windows counts in ticks of 16 ms.
 _FINE = time.get_clock_info("process_time").resolution < 1e-4
 _clock = time.process_time if _FINE else time.perf_counter
@@ -44,13 +45,19 @@ Now your model, from a file with a function `make_model` that returns it (8: bat
   python -m etrace_bridge train my_model.py:make_model --data data.npz"""
 
 
-class Filter(nn.Module):
-    """A GRU that receives a signal and predicts what comes out of a channel."""
+class Listener(nn.Module):
+    """A GRU that answers yes or no. Its update gates start so that its units remember for different
+    times, the longest for twice the delay, or nothing would be left of the cue.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.gru = nn.GRU(1, _HIDDEN)
+        self.gru = nn.GRU(3, _HIDDEN)
         self.readout = nn.Linear(_HIDDEN, 1)
+        with torch.no_grad():
+            times = torch.linspace(1.0, 2.0 * _DELAY, _HIDDEN)
+            _, update, _ = cast(torch.Tensor, self.gru.bias_ih_l0).chunk(3)
+            update += times.log()
 
     def forward(
         self, x: torch.Tensor, state: torch.Tensor | None = None
@@ -65,15 +72,17 @@ class Run:
 
     Attributes:
         name: what it is called.
-        errors: squared error of every sample, before its update.
-        seconds: processor time of every sample but the first, which compiles.
         memory: bytes that it keeps of the past.
+        step: learns from one sample; returns the output.
+        right: share of right answers to each question, before the update by it.
+        seconds: processor time of every sample but the first ones, which compile.
     """
 
     name: str
-    errors: list[float] = field(default_factory=list)
+    memory: int
+    step: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+    right: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    memory: int = 0
 
 
 def run_demo_command(args: argparse.Namespace) -> int:
@@ -90,13 +99,13 @@ def run_demo_command(args: argparse.Namespace) -> int:
 
 
 def run_demo(
-    folder: str | Path = "demo-report", steps: int = 3000, console: Console | None = None
+    folder: str | Path = "demo-report", steps: int = 24_400, console: Console | None = None
 ) -> Path:
     """Run the demo and write its report.
 
     Args:
         folder: where the report goes.
-        steps: samples of the stream; the channel changes half-way.
+        steps: samples of the stream.
         console: where to print.
 
     Returns:
@@ -104,10 +113,10 @@ def run_demo(
     """
     console = console or Console()
     torch.manual_seed(0)
-    model = Filter()
+    model = Listener()
     net = wrap(model)
     net.init_state(batch_size=_BATCH)
-    graph = compile_etrace_graph(net, to_jax(torch.zeros(_BATCH, 1)))
+    graph = compile_etrace_graph(net, to_jax(torch.zeros(_BATCH, 3)))
 
     console.rule("1. memory against the length of the sequence")
     memory = memory_by_length(model, graph)
@@ -117,20 +126,22 @@ def run_demo(
     console.print(graph.report(), highlight=False, soft_wrap=True)
 
     console.rule("3. its online gradients, next to torch BPTT")
-    xs, targets = (torch.stack(part) for part in zip(*channel(24, 24, batch=4), strict=True))
-    comparison = check_gradients(
-        model, xs, targets, nn.functional.mse_loss, ["rtrl", "d_rtrl"], chunk=4
-    )
+    samples = list(cued_stream(_DELAY + 1))
+    xs = torch.stack([x for x, _ in samples])
+    targets = torch.stack([y for _, y in samples if y is not None] * len(samples))
+    asked = torch.tensor([y is not None for _, y in samples])
+    comparison = check_gradients(model, xs, targets, _loss, ["rtrl", "d_rtrl"], chunk=4, mask=asked)
     console.print(str(comparison), highlight=False, soft_wrap=True)
 
-    console.rule("4. learning from a stream that changes half-way, one sample at a time")
-    runs, power = learn_from_stream(model, graph, steps, console)
-    console.print(_stream_table(runs, power, steps))
+    console.rule("4. learning from an endless stream, one sample at a time")
+    console.print(_TASK, highlight=False)
+    runs = learn_from_stream(model, graph, steps, console)
+    console.print(_stream_table(runs))
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    table = ([_COLUMNS, *(_cells(run, power, steps) for run in runs)], _CAPTION)
-    curves = {run.name: explained(run, power, max(steps // 30, 1)) for run in runs}
-    page = write_report(target, graph, comparison, memory, curves, table, _YOURS)
+    table = ([_COLUMNS, *map(_cells, runs)], _CAPTION)
+    curves = {run.name: smoothed(run.right) for run in runs}
+    page = write_report(target, graph, comparison, memory, (_TASK, curves), table, _YOURS)
     console.print(f"\nThe report: [bold]{page}[/bold]\n")
     console.print(_YOURS, highlight=False, soft_wrap=True)
     return page
@@ -145,7 +156,7 @@ def memory_by_length(model: nn.Module, graph: ETraceGraph) -> dict[int, tuple[in
     The longest ones are scaled up from the last that was measured.
     """
     trace = trace_of(graph)
-    saved = {n: saved_bytes(model, torch.zeros(n, _BATCH, 1)) for n in _MEASURED}
+    saved = {n: saved_bytes(model, torch.zeros(n, _BATCH, 3)) for n in _MEASURED}
     last = _MEASURED[-1]
     saved |= {n: saved[last] * n // last for n in _SCALED}
     return {n: (trace, size) for n, size in saved.items()}
@@ -186,100 +197,106 @@ def _memory_table(memory: dict[int, tuple[int, int]]) -> Table:
 # -- the stream -----------------------------------------------------------------------------------
 
 
-def channel(
-    steps: int, change_at: int, batch: int = 1
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield samples that go into a channel with an echo and come out of it; the echo changes its
-    sign.
+def cued_stream(steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Yield inputs, and answers where there is a question: a cue of 1 or -1, then noise, then a
+    question, whose answer is whether the cue was 1.
     """
     made = torch.Generator().manual_seed(1)
-    past, response = torch.zeros(batch, _TAPS), 0.7 ** torch.arange(_TAPS)
     for n in range(steps):
-        past = torch.cat([torch.randn(batch, 1, generator=made), past[:, :-1]], 1)
-        sign = torch.full((_TAPS,), 1.0 if n < change_at else -1.0)
-        sign[0] = 1.0
-        yield past[:, :1], torch.tanh(0.5 * (past @ (sign * response)))[:, None]
+        place = n % (_DELAY + 1)
+        if place == 0:
+            cue = torch.randint(0, 2, (_BATCH, 1), generator=made).float()
+        x = torch.zeros(_BATCH, 3)
+        x[:, 1] = 0.5 * torch.randn(_BATCH, generator=made)
+        if place == 0:
+            x[:, :1] = 2 * cue - 1
+        x[:, 2] = float(place == _DELAY)
+        yield x, cue if place == _DELAY else None
 
 
 class WindowedBPTT:
-    """Updates a torch model for each sample, by BPTT through a window of the last samples."""
+    """Updates a torch model at each question, by BPTT through a window of the last samples."""
 
-    def __init__(self, model: Filter) -> None:
+    def __init__(self, model: nn.Module, window: int) -> None:
         self._model = model
-        self._optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
-        self._past: deque = deque(maxlen=_WINDOW)  # inputs, and the state before each
-        self._state = torch.zeros(1, 1, _HIDDEN)
+        self._optimizer = torch.optim.Adam(model.parameters(), lr=_RATE)
+        self._past: deque = deque(maxlen=window)  # inputs, and the state before each
+        self._state = torch.zeros(1, _BATCH, _HIDDEN)
 
-    def step(self, x: torch.Tensor, y: torch.Tensor) -> float:
+    def step(self, x: torch.Tensor, y: torch.Tensor | None) -> torch.Tensor:
         """Learn from one sample."""
         self._past.append((x, self._state))
-        outputs, _ = self._model(torch.stack([each for each, _ in self._past]), self._past[0][1])
-        loss = nn.functional.mse_loss(outputs[-1], y)
-        self._optimizer.zero_grad()
-        loss.backward()
-        self._optimizer.step()
         with torch.no_grad():
-            self._state = self._model(x[None], self._state)[1]
-        return loss.item()
+            output, self._state = self._model(x[None], self._state)
+        if y is not None:
+            outputs, _ = self._model(torch.stack([x for x, _ in self._past]), self._past[0][1])
+            self._optimizer.zero_grad()
+            _loss(outputs[-1], y).backward()
+            nn.utils.clip_grad_norm_(self._model.parameters(), _CLIP)
+            self._optimizer.step()
+        return output[0]
 
 
 def learn_from_stream(
-    model: Filter, graph: ETraceGraph, steps: int, console: Console
-) -> tuple[list[Run], list[float]]:
-    """Learn both ways, sample by sample in turn, so that other work on the machine affects both;
-    return the runs and the power of the output.
-    """
-    windowed = WindowedBPTT(copy.deepcopy(model))
-    optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
-    learner = OnlineLearner(model, "d_rtrl", nn.functional.mse_loss, optimizer)
-    runs = [Run("online, d_rtrl"), Run(f"torch BPTT, window {_WINDOW}")]
-    window = torch.zeros(_WINDOW, 1, 1)
-    runs[0].memory, runs[1].memory = trace_of(graph) // _BATCH, saved_bytes(model, window)
-    calls, power = (lambda x, y: cast(float, learner.step(x, y).loss), windowed.step), []
-    samples = track(channel(steps, steps // 2), "stream", steps, console=console)
-    for n, (x, y) in enumerate(samples):
-        power.append(float(y**2))
-        for run, call in zip(runs, calls, strict=True):
+    model: nn.Module, graph: ETraceGraph, steps: int, console: Console
+) -> list[Run]:
+    """Learn each way, sample by sample in turn, so that other work on the machine affects all."""
+    runs = []
+    for window in _WINDOWS:
+        other = WindowedBPTT(copy.deepcopy(model), window)
+        saved = saved_bytes(model, torch.zeros(window, _BATCH, 3))
+        runs.append(Run(f"torch BPTT, window {window}", saved, other.step))
+    optimizer = torch.optim.Adam(model.parameters(), lr=_RATE)
+    learner = OnlineLearner(model, "d_rtrl", _loss, optimizer, clip_norm=_CLIP)
+    online = lambda x, y: cast(torch.Tensor, learner.step(x, y).output)
+    runs.insert(0, Run("online, d_rtrl", trace_of(graph), online))
+    for n, (x, y) in enumerate(track(cued_stream(steps), "stream", steps, console=console)):
+        for run in runs:
             begin = _clock()
-            run.errors.append(call(x, y))
-            if n:
+            output = run.step(x, y)
+            if n > _DELAY:  # both kinds of steps are compiled
                 run.seconds.append(_clock() - begin)
-    return runs, power
+            if y is not None:
+                run.right.append(float(((output > 0) == (y > 0)).float().mean()))
+    return runs
 
 
-def explained(run: Run, power: list[float], window: int) -> np.ndarray:
-    """Return the part of the output's power that is predicted, over the last `window` samples; NaN
-    for the first samples.
-    """
-    ones = np.ones(min(window, len(power)))
-    found = 1 - np.convolve(run.errors, ones, "valid") / np.convolve(power, ones, "valid")
-    return np.concatenate([np.full(len(ones) - 1, np.nan), found])
+def smoothed(right: list[float], window: int = 20) -> np.ndarray:
+    """Return the mean of the last answers at each question; NaN for the first ones."""
+    ones = np.ones(max(min(window, len(right)), 1))
+    means = np.convolve(right or [np.nan], ones / len(ones), "valid")
+    return np.concatenate([np.full(len(ones) - 1, np.nan), means])
 
 
-_COLUMNS = ("", "explained before the change", "at the end", "a sample, with update", "kept")
+_COLUMNS = ("", "right answers at first", "at the end", "a sample, with updates", "kept")
 
 
-def _cells(run: Run, power: list[float], steps: int) -> tuple[str, ...]:
-    half, window = steps // 2, max(steps // 15, 1)
-    before = explained(Run("", run.errors[:half]), power[:half], window)[-1] if half else np.nan
-    after = explained(run, power, window)[-1]
-    each = np.median(run.seconds) if run.seconds else np.nan
+def _cells(run: Run) -> tuple[str, ...]:
+    means = smoothed(run.right)
+    first, last = means[np.isfinite(means)][[0, -1]] if run.right else (np.nan, np.nan)
+    each = np.mean(run.seconds) if run.seconds else np.nan
     return (
-        run.name, f"{before:.3f}", f"{after:.3f}", f"{1e3 * each:.2f} ms", f"{run.memory / 1e3:,.0f} kB",
+        run.name, f"{first:.0%}", f"{last:.0%}", f"{1e3 * each:.2f} ms", f"{run.memory / 1e3:,.0f} kB",
     )  # fmt: skip
 
 
-def _stream_table(runs: list[Run], power: list[float], steps: int) -> Table:
+def _stream_table(runs: list[Run]) -> Table:
     table = Table(caption=_CAPTION)
     for n, column in enumerate(_COLUMNS):
         table.add_column(column, justify="right" if n else "left")
     for run in runs:
-        table.add_row(*_cells(run, power, steps))
+        table.add_row(*_cells(run))
     return table
 
 
+_loss = nn.functional.binary_cross_entropy_with_logits
+_TASK = (
+    f"A cue, 1 or -1, then {_DELAY} samples of noise, then a question: which cue was it? The stream "
+    "goes on with the next cue and is never cut."
+)
 _CAPTION = (
-    "explained: part of the output's power that is predicted before each update. Times are medians "
-    f"{'of processor time, ' if _FINE else ''}taken in turn. kept: the trace, or what torch saves for "
-    "its window. Online, credit reaches back without a window."
+    f"Right answers: of the first and the last 20 questions, before the update; guessing gives 50%. "
+    f"Times are means {'of processor time, ' if _FINE else ''}taken in turn. kept: the trace, or what "
+    f"torch saves for its window. A window that does not reach the cue, {_DELAY} samples ago, cannot "
+    "learn; one that does needs memory that grows with the delay. The trace does not grow."
 )

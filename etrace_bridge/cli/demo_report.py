@@ -20,7 +20,7 @@ def write_report(
     graph: ETraceGraph,
     comparison: Any,
     memory: dict[int, tuple[int, int]],
-    curves: dict[str, np.ndarray],
+    stream: tuple[str, dict[str, np.ndarray]],
     table: tuple[Sequence[Sequence[str]], str],
     closing: str,
 ) -> Path:
@@ -31,7 +31,7 @@ def write_report(
         graph: the compiled graph.
         comparison: what `check_gradients` returned.
         memory: bytes of the trace and of what torch saves, by number of steps.
-        curves: by name, the explained part along the stream.
+        stream: what the task is; by name, the share of right answers along the stream.
         table: header and rows of the results, and what its columns mean.
         closing: how to go on.
 
@@ -40,15 +40,14 @@ def write_report(
     """
     plot_graph(graph, folder / "graph.svg")
     picture = (folder / "graph.svg").read_text(encoding="utf-8")
-    (header, *cells), caption = table
+    (task, curves), ((header, *cells), caption) = stream, table
     rows = "".join(_html_row(row, "td") for row in cells)
     body = [
         "<h1>A torch GRU, trained online</h1>",
         f"<h2>Memory against the length of the sequence</h2>{_memory_picture(memory)}",
-        "<h2>A stream that changes half-way</h2><p>A signal passes through a channel with an echo, "
-        "and the GRU learns what comes out, one sample at a time. It was trained twice from the "
-        "same weights: online by D-RTRL, and by torch's backpropagation through a window of the "
-        f"last samples.</p>{_stream_picture(curves)}"
+        f"<h2>An endless stream</h2><p>{task} The GRU was trained several times from the same "
+        "weights: online by D-RTRL, and by torch's backpropagation through a window of the last "
+        f"samples.</p>{_stream_picture(curves)}"
         f"<table>{_html_row(header, 'th')}{rows}</table><p><small>{caption}</small></p>",
         f"<h2>Gradients next to torch BPTT</h2><pre>{html.escape(str(comparison))}</pre>",
         "<h2>What the compiler "
@@ -86,8 +85,8 @@ def _stream_picture(curves: dict[str, np.ndarray]) -> str:
     figure, axes = _new_figure()
     for name, curve in curves.items():
         axes.plot(curve, label=name)
-    axes.set(xlabel="sample", ylabel="explained", ylim=(-1.0, 1.05))
-    return _as_image(figure, axes, "explained part along the stream")
+    axes.set(xlabel="question", ylabel="right answers", ylim=(0.3, 1.05))
+    return _as_image(figure, axes, "right answers along the stream")
 
 
 def _new_figure() -> tuple[Any, Any]:

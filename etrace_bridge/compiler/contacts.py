@@ -58,6 +58,13 @@ class ContactForm:
         return "".join(c for c in self.view if c not in self.out)
 
     @property
+    def row(self) -> str:
+        """The output letter that counts batch elements where a step keeps them apart: the first
+        one longer than one.
+        """
+        return next((c for c in self.out if self.sizes[c] > 1), self.out[:1])
+
+    @property
     def trace_out(self) -> str:
         """The output's letters in the trace's order: those that the features share come first."""
         shared = [c for c in self.out if c in self.feature]

@@ -10,7 +10,9 @@ def source_line(eqn: JaxprEqn) -> str:
     return user_line(
         eqn,
         skip=(
+            "/brainevent/",
             "/brainstate/",
+            "/braintrace/",
             "/saiunit/",
             "/torch/",
             "/torch2jax/",

@@ -5,6 +5,8 @@ not mix.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from etrace_bridge.frontend.examples import (
     with_sample_changed,
 )
 from etrace_bridge.frontend.injector import native_call
+from etrace_bridge.frontend.later_steps import CountedCalls, first_uneven_length
 from etrace_bridge.frontend.layout import repeat_in_time, unused_length
 from etrace_bridge.frontend.plan import StepPlan
 from etrace_bridge.frontend.recorder import Recorder, call_root
@@ -37,9 +40,15 @@ def check_chaining(model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple
     for module in model.modules():
         if not isinstance(module, nn.modules.batchnorm._NormBase):
             module.training = False
+    error = messages.not_chained(
+        type(model).__name__, [".".join(leaf.path) for leaf in plan.leaves]
+    )
+    longer = _uneven_length(model, inputs, plan, given)
+    if longer is not None and not _WholeAndSteps(model, inputs, plan, given, 1.0, longer).agree():
+        raise error
     proven = False
     for scale in (1.0, 5.0, 30.0):  # a spiking model that is silent agrees with everything
-        pair = _WholeAndSteps(model, inputs, plan, given, scale)
+        pair = _WholeAndSteps(model, inputs, plan, given, scale, unused_length(inputs))
         if not pair.agree():
             break
         proven = proven or pair.last_steps_tell
@@ -48,7 +57,21 @@ def check_chaining(model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple
     else:
         if proven:
             return
-    raise messages.not_chained(type(model).__name__, [".".join(leaf.path) for leaf in plan.leaves])
+    raise error
+
+
+def _uneven_length(
+    model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple | None
+) -> int | None:
+    """Return a length of sequences for which `forward` seems to do more than for shorter ones."""
+
+    def count(length: int) -> Counter[Any]:
+        sequences = repeat_in_time(inputs, plan.layout, length)
+        with torch.no_grad(), CountedCalls() as calls:
+            call_root(model, plan, given, sequences, Recorder())
+        return calls.counts
+
+    return first_uneven_length(count, unused_length(inputs))
 
 
 class _WholeAndSteps:
@@ -61,10 +84,16 @@ class _WholeAndSteps:
     """
 
     def __init__(
-        self, model: nn.Module, inputs: tuple, plan: StepPlan, given: tuple | None, scale: float
+        self,
+        model: nn.Module,
+        inputs: tuple,
+        plan: StepPlan,
+        given: tuple | None,
+        scale: float,
+        length: int,
     ) -> None:
         self.model, self.plan = model, plan
-        length, axis = unused_length(inputs), 1 if plan.layout == "batch_first" else 0
+        axis = 1 if plan.layout == "batch_first" else 0
         self.steps = [
             scaled(tuple(random_like(x, t) for x in inputs), scale) for t in range(length)
         ]

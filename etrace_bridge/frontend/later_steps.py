@@ -58,6 +58,30 @@ def first_unlike_step(step: Callable[[], Any]) -> int | None:
     return None
 
 
+def first_uneven_length(count: Callable[[int], Counter[Any]], length: int) -> int | None:
+    """Return the first length of a sequence at which the counts of calls have not grown by what
+    they grow after `length`, as they do where all steps are alike; None if there is none, or if
+    `forward` does not take such lengths.
+
+    Uneven counts prove nothing (a loop may write a log now and then); they say where to look.
+    """
+
+    def is_uneven(steps: int) -> bool:
+        now = count(steps)
+        return any(
+            now[call] != first[call] + (steps - length) * (second[call] - first[call])
+            for call in {*now, *first, *second}
+        )
+
+    try:
+        first, second = count(length), count(length + 1)
+        if not is_uneven(MANY_STEPS):
+            return None
+        return next(steps for steps in range(length + 2, MANY_STEPS + 1) if is_uneven(steps))
+    except Exception:  # a table of positions, say, that ends before
+        return None
+
+
 def after_very_many(now: Any, later: Any) -> Any:
     """Return what counters would be after very many steps, from two values in a row: some models
     behave differently only then.

@@ -23,6 +23,8 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
+from etrace_bridge._tables import in_notebook
+
 try:
     import resource
 except ImportError:  # Windows
@@ -223,8 +225,7 @@ class NotebookLine(PlainLog):
 
 def notebook_display() -> Any:
     """Return the `display` function of the notebook that this runs in; None elsewhere."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    if shell is None or not hasattr(shell, "kernel"):
+    if not in_notebook():
         return None
     from IPython.display import display  # pyright: ignore[reportMissingImports]
 

@@ -180,9 +180,10 @@ class Store:
 
     @cached_property
     def float_dtype(self) -> Any:
-        """The dtype of the model's parameters; None if they differ."""
+        """The dtype of the model's parameters in the steps; None if they differ."""
         states = self.net.states(brainstate.ParamState).values()
-        dtypes = {x.dtype for s in states for x in jax.tree.leaves(s.value)}
+        # as JAX computes: in 32-bit mode NumPy's float64 is float32
+        dtypes = {jnp.result_type(x) for s in states for x in jax.tree.leaves(s.value)}
         return dtypes.pop() if len(dtypes) == 1 else None
 
     # -- compiled steps ---------------------------------------------------------------------------

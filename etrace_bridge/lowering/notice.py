@@ -1,7 +1,7 @@
-"""A line on the terminal while something compiles.
+"""A line on the terminal, or in a notebook, while something compiles.
 
 The line comes after half a second, counts the seconds, and disappears when the work is done. It is
-written to `sys.stderr`, only if that is a terminal, and by the first process only.
+written to `sys.stderr`, only where somebody sees it at once, and by the first process only.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from functools import wraps
 from typing import Any
 
 import jax
+
+from etrace_bridge._tables import in_notebook
 
 COMPILING = "compiling …"
 DELAY, EVERY = 0.5, 0.5  # seconds before the line comes, and between two drawings
@@ -36,7 +38,7 @@ class _Line:
         """Work begins; if other work is open already, its text stays."""
         with self._lock:
             self._open += 1
-            if self._open > 1 or not _is_terminal():
+            if self._open > 1 or not _is_seen():
                 return
             now = time.monotonic()
             if now - self._ended > DELAY:  # otherwise it continues the line that has just ended
@@ -78,10 +80,10 @@ class _Line:
 _LINE = _Line()
 
 
-def _is_terminal() -> bool:
+def _is_seen() -> bool:
     """Return whether somebody can see the line, and no other process shows it."""
     try:
-        seen = sys.stderr.isatty()
+        seen = sys.stderr.isatty() or in_notebook()
     except (AttributeError, ValueError):  # None, or closed
         return False
     return seen and not (jax.distributed.is_initialized() and jax.process_index())

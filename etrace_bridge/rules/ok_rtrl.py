@@ -16,15 +16,17 @@ From the first m on with `k sigma_m <= s`, where `k = r + 1 - m` and `s = sigma_
 A'_j ⊗ u'_j` is the sum before, since `Q Q^T = 1 - z z^T` has the diagonal `k sigma_i / s`. No unbiased sum
 of r terms has a smaller variance. `sigma`, `Q` and `c` are those of each sum and batch element.
 
-Memory: r times KF-RTRL's. Time per step: r times its products, and eigenvectors of matrices of size
-r + 1. Exact in the mean, not for a single draw; rank 0 is not allowed.
+The singular vectors come from triangular factors, `L^T L = R^T R`. Eigenvectors of `L^T L` itself would
+keep half the digits, and which terms are mixed would hang on rounding.
+
+Memory: r times KF-RTRL's. Time per step: r times its products, and singular vectors of matrices of
+size r + 1. Exact in the mean, not for a single draw; rank 0 is not allowed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any, ClassVar
 
 import jax
@@ -34,7 +36,6 @@ import numpy as np
 from etrace_bridge._errors import InputError
 from etrace_bridge._jax_compat import common_dtype
 from etrace_bridge.rules.base import register_rule
-from etrace_bridge.rules.best_rank import singular_columns
 from etrace_bridge.rules.kf_rtrl import KFRTRL, Factors, find_sums
 from etrace_bridge.rules.noise import Draws, draw_key
 from etrace_bridge.step.influence import Influence
@@ -91,8 +92,7 @@ class OKRTRL(KFRTRL):
     def move(
         self, layout: Layout, summed: Sum, made: Influence, old: Factors, signs: jax.Array
     ) -> Factors:
-        # Gram matrices have the squares of what they are made of, so float32 at least
-        wide = lambda x: x.astype(common_dtype(x.dtype, jnp.float32))
+        wide = lambda x: x.astype(common_dtype(x.dtype, jnp.float32))  # as factorisations need it
         r, q, rows, signs = self.rank, self.rank + 1, layout.rows, wide(signs)
         if any(not _row_letter(layout, summed, piece) for piece in summed.pieces):
             rows, signs = 1, signs[:1]  # one row, or pieces that all rows share: mix them alike
@@ -102,8 +102,8 @@ class OKRTRL(KFRTRL):
         A = jnp.concatenate([moved, G]).reshape(q, layout.size, rows, -1)
         pairs = zip(old["u"], self.features(layout, summed, made), strict=True)
         u = [wide(jnp.concatenate([old, x[None]])).reshape(q, rows, -1) for old, x in pairs]
-        left = jnp.einsum("ineu,jneu->eij", A, A)
-        right = reduce(jnp.add, [jnp.einsum("ief,jef->eij", x, x) for x in u])
+        left = triangular_factor(jnp.moveaxis(A, 2, 0))
+        right = triangular_factor(jnp.moveaxis(jnp.concatenate(u, -1), 1, 0))
         X, Y = mixed_columns(left, right, signs)
         new = {
             "A": jnp.einsum("ineu,eij->jneu", A, X).reshape(old["A"].shape),
@@ -134,16 +134,17 @@ def mixed_columns(
     The mean is over the signs.
 
     Args:
-        left: `L^T L`, (…, r + 1, r + 1).
-        right: `Z^T Z`, the same.
+        left: the triangular factor of `L`, (…, r + 1, r + 1).
+        right: that of `Z`.
         signs: `c`, (…, r + 1).
     """
-    grams = (jnp.moveaxis(gram, (-2, -1), (0, 1)) for gram in (left, right))
-    found = singular_columns(*grams)  # Z Y is orthonormal, L X as long as sigma
-    X, Y = (jnp.moveaxis(x, (0, 1), (-2, -1)) for x in found)
-    X, Y = _with_signs(X, Y)
-    square = jnp.sum(X * (left @ X), -2)
-    sigma = jnp.sqrt(jnp.maximum(square, 0))
+    _, s, V = jnp.linalg.svd(right)
+    live = s > jnp.finfo(s.dtype).eps * s.shape[-1] * s[..., :1]
+    root = jnp.where(live, s, 0)[..., None] * V  # root^T root = Z^T Z
+    inverse = jnp.where(live, 1 / jnp.where(live, s, 1), 0)[..., None] * V
+    _, sigma, W = jnp.linalg.svd(left @ _transposed(root))
+    # Z Y is orthonormal, and the columns of L X are as long as sigma
+    X, Y = _with_signs(_transposed(W @ root), _transposed(W @ inverse))
     r = sigma.shape[-1] - 1
     column = jax.lax.broadcasted_iota(sigma.dtype, sigma.shape, sigma.ndim - 1)
     tails = jnp.cumsum(sigma[..., ::-1], -1)[..., ::-1]  # s, by m
@@ -162,10 +163,32 @@ def mixed_columns(
     return (X * scale[..., None, :]) @ Q, Y @ Q
 
 
+def triangular_factor(columns: jax.Array) -> jax.Array:
+    """Return `R` with `R^T R = L^T L` for the columns of `L`, by Gram and Schmidt.
+
+    Args:
+        columns: of every row, (rows, q, …).
+    """
+    q, rest, made = columns.shape[1], columns, []
+    for n in range(q):
+        first = rest[:, n]
+        length = jnp.sqrt(jnp.sum(first * first, range(1, first.ndim), keepdims=True))
+        unit = first / jnp.where(length > 0, length, 1)
+        along = jnp.einsum("e...,eq...->eq", unit, rest)
+        along = jnp.where(jnp.arange(q) >= n, along, 0)
+        rest = rest - jnp.einsum("eq,e...->eq...", along, unit)
+        made.append(along)
+    return jnp.stack(made, 1)
+
+
+def _transposed(x: jax.Array) -> jax.Array:
+    return jnp.swapaxes(x, -1, -2)
+
+
 def _with_signs(X: jax.Array, Y: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the columns with signs that rounding does not decide, as an eigenvector's are.
 
-    Terms that are orthogonal already have Gram matrices whose other elements are rounding errors.
+    Of terms that are orthogonal already, all but one element of a column are rounding errors.
     A sum of all elements of a column with unlike factors is far from zero.
     """
     factors = 1 / (jnp.arange(X.shape[-2], dtype=X.dtype) + 1.618)

@@ -180,7 +180,7 @@ def _has_rows(program: StepProgram, layout: Layout, steps: int) -> bool:
         not layout.untraced
         and (steps == 1 or not by_other)
         and all(
-            layout.rows == 1 or (f.sizes[f.out[0]] == layout.rows and f.out[0] not in f.view)
+            layout.rows == 1 or (f.sizes[f.row] == layout.rows and f.row not in f.view)
             for f in forms
         )
     )
@@ -191,7 +191,7 @@ def _at_view(layout: Layout, block: Block, made: Influence) -> jax.Array:
     form, x = block.form, made.data.get(block.contact.index)
     G = at_elements(block, [made.G[s.var] for s, _ in block.pieces])
     G = G.reshape(*G.shape[:2], *form.shape(form.trace_out))
-    row = form.out[0] if layout.rows > 1 else ""
+    row = form.row if layout.rows > 1 else ""
     if x is None:
         found = jnp.einsum(f"NK{form.trace_out}->{row}N{form.view}", G)
     else:

@@ -153,9 +153,9 @@ def _sets_at(family: Family, S: np.ndarray, summed: Sum, piece: Piece) -> tuple[
     Where all units have the same set, it is one set, and only the letter of the row.
     """
     form, rows = piece.part.form, family.rows
-    has_row = rows == 1 or form.sizes[form.out[0]] == rows
+    has_row = rows == 1 or form.sizes[form.row] == rows
     if has_row and (S[:1] == S).all():
-        return S[:1], "" if rows == 1 else form.out[0]
+        return S[:1], "" if rows == 1 else form.row
     return S[summed.unit[: len(summed.unit) // rows]], form.out
 
 

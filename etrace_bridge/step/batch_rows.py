@@ -33,20 +33,23 @@ Rows = dict[Var, np.ndarray]
 def independent_rows(program: StepProgram, sources: list[Var]) -> int:
     """Return the number of batch elements if the step never mixes them, else 1.
 
-    Hidden states and `sources` must have the batch first.
+    Hidden states must have the batch first, and `sources` too, but for axes of length one: torch's
+    layers give what stands before them a time axis.
 
     Args:
         program: the step.
         sources: outputs of contacts, whose influence on new states must stay in their row too.
     """
-    sizes = {leaf.invar.aval.shape[:1] for leaf in program.leaves} | {
-        v.aval.shape[:1] for v in sources
-    }
-    if len(sizes) != 1 or sizes == {()}:
+    sizes = {leaf.invar.aval.shape[:1] for leaf in program.leaves}
+    if len(sizes) != 1 or not sizes.isdisjoint({(), (1,)}):
         return 1
     (count,) = next(iter(sizes))
-    start = [*(leaf.invar for leaf in program.leaves), *sources]
-    rows: Rows = {v: _first_axis(v.aval.shape) for v in start}
+    if any([n for n in v.aval.shape if n > 1][:1] != [count] for v in sources):
+        return 1
+    rows: Rows = {leaf.invar: _first_axis(leaf.invar.aval.shape) for leaf in program.leaves}
+    for v in sources:
+        flat = np.repeat(np.arange(count), v.aval.size // count)
+        rows[v] = flat.reshape(v.aval.shape)
     for eqn in program.eqns:
         if not passes_derivative(eqn) or not any(v in rows for v in variables(eqn.invars)):
             continue

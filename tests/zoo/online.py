@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,9 +59,11 @@ class OnlineCase:
         ref: torch's run and gradients.
         module: the torch module.
         compiled: the compiled step.
+        prepare: what a rule's program goes through before it is run: compiled, or run in NumPy.
     """
 
     case: Case
+    prepare: Callable[[Callable], Any] = quick_jit
     ref: Reference = field(init=False)
     module: torch.nn.Module = field(init=False)
     compiled: CompiledStep = field(init=False)
@@ -97,7 +100,7 @@ class OnlineCase:
             done = run_chunk(rule, program, theta, Carry(hidden, other, trace), data, False, False)
             return done.grads, (done.carry.hidden, done.carry.other, done.carry.trace)
 
-        call = quick_jit(run)
+        call = self.prepare(run)
         carry, total = (hidden, other, rule.init(program)), None
         for at in range(0, STEPS, chunk):
             some = slice(at, at + chunk)
@@ -147,7 +150,7 @@ class OnlineCase:
                 program, theta, along, (hidden, other), zero_tangent(program), data, step_loss
             ).slopes
 
-        call = quick_jit(run)
+        call = self.prepare(run)
         return np.asarray(call(*self.compiled.read(), along, self.xs.numpy(), targets))
 
     def meter_error(self, rule: Rule | None = None) -> float:

@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from jax import lax
 
+from etrace_bridge.frontend.derivatives import replace_value
 from etrace_bridge.frontend.ops.arrays import expand_to, scalar
 from etrace_bridge.frontend.ops.convolution import Sizes, each
 from etrace_bridge.frontend.ops.dtypes import to_jax_dtype
 from etrace_bridge.frontend.ops.indexing import take_along
+from etrace_bridge.frontend.ops.ranges import require_range
 from etrace_bridge.frontend.ops.registry import implements
 from etrace_bridge.frontend.ops.shape import reshape, slice_dim
 
@@ -241,3 +243,25 @@ for _n in (1, 2, 3):
     _enter_average(_n)
     _enter_maximum(_n)
     _enter_adaptive(_n)
+
+
+# ---- maxima put back
+
+
+def _enter_unpooling(n: int) -> None:
+    def put_back(input: Any, indices: Any, output_size: Any, stride: Any = 0, pad: Any = 0) -> Any:
+        """Put values back to where their maxima were. Windows that overlap share maxima: one value
+        stays, and each gets the whole gradient, as in torch.
+        """
+        lead, size = np.shape(input)[:-n], math.prod(output_size)
+        require_range(indices, f"max_unpool{n}d", 0, size)
+        values, places = (jnp.reshape(a, (math.prod(lead), -1)) for a in (input, indices))
+        blank, rows = jnp.zeros((len(values), size), values.dtype), np.arange(len(values))[:, None]
+        at = blank.at[rows, places]
+        return jnp.reshape(replace_value(at.add(values), at.set(values)), (*lead, *output_size))
+
+    implements(f"aten::max_unpool{n}d")(put_back)
+
+
+for _n in (2, 3):
+    _enter_unpooling(_n)

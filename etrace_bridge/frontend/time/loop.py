@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from torch import nn
 from etrace_bridge._errors import BridgeError, NotSupportedError, StateError
 from etrace_bridge._jax_compat import module_scope
 from etrace_bridge.frontend.borders import to_jax, to_torch
+from etrace_bridge.frontend.later_steps import MANY_STEPS, CountedCalls, first_uneven_length
+from etrace_bridge.frontend.layout import repeat_in_time
 from etrace_bridge.frontend.names import NamedTensor, Path, to_path
 from etrace_bridge.frontend.ops.dtypes import to_jax_dtype
 from etrace_bridge.frontend.plan import StepPlan
@@ -28,7 +31,6 @@ from etrace_bridge.frontend.snapshot import restored
 from etrace_bridge.frontend.time.comparison import find_difference
 from etrace_bridge.frontend.time.cut import origin_of
 from etrace_bridge.frontend.time.graph import Graph, Node, evaluate, keys_of
-from etrace_bridge.frontend.time.longer import lengths_with_unlike_steps
 from etrace_bridge.frontend.time.reduction import divide_by_count, divisors, find_addends
 from etrace_bridge.frontend.time.rows import Reduced, Row, Value
 from etrace_bridge.frontend.time.sequences import Reader
@@ -131,10 +133,18 @@ class _Finder:
 
     def check_longer(self) -> None:
         """Raise if a longer sequence has steps that are not like the one that was found."""
-        lengths = lengths_with_unlike_steps(
-            self.model, self.inputs, self.plan, self.given, self.length
-        )
-        for length in lengths:
+
+        def count(length: int) -> Counter[Any]:
+            sequences = repeat_in_time(self.inputs, self.plan.layout, length)
+            with restored(self.model, values=False), torch.no_grad(), CountedCalls() as calls:
+                self.plan.call_from(self.model, sequences, self.given)
+            return calls.counts
+
+        unlike = first_uneven_length(count, self.length)
+        if unlike is None:
+            return
+        # The steps may differ near the end of a sequence or far from it
+        for length in (unlike + 1, min(2 * unlike + 2, MANY_STEPS)):
             with contextlib.suppress(TooShort):
                 _Finder(
                     self.model,
