@@ -36,6 +36,7 @@ from etrace_bridge.rules import (
     make_rule,
     rule_names,
 )
+from etrace_bridge.rules.feedback import feedback_matrix
 from etrace_bridge.schedule.chunk import run_chunk
 from etrace_bridge.schedule.chunk_plan import block_steps, working_bytes
 from etrace_bridge.step.exits import exit_cotangents, find_exits, linearise_exits
@@ -54,6 +55,7 @@ from oracle import (
 )
 from quick_jit import quick_jit
 from share import in_turn
+from strict import promotion
 
 T, K = 6, 3
 
@@ -122,6 +124,12 @@ def two_readings(p, s, x):
     return {"h": h}, jnp.concatenate([h, h**2, h.mean(-1, keepdims=True)], axis=-1)
 
 
+def two_outputs(p, s, x):
+    """Two states of one group, both of them read by an output, and one by two."""
+    new, output = rotation(p, s, x)
+    return new, (output, new["im"] @ p["c_two"])
+
+
 DIAGONAL = {
     "min_gru": (min_gru, ("h",), {"w_z": (I, H), "b_z": (H,), "w_h": (I, H), "w_out": (H, 2)}),
     "rotation": (
@@ -131,7 +139,10 @@ DIAGONAL = {
     ),
     "leaky": (leaky, ("h",), {"w": (I, H), "b": (H,), "w_out": (H, 2)}),
 }
-OWN = DIAGONAL | {"two_readings": (two_readings, ("h",), {"w": (I, H)})}
+OWN = DIAGONAL | {
+    "two_readings": (two_readings, ("h",), {"w": (I, H)}),
+    "two_outputs": (two_outputs, ("re", "im"), DIAGONAL["rotation"][2] | {"c_two": (H, 3)}),
+}
 
 
 def graph_of(name: str) -> ETraceGraph:
@@ -650,6 +661,55 @@ def test_exits_carry_all_credit_of_the_core(name):
     assert_close(found, expected, 1e-12)
 
 
+@pytest.mark.parametrize("feedback", ["symmetric", "random"])
+def test_eprop_filters_every_exit_of_a_group(feedback):
+    """Nothing mixes positions here, so an eligibility is the exit's derivative: the rule is that of
+    filtered states that meet fixed signals.
+    """
+    rule = EProp(kappa=0.6, feedback=feedback, seed=3 if feedback == "random" else 0)
+    c = case("two_outputs")
+    names = [path[-1] for path in c.graph.module_info.weight_path_to_invars]
+    leaves = [leaf.path[-1] for leaf in c.program.leaves]
+    matrices = rule.feedback_matrices(c.program) if feedback == "random" else {}
+    group = c.program.groups[0]
+    drawn = {
+        (path[-1], n): F
+        for path, var in zip(group.hidden_paths, group.hidden_outvars, strict=True)
+        for (exit_, n), F in matrices.items()
+        if exit_ is var
+    }
+    assert len(drawn) == (4 if feedback == "random" else 0)
+
+    def read(p, s):
+        return s["re"] @ p["c_re"] - s["im"] @ p["c_im"], s["im"] @ p["c_two"]
+
+    def signal(p, s, target):
+        if feedback == "symmetric":
+            return jax.grad(lambda s: loss_of(read(p, s), target))(s)
+        errors = jax.grad(lambda ys: loss_of(ys, target))(read(p, s))
+        return {name: sum(errors[n] @ drawn[name, n] for n in range(2)) for name in s}
+
+    def objective(weights):
+        p, s = (
+            dict(zip(names, weights, strict=True)),
+            dict(zip(leaves, c.values.hidden, strict=True)),
+        )
+        filtered, total = jax.tree.map(jnp.zeros_like, s), 0.0
+        for x, target in zip(c.xs[0], c.targets, strict=True):
+            s, _ = rotation(p, s, x)
+            filtered = {name: 0.6 * filtered[name] + s[name] for name in s}
+            fixed = jax.lax.stop_gradient((p, s))
+            L = jax.lax.stop_gradient(signal(*fixed, target))
+            total += sum(jnp.sum(L[name] * filtered[name]) for name in s)
+            total += loss_of(read(p, fixed[1]), target)
+        return total
+
+    with promotion(implicit=True):  # the model's own code
+        expected = jax.grad(objective)(c.values.weights)
+    assert_live(expected)
+    assert_close(run("two_outputs", rule, 2).grads, expected, 1e-10)
+
+
 # -- options --------------------------------------------------------------------------------------
 
 
@@ -680,6 +740,35 @@ def test_a_seed_without_random_matrices_is_refused():
     with pytest.raises(InputError, match="`three_factor` has no option 'seed'"):
         make_rule("three_factor:seed=3")
     assert make_rule("eprop:seed=3:feedback=random").seed == 3
+
+
+@pytest.mark.parametrize(
+    ("output", "inside", "shape"),
+    [((3, 50), (3, 8, 50), (50, 400)), ((3, 50), (400,), (150, 400)), ((40,), (10, 30), (40, 300))],
+)
+def test_random_feedback_keeps_the_size_of_an_error(output, inside, shape):
+    """Entries of variance 1 / outputs, the same for all batch elements where both have a batch."""
+    matrix = np.asarray(feedback_matrix(np.random.default_rng(0), output, inside))
+    assert matrix.shape == shape
+    assert abs(matrix.mean()) < 0.02 * matrix.std()
+    assert matrix.std() == pytest.approx(shape[0] ** -0.5, rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["rflo", "eprop:feedback=random", "decolle"])
+def test_another_seed_draws_other_matrices(name):
+    program = case("encoder_readout").program
+    one, same, other = (make_rule(f"{name}:seed={seed}") for seed in (1, 1, 2))
+
+    def drawn(rule):
+        if name == "rflo":
+            return rule.matrices(program.groups, {0: program.out_vars[0].aval.shape})
+        return rule.readouts(program) if name == "decolle" else rule.feedback_matrices(program)
+
+    first = list(drawn(one).values())
+    assert first
+    assert_close(first, list(drawn(same).values()), 0)
+    for a, b in zip(first, drawn(other).values(), strict=True):
+        assert np.abs(a - b).max() > 0.1
 
 
 def test_decolle_has_no_feedback_without_local_losses():
