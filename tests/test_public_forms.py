@@ -902,3 +902,29 @@ def test_a_look_ahead_behind_a_loop_is_named_by_its_own_line() -> None:
     net = eb.wrap(Normalised())
     with pytest.raises(eb.NotSupportedError, match=rf"later inputs.*test_public_forms\.py:{line}"):
         net.init_state(batch_size=B)
+
+
+class ConvolvedThenCentred(nn.Module):
+    """A causal convolution, a loop, and then the mean over time taken away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(IN, H, 4, padding=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        u = self.conv(x.mT)[..., : x.shape[1]].mT
+        h, ys = u.new_zeros(u.shape[0], H), []
+        for t in range(u.shape[1]):
+            h = 0.9 * h + u[:, t]
+            ys.append(h)
+        y = torch.stack(ys, 1)
+        return y - y.mean(1, keepdim=True)  # this is the line
+
+
+def test_a_causal_convolution_is_not_named_for_a_look_ahead_behind_it() -> None:
+    source = Path(__file__).read_text().split("\n")
+    line = next(i for i, text in enumerate(source, 1) if text.endswith("# this is the line"))
+    net = eb.wrap(ConvolvedThenCentred())
+    with pytest.raises(eb.NotSupportedError, match=rf"later inputs.*test_public_forms\.py:{line}"):
+        net.init_state(batch_size=B)
+        net(torch.zeros(B, IN))

@@ -58,9 +58,11 @@ def apply_rule(tracer: Tracer, rule: registry.OpRule, args: tuple, kwargs: dict)
     if not torch.is_grad_enabled() and not tracer.inside_function:
         result = jax.tree.map(_stop_gradient, result)
     source = tracer.find(args[0]) if args and isinstance(args[0], torch.Tensor) else None
-    if source is not None and rule.may_return_input and result is source.value:
+    may_copy = rule.may_copy is not None and source is not None and source.base is not None
+    if source is not None and rule.may_return_input and result is source.value and not may_copy:
         return args[0]
-    if source is not None and rule.view:
+    copied = rule.copies is not None and rule.copies(*values, **named)
+    if source is not None and rule.view and not copied:
         return _wrap_views(rule, source, values, named, result, origin)
     return _wrap(result, origin)
 
@@ -133,6 +135,7 @@ def _wrap_views(
         result,
         base=source,
         view=lambda v: rule.rule(v, *rest, **named),
+        may_copy=rule.may_copy,
         origin=origin,
         differentiable=source.differentiable,
     )

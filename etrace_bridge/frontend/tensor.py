@@ -5,7 +5,7 @@ and in-place writes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,13 @@ import torch
 import torch2jax
 
 from etrace_bridge.frontend.ops.dtypes import to_torch_dtype
-from etrace_bridge.frontend.views import distinct, read_positions, write_numbers, write_positions
+from etrace_bridge.frontend.views import (
+    distinct,
+    needs_copy,
+    read_positions,
+    write_numbers,
+    write_positions,
+)
 
 ViewFunction = Callable[[Any], Any]
 STATE, INPUT = 1, 2
@@ -50,6 +56,7 @@ class TracedTensor(torch.Tensor, torch2jax.Torchish):
         *,
         base: TracedTensor | None = None,
         view: ViewFunction | None = None,
+        may_copy: str | None = None,
         origin: int = 0,
         differentiable: bool = True,
     ) -> None:
@@ -57,6 +64,7 @@ class TracedTensor(torch.Tensor, torch2jax.Torchish):
         self._version_seen = 0
         self._writes = 0
         self._view = view
+        self._may_copy = may_copy
         self.base = base
         self.origin = origin
         self.differentiable = differentiable and jnp.issubdtype(value.dtype, jnp.inexact)
@@ -71,9 +79,39 @@ class TracedTensor(torch.Tensor, torch2jax.Torchish):
             and self._view is not None
             and self._version_seen != self.root._writes
         ):
-            self._value = self._view(self.base.value)
-            self._version_seen = self.root._writes
+            self._part_from_copied()
+            if self.base is not None:
+                self._value = self._view(self.base.value)
+                self._version_seen = self.root._writes
         return self._value
+
+    def _part_from_copied(self) -> None:
+        """Let this view, and those that it is a view of, be tensors of their own where torch copied
+        the elements: that is asked when memory was written, since else it makes no difference.
+        """
+        if self.base is None:
+            return
+        self.base._part_from_copied()
+        if self._may_copy is not None and self._is_copied():
+            self.base = self._view = None
+            self._version_seen = 0
+        self._may_copy = None
+
+    def _is_copied(self) -> bool:
+        """Return whether torch copied this view's elements, by where they lie in memory."""
+        base = cast(TracedTensor, self.base)
+        root, shown = base.root._value, base._value
+        if jnp.iscomplexobj(root) != jnp.iscomplexobj(shown):  # every other number in memory
+            return self._may_copy == "contiguous"
+        with jax.ensure_compile_time_eval():
+            places = np.asarray(base._follow(jnp.arange(root.size).reshape(root.shape)))
+        first = (0,) * places.ndim
+        strides = [
+            int(places[(*first[:i], 1, *first[i + 1 :])] - places[first]) if size > 1 else 0
+            for i, size in enumerate(places.shape)
+        ]
+        wanted = None if self._may_copy == "contiguous" else self._value.shape
+        return needs_copy(strides, shown.shape, wanted)
 
     @property
     def root(self) -> TracedTensor:
@@ -87,6 +125,7 @@ class TracedTensor(torch.Tensor, torch2jax.Torchish):
         """Replace the value in place; through a view, write the positions that it shows into the
         owner of the memory.
         """
+        self._part_from_copied()
         root = self.root
         root.origin |= origin
         self.origin |= origin

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -56,6 +56,24 @@ def distinct(positions: np.ndarray) -> np.ndarray:
             "undefined, and torch refuses it as well. Call `.clone()` before the write."
         )
     return positions
+
+
+def needs_copy(
+    strides: Sequence[int], shape: tuple[int, ...], new_shape: tuple[int, ...] | None
+) -> bool:
+    """Return whether elements in memory must be copied to have a new shape, or without one to lie
+    one after the other.
+    """
+    if 0 in shape:
+        return False
+    laid_out = np.lib.stride_tricks.as_strided(np.empty(1, np.int8), shape, strides)
+    if new_shape is None:
+        return not laid_out.flags.c_contiguous
+    try:
+        laid_out.reshape(new_shape, copy=False)
+    except ValueError:
+        return True
+    return False
 
 
 def write_numbers(array: Any, view: Callable[[Any], Any], value: Any) -> Any:

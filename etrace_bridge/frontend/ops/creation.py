@@ -74,7 +74,8 @@ def scalar_tensor(s: Any, *, dtype: torch.dtype | None = None) -> Any:
     return full((), s, dtype or torch.get_default_dtype())
 
 
-@implements("tensor", "as_tensor", "asarray")
+@implements("tensor")
+@implements("as_tensor", may_return_input=True)
 def tensor(data: Any, dtype: torch.dtype | None = None, copy: bool | None = None) -> Any:
     """A tensor of numbers, nested lists, or 0-dim tensors in such lists."""
     if isinstance(data, (list, tuple)) and _has_arrays(data):
@@ -93,6 +94,13 @@ def tensor(data: Any, dtype: torch.dtype | None = None, copy: bool | None = None
         if values.ndim == 0
         else jnp.asarray(cast(values, dtype))
     )
+
+
+@implements("asarray", may_return_input=True)
+def asarray(obj: Any, dtype: torch.dtype | None = None, copy: bool | None = None) -> Any:
+    """A tensor of anything; the tensor itself where nothing changes and no copy is asked for."""
+    value = tensor(obj, dtype)
+    return lax.copy_p.bind(value) if copy and value is obj else value
 
 
 def _has_arrays(data: Any) -> bool:

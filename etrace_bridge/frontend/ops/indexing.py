@@ -109,7 +109,19 @@ def _numpy_index(x: Any, rest: list[Any]) -> tuple:
     return tuple(slice(None) if r is None else r for r in rest)
 
 
-@implements("getitem", view=True)
+def _gathers(input: Any, index: Any) -> bool:
+    """Return whether an index has a list, a mask or an array of places, so that the result is a
+    copy.
+    """
+    items = index if isinstance(index, tuple) else (index,)
+    return any(
+        isinstance(i, (bool, list, tuple, range))
+        or (hasattr(i, "dtype") and (np.ndim(i) > 0 or i.dtype == np.bool_))
+        for i in items
+    )
+
+
+@implements("getitem", view=True, copies=_gathers)
 def getitem(input: Any, index: Any) -> Any:
     """`input[index]`; a boolean mask must be a constant, because the size of the result depends on
     it.

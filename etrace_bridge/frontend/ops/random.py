@@ -42,7 +42,7 @@ def _drop(x: Any, p: float, shape: Any) -> Any:
     return select(_keep_mask(shape, p), scaled(x, 1 / (1 - p)), zeros_like(x))
 
 
-@implements("dropout")
+@implements("dropout", may_return_input=True)
 def dropout(
     input: Any,
     p: float = 0.5,
@@ -69,9 +69,9 @@ def _feature_dropout(batched_ndim: int | None) -> Callable:
 
 
 # torch's `dropout2d` takes any tensor as batched; the others accept one without a batch.
-implements("dropout1d")(_feature_dropout(3))
-implements("dropout2d", "feature_dropout")(_feature_dropout(None))
-implements("dropout3d")(_feature_dropout(5))
+implements("dropout1d", may_return_input=True)(_feature_dropout(3))
+implements("dropout2d", "feature_dropout", may_return_input=True)(_feature_dropout(None))
+implements("dropout3d", may_return_input=True)(_feature_dropout(5))
 
 
 def _alpha_drop(x: Any, p: float, shape: Any) -> Any:
@@ -95,7 +95,7 @@ def _enter_alpha(name: str, by_feature: bool) -> None:
         )
         return _alpha_drop(input, p, shape) if training else input
 
-    implements(name)(rule)
+    implements(name, may_return_input=True)(rule)
 
 
 _enter_alpha("alpha_dropout", False)

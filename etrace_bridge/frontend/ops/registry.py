@@ -38,6 +38,9 @@ class OpRule:
         inplace: The torch function writes its result into its first argument (`add_`, `__iadd__`,
             `__setitem__`).
         view: The result aliases the first argument in torch, so writes to one show in the other.
+        may_copy: A view that torch makes by a copy where the elements' places in memory demand it:
+            `"reshape"`, for another shape, or `"contiguous"`.
+        copies: Tells from the arguments that the result is a copy and no view.
         may_return_input: The torch function returns its first argument itself, not a copy, where
             nothing changes (`to`, `float`, `contiguous`). The rule then returns the same array
             object.
@@ -50,6 +53,8 @@ class OpRule:
     rule: Callable[..., Any]
     inplace: bool = False
     view: bool = False
+    may_copy: str | None = None
+    copies: Callable[..., bool] | None = None
     may_return_input: bool = False
     writes: tuple[str, ...] = ()
 
@@ -120,7 +125,12 @@ _OPERATORS = {
 
 
 def implements(
-    *names: str, view: bool = False, may_return_input: bool = False, writes: tuple[str, ...] = ()
+    *names: str,
+    view: bool = False,
+    may_copy: str | None = None,
+    copies: Callable[..., bool] | None = None,
+    may_return_input: bool = False,
+    writes: tuple[str, ...] = (),
 ) -> Callable[[Callable], Callable]:
     """Enter the decorated rule in the table under every name given; the rule itself is returned
     unchanged.
@@ -133,6 +143,8 @@ def implements(
                 _normalise_arguments(rule),
                 _is_inplace_name(name),
                 view,
+                may_copy,
+                copies,
                 may_return_input,
                 writes,
             )

@@ -29,7 +29,7 @@ def reshape(x: Any, shape: Sequence[int]) -> Any:
     return x if np.shape(x) == shape else lax.reshape(x, shape)
 
 
-@implements("view", "reshape", "_unsafe_view", view=True)
+@implements("view", "reshape", "_unsafe_view", view=True, may_copy="reshape")
 def view(input: Any, *shape: Any) -> Any:
     """Reinterpret the shape, or (with a dtype) the bits."""
     if shape and isinstance(shape[0], torch.dtype):
@@ -51,13 +51,13 @@ def _bitcast(x: Any, dtype: torch.dtype) -> Any:
     return y if y.ndim == x.ndim else lax.reshape(y, (*x.shape[:-1], x.shape[-1] * y.shape[-1]))
 
 
-@implements("view_as", "reshape_as", view=True)
+@implements("view_as", "reshape_as", view=True, may_copy="reshape")
 def view_as(input: Any, other: Any) -> Any:
     """Reshape one tensor to the shape of another."""
     return reshape(input, np.shape(other))
 
 
-@implements("flatten", view=True)
+@implements("flatten", view=True, may_copy="reshape")
 def flatten(input: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
     """Merge the dimensions from `start_dim` to `end_dim`."""
     shape = np.shape(input)
@@ -67,7 +67,7 @@ def flatten(input: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
     return reshape(input, (*shape[:start], math.prod(shape[start : end + 1]), *shape[end + 1 :]))
 
 
-@implements("ravel", view=True)
+@implements("ravel", view=True, may_copy="reshape")
 def ravel(input: Any) -> Any:
     """Flatten all dimensions."""
     return reshape(input, (np.size(input),))
@@ -327,6 +327,8 @@ def unfold(input: Any, dimension: int, size: int, step: int) -> Any:
 
 implements("detach", view=True)(lambda input: lax.stop_gradient(input))
 implements("alias", view=True)(lambda input: input)
-implements("contiguous", may_return_input=True)(lambda input: input)
+implements("contiguous", view=True, may_copy="contiguous", may_return_input=True)(
+    lambda input: input
+)
 implements("positive", may_return_input=True)(lambda input: input)
 implements("clone", "lift_fresh_copy", "lift_fresh")(lambda input: input)
