@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import random
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -91,24 +94,26 @@ def low_rank_ends(online: Any) -> dict[str, float]:
     return {"rank 0": float(max(differences)), "full rank": max(online.errors(last).values())}
 
 
-def measure_zoo(results: dict[str, Any], every: int, only: str) -> None:
+def measure_zoo(results: dict[str, Any], minutes: float, only: str) -> None:
     """Measure what is missing, module after module; `results` is saved after each.
 
-    Modules that were measured before are brought up to date, whatever `every` is.
+    Modules come in a random order, the same in every run, so that a run that ends early leaves a
+    fair share of the zoo.
     """
     from torch_zoo import trained_cases
 
+    end = time.monotonic() + 60 * minutes
     cases = trained_cases()
     results["zoo"] = len(cases)
-    modules = results["modules"]
-    results["modules"] = {c.name: modules[c.name] for c in cases if c.name in modules}
-    named = [c for c in cases if only in c.name]
-    for case in [c for n, c in enumerate(named) if n % every == 0 or c.name in modules]:
+    for case in random.Random(0).sample(cases, len(cases)):
         known = results["modules"].get(case.name, {})
+        if only not in case.name or time.monotonic() > end:
+            continue
         found = measure_case(case, known)
         if found is known:
             continue
-        results["modules"][case.name] = found
+        measured = results["modules"] | {case.name: found}
+        results["modules"] = {c.name: measured[c.name] for c in cases if c.name in measured}
         save(results)
         shown = "  ".join(
             f"{name} {v[0]:.3f} {v[1]:.1e}" if isinstance(v, list) else f"{name} -"
@@ -175,7 +180,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument(
-        "--every", type=int, default=1, metavar="N", help="measure only every N-th new module"
+        "--minutes", type=float, default=math.inf, help="begin no further module after this long"
     )
     parser.add_argument(
         "--only", default="", metavar="TEXT", help="measure only modules with this in their name"
@@ -196,7 +201,7 @@ def main() -> None:
         measure_costs(results, options.clock)
         save(results)
     jax.config.update("jax_enable_x64", True)
-    measure_zoo(results, options.every, options.only)
+    measure_zoo(results, options.minutes, options.only)
     for path in write_page(results):
         print(f"Wrote {path.relative_to(ROOT)}.")
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE, PICTURE = DOCS / "fidelity.md", DOCS / "pictures" / "fidelity.png"
@@ -27,7 +30,7 @@ while you train whether updates go downhill.
 """
 ABOUT = """
 *Cosine* and *relative error* (the norm of the difference over the norm of BPTT's gradient) are means over
-{count} of the zoo's {zoo} modules; *exact on* counts the modules with a
+{count} of the zoo's {zoo} modules{share}; *exact on* counts the modules with a
 relative error below 1e-6. *Memory* is what the rule carries from step to step, in units of the model's
 weights, and *time* the {clock} of a whole online step with its update, in units of a step without learning: a GRU of
 {layers} layers, {width} units, one sequence, float32. `low_rank` has rank 1 where nothing else is said.
@@ -42,8 +45,7 @@ LOW_RANK = """
 ## `low_rank` by rank
 
 The two ends of the rule, parameter by parameter, over the same modules: rank 0 differs from `d_rtrl chunk` by at most {diagonal:.0e} and full rank from BPTT by
-at most {exact:.0e} of a gradient's largest value; on {single} modules of snnTorch that compute in float32
-inside, by at most {worst:.0e}. The mean relative error of all parameters together falls with the rank:
+at most {exact:.0e} of a gradient's largest value{single}. The mean relative error of all parameters together falls with the rank:
 
 """
 
@@ -56,7 +58,14 @@ def write_page(results: dict[str, Any]) -> list[Path]:
     text = HEAD + _summary(results, rules)
     clock = "processor time" if results["clock"] == "cpu" else "time"
     text += ABOUT.format(
-        count=len(modules), zoo=results["zoo"], clock=clock, layers=LAYERS, width=WIDTH
+        count=len(modules),
+        zoo=results["zoo"],
+        share=""
+        if len(modules) == results["zoo"]
+        else " (drawn at random; the command goes on with the others)",
+        clock=clock,
+        layers=LAYERS,
+        width=WIDTH,
     )
     text += f"The meter's slope along `d_rtrl`'s gradient differs from BPTT's by at most {_meter(modules)}\n\n"
     text += "## Cosine\n\n*exact* counts the parameters whose certificate says that `d_rtrl` equals BPTT.\n\n"
@@ -118,11 +127,11 @@ def _low_rank(modules: dict[str, Any]) -> str:
 
     double = [m["low_rank"] for name, m in modules.items() if name not in FLOAT32_INSIDE]
     single = [m["low_rank"] for name, m in modules.items() if name in FLOAT32_INSIDE]
+    worst = max((m[end] for m in single for end in ("rank 0", "full rank")), default=0.0)
     text = LOW_RANK.format(
         diagonal=max(m["rank 0"] for m in double),
         exact=max(m["full rank"] for m in double),
-        single=len(single),
-        worst=max((m[end] for m in single for end in ("rank 0", "full rank")), default=0.0),
+        single=single and f"; where snnTorch computes in float32 inside, by {worst:.0e}" or "",
     )
     errors = ["relative error", *(f"{_mean(modules, rule, 1):.5f}" for rule in BY_RANK.values())]
     return text + _table(["rank", *BY_RANK], [errors])
@@ -162,7 +171,7 @@ def _draw(results: dict[str, Any], rules: Sequence[str]) -> None:
         )
         axes.set_yscale("log")
         axes.set_ylim(LOWEST / 2, 2 * max(max(y for _, y, _, _ in points), 1))
-        axes.set_xlim(-0.02 if which == 0 else 0.5, 12 * max(x for x, _, _, _ in points))
+        axes.set_xlim(-0.02 if which == 0 else 0.3, 4 * max(x for x, _, _, _ in points))
         for x, y, _, colour in points:
             axes.plot([x], [y], "o", color=colour, markersize=7)
         axes.axhline(LOWEST, color="black", linewidth=0.8, linestyle=":")
@@ -190,25 +199,44 @@ def _points(
 
 
 def _label(axes: Any, points: Sequence[tuple[float, float, str, str]]) -> None:
-    """Write names beside the points; one that would lie on another is moved down, with a line
-    to its point.
+    """Write each name beside its point, at the nearest place where it covers nothing and its line
+    crosses little.
     """
-    taken: list[tuple[float, float]] = []
-    scale = 72 / axes.figure.dpi
+    from matplotlib.patheffects import withStroke
+
+    scale = axes.figure.dpi / 72
     dots = [axes.transData.transform((x, y)) for x, y, _, _ in points]
-
-    def is_free(left: float, low: float) -> bool:
-        on_label = any(abs(low - y) < 15 and abs(left - x) < 130 for x, y in taken)
-        return not on_label and not any(abs(low - y) < 12 and 20 < x - left < 190 for x, y in dots)
-
-    for x, y, rule, colour in sorted(points, key=lambda p: -p[1]):
-        left, level = axes.transData.transform((x, y))
-        low = level if y > LOWEST else level + 12
-        while not is_free(left, low):
-            low -= 3
-        taken.append((left, low))
-        line = {"arrowstyle": "-", "color": colour, "lw": 0.6, "shrinkA": 0, "shrinkB": 3}
-        at = 16 if abs(low - level) < 13 else 50, (low - level) * scale - 3
+    frame, boxes, lines = axes.bbox.shrunk(0.98, 0.98), [], []
+    for (x, y, rule, colour), dot in zip(points, dots, strict=True):
+        size = np.array([5.2 * len(rule), 10]) * scale
+        best, least = None, math.inf
+        for radius, angle in itertools.product((11, 17, 25, 35, 47, 61, 80), np.arange(24) / 12):
+            toward = np.array([math.cos(angle * math.pi), math.sin(angle * math.pi)])
+            centre = dot + toward * (radius * scale + np.array([size[0] / 2, 0]))
+            line = dot + np.linspace(0, 1, 25)[:, None] * (centre - toward * size / 2 - dot)
+            box = centre - size / 2, centre + size / 2
+            is_covering = any(_is_inside(at, box, 6) for at in dots) or any(
+                _is_inside(at, box, 2) for other in lines for at in other
+            )
+            touching = any((box[0] < b).all() and (a < box[1]).all() for a, b in boxes)
+            corners = frame.contains(*box[0]) and frame.contains(*box[1])
+            if is_covering or touching or not corners:
+                continue
+            crossed = sum(any(_is_inside(at, other, 0) for at in line) for other in boxes)
+            crossed += sum(np.abs(line - at).max(1).min() < 6 for at in dots if at is not dot)
+            if radius + 25 * crossed < least:
+                best, least = (centre, box, line), radius + 25 * crossed
+        if best is None:
+            raise ValueError(f"no room for the name of `{rule}`")
+        centre, box, line = best
+        boxes.append(box)
+        lines.append(line)
         axes.annotate(
-            rule, (x, y), at, textcoords="offset points", fontsize=8, color=colour, arrowprops=line
-        )
+            rule, (x, y), (centre - dot) / scale, textcoords="offset points", fontsize=8,
+            color=colour, ha="center", va="center", path_effects=[withStroke(linewidth=2, foreground="white")],
+            arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.6, "shrinkA": 0, "shrinkB": 3},
+        )  # fmt: skip
+
+
+def _is_inside(at: Any, box: tuple[Any, Any], margin: float) -> bool:
+    return bool((box[0] - margin < at).all() and (at < box[1] + margin).all())
