@@ -58,6 +58,12 @@ def test_torch_with_a_window_from_the_cue_on_has_its_gradient():
         assert all(torch.allclose(p.grad, clip * w, atol=1e-6) for p, w in pairs) == equal
 
 
+def test_a_window_of_torch_keeps_as_much_as_the_trace():
+    trace = 4 * demo._BATCH * 3 * demo._HIDDEN * (3 + demo._HIDDEN + 2)
+    window = torch.zeros(demo._WINDOWS[0], demo._BATCH, 3)
+    assert 0.9 < demo.saved_bytes(demo.Listener(), window) / trace < 1.1
+
+
 def test_cues_and_answers():
     trial = demo._DELAY + 1
     samples = list(demo.cued_stream(2 * trial))

@@ -155,3 +155,10 @@ def test_objects_print_as_one_can_read_them(net, graph):
     html = graph._repr_html_()
     assert "lower.rec.weight" in html and "approximate: drops [1]" in html and "<b>" in html
     assert "</script><b>" not in html and "&lt;/script&gt;&lt;b&gt;" in html
+    assert [repr(group) for group in graph.hidden_groups] == [
+        "HiddenGroup(0: states.0 (2, 4))",
+        "HiddenGroup(1: states.1 (2, 4))",
+    ]
+    for relation in graph.hidden_param_op_relations:
+        assert relation.path[-1] in repr(relation) and "HiddenGroup(" in repr(relation)
+        assert len(repr(relation)) < 200

@@ -209,3 +209,11 @@ def test_borders_copy_and_keep_dtypes(dtype: torch.dtype) -> None:
     array = eb.to_jax(source)
     source[:] = 0
     assert np.asarray(array).sum() == 3
+
+
+def test_verify_asks_for_the_torch_module() -> None:
+    net = eb.wrap(nn.GRU(H, H))
+    with pytest.raises(eb.InputError, match="Pass the torch module: `net.model`"):
+        eb.verify(net, torch.randn(B, H))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(eb.InputError, match="does not take a `int`"):
+        eb.verify(3, torch.randn(B, H))  # pyright: ignore[reportArgumentType]

@@ -291,8 +291,8 @@ def _stream_table(runs: list[Run]) -> Table:
 
 _loss = nn.functional.binary_cross_entropy_with_logits
 _TASK = (
-    f"A cue, 1 or -1, then {_DELAY} samples of noise, then a question: which cue was it? The stream "
-    "goes on with the next cue and is never cut."
+    f"A cue, 1 or -1, then noise, and after {_DELAY} samples a question: which cue was it? The "
+    "stream goes on with the next cue and is never cut."
 )
 _CAPTION = (
     f"Right answers: of the first and the last 20 questions, before the update; guessing gives 50%. "

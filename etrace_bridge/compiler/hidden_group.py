@@ -52,6 +52,10 @@ class HiddenGroup:
     leaves: tuple[HiddenLeaf, ...]
     core: Core
 
+    def __repr__(self) -> str:
+        paths = ", ".join(map(show_path, self.hidden_paths))
+        return f"HiddenGroup({self.index}: {paths} {self.varshape})"
+
     @property
     def varshape(self) -> tuple[int, ...]:
         """The shape of one state."""

@@ -13,7 +13,7 @@ from jax import lax
 
 from etrace_bridge._errors import InputError
 from etrace_bridge._jax_compat import Jaxpr, JaxprEqn, Literal, Var, make_jaxpr_closed, sub_jaxpr
-from etrace_bridge.compiler.diagnostics import Path
+from etrace_bridge.compiler.diagnostics import Path, show_path
 from etrace_bridge.compiler.extraction import extract_module_info
 from etrace_bridge.compiler.feeds import MANY
 from etrace_bridge.compiler.hidden_group import HiddenGroup
@@ -60,6 +60,10 @@ class HiddenParamOpRelation:
     trainable_param_states: dict[str, brainstate.State]
     weight_view: WeightView
     contact_index: int = 0
+
+    def __repr__(self) -> str:
+        weights = ", ".join(map(show_path, self.trainable_paths.values()))
+        return f"HiddenParamOpRelation({weights} by {self.primitive} to {list(self.hidden_groups)})"
 
     @property
     def path(self) -> Path:

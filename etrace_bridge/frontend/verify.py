@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from etrace_bridge._errors import InputError
 from etrace_bridge.frontend.borders import to_jax, to_torch
 from etrace_bridge.frontend.hooks import apply_parameter_hooks
 from etrace_bridge.frontend.inputs import map_input, read_input
@@ -102,6 +103,12 @@ def verify(
     Returns:
         A report that prints as a table; `.ok` tells whether everything agrees.
     """
+    if not isinstance(module, nn.Module):
+        hint = ": `net.model`" if isinstance(module, BridgedModule) else ""
+        raise InputError(
+            f"`verify` bridges a `torch.nn.Module` itself; it does not take a "
+            f"`{type(module).__name__}`. Pass the torch module{hint}."
+        )
     module = unwrapped(module)
     example_input = map_input(
         lambda x: x.detach() if isinstance(x, torch.Tensor) else torch.tensor(np.asarray(x)),
