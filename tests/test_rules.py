@@ -20,6 +20,7 @@ from etrace_bridge._errors import InputError
 from etrace_bridge.compiler.graph import ETraceGraph, compile_etrace_graph
 from etrace_bridge.rules import (
     BPTT,
+    DECOLLE,
     DRTRL,
     OSTL,
     OTTT,
@@ -33,6 +34,7 @@ from etrace_bridge.rules import (
     Rule,
     SnAp1,
     SnApN,
+    ThreeFactor,
     make_rule,
     rule_names,
 )
@@ -509,14 +511,21 @@ def test_pp_prop_takes_the_step_where_the_core_is_empty():
         )
 
 
-def test_masked_losses_add_up():
-    rule, c = DRTRL(), case("torch_gru")
-    parts = []
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("torch_gru", DRTRL()),
+        ("encoder_readout", RFLO()),
+        ("encoder_readout", ThreeFactor()),
+        ("encoder_readout", DECOLLE()),
+    ],
+    ids=str,
+)
+def test_masked_losses_add_up(name, rule):
+    c, parts = case(name), []
     for weights in ([1.0, 0.0, 2.0], [0.0, 1.0, 0.0], [1.0, 1.0, 2.0]):
         inputs = ([x[:K] for x in c.xs], c.targets[:K], jnp.asarray(weights))
-        parts.append(
-            compiled("torch_gru", rule)(c.values.weights, *start("torch_gru", rule), *inputs)[0]
-        )
+        parts.append(compiled(name, rule)(c.values.weights, *start(name, rule), *inputs)[0])
     assert_live(parts[1])
     assert_close([a + b for a, b in zip(parts[0], parts[1], strict=True)], parts[2])
 
