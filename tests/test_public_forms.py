@@ -928,3 +928,28 @@ def test_a_causal_convolution_is_not_named_for_a_look_ahead_behind_it() -> None:
     with pytest.raises(eb.NotSupportedError, match=rf"later inputs.*test_public_forms\.py:{line}"):
         net.init_state(batch_size=B)
         net(torch.zeros(B, IN))
+
+
+class DroppedWeight(nn.Module):
+    """Dropout on a layer's recurrent weight, and a call of the layer's `forward` itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(IN, H)
+        self.raw = nn.Parameter(self.rnn.weight_hh_l0.detach().clone())
+        del self.rnn.weight_hh_l0
+
+    def forward(self, x: Tensor, h: Any = None) -> tuple[Tensor, Any]:
+        self.rnn.weight_hh_l0 = F.dropout(self.raw, 0.5, self.training)
+        return self.rnn.forward(x, h)
+
+
+@pytest.mark.x32
+def test_a_layer_in_single_precision_may_be_called_by_its_forward() -> None:
+    torch.manual_seed(0)
+    model, x = DroppedWeight().float().eval(), inputs(T, B, IN).float()
+    wanted = model(x)[0].detach()
+    net = eb.wrap(model)
+    net.init_state(batch_size=B)
+    steps = np.stack([np.asarray(net(x_t)) for x_t in x])
+    np.testing.assert_allclose(steps, wanted, rtol=0, atol=1e-6)
