@@ -109,8 +109,8 @@ class TutorialNet(nn.Module):
 
 
 def _tutorial_states(name: str, result: Any) -> dict[str, Tensor]:
-    names = ("mem",) if name == "lif1" else ("syn", "mem")
-    return {f"{name}.{state}": value for state, value in zip(names, result[1:], strict=True)}
+    names = ("mem1",) if name == "lif1" else ("syn2", "mem2")
+    return dict(zip(names, result[1:], strict=True))
 
 
 def _hidden_net() -> nn.Module:
