@@ -173,6 +173,7 @@ def test_nan_is_not_an_improvement(learner):
     assert len(history) == 2
 
 
+@pytest.mark.implicit_promotion("optax's schedules promote")
 def test_schedulers_of_torch_and_optax_schedules():
     model, plain = make_net(), make_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.4)

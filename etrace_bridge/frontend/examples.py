@@ -77,7 +77,8 @@ def scaled(inputs: tuple, scale: float) -> tuple:
 def with_sample_changed(x: Any, axis: int, size: int, sample: int | None = 0) -> Any:
     """Change one sample of an input whose batch axis has this size; None changes nothing.
 
-    Indices change to others in their range.
+    Indices change to others in their range, numbers by different amounts: code that subtracts a mean
+    does not see a change by the same amount everywhere.
     """
     if (
         sample is None
@@ -89,9 +90,10 @@ def with_sample_changed(x: Any, axis: int, size: int, sample: int | None = 0) ->
         return x
     changed = x.clone()
     part = changed.select(axis, sample)
-    part.add_(1)
-    if not (x.is_floating_point() or x.is_complex()):
-        part.remainder_(max(int(x.max()), 1) + 1)
+    if x.is_floating_point() or x.is_complex():
+        part.add_(1 + random_like(part.abs(), sample))
+    else:
+        part.add_(1).remainder_(max(int(x.max()), 1) + 1)
     return changed
 
 

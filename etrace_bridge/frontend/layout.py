@@ -40,8 +40,9 @@ def find_layout(
     takes them; None for one time step, and for a model without such layers.
 
     The batch axis is the one along which samples stay apart: of the layouts that the model runs
-    in, it is the first in which a change of one sample changes no other sample's output. `start`
-    makes what required state arguments start from.
+    in, it is the first in which a change of one sample changes no other sample's output. Where
+    samples mix in all of them, it is that of a layer inside; whether the model looks ahead then is
+    checked later. `start` makes what required state arguments start from.
     """
     adapter = find_adapter(model)
     own = adapter.sequence(model) if adapter is not None else None
@@ -57,14 +58,16 @@ def find_layout(
         return None
     layouts = [chosen] if chosen else list(dict.fromkeys([*inner, "time_major", "batch_first"]))
 
-    def runs_in(layout: str) -> bool:
+    def runs_in(layout: str, apart: bool) -> bool:
         def call(x: tuple) -> Any:
             size = x[0].shape[int(layout == "time_major")] if batched else None
             return call_without_state(model, x, form, start(size))
 
-        return keeps_samples_apart(model, inputs, layout, call, batched)
+        return keeps_samples_apart(model, inputs, layout, call, apart and batched)
 
-    return next((layout for layout in layouts if runs_in(layout)), None)
+    tries = [(layout, True) for layout in layouts]
+    tries += [(layout, False) for layout in layouts if layout in (chosen, *inner)]
+    return next((layout for layout, apart in tries if runs_in(layout, apart)), None)
 
 
 def layouts_of_layers(model: nn.Module) -> list[str]:
