@@ -250,6 +250,12 @@ def test_a_restart_continues_exactly(two: Group) -> None:
     assert apart(on["weights"], two.read("saved")["weights"]) > 1e-3
 
 
+# `python -m etrace_bridge`, also where a shell's `... &` lets programs ignore Ctrl-C.
+START = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("etrace_bridge", run_name="__main__", alter_sys=True)
+"""
 INTERRUPTING = """
 import os, signal, time
 import torch
@@ -290,9 +296,7 @@ def test_train_in_two_processes(
     given += ["--metric", "model.py:size"]
 
     def train(*more: str) -> tuple[int, str, str]:
-        done = subprocess.run(
-            [sys.executable, "-m", "etrace_bridge", *more], capture_output=True, text=True
-        )
+        done = subprocess.run([sys.executable, "-c", START, *more], capture_output=True, text=True)
         return done.returncode, done.stdout, done.stderr
 
     Path("model.py").write_text(f"{INTERRUPTING}INTERRUPT = True")

@@ -46,6 +46,9 @@ pytestmark = [
 ]
 
 
+mixed_dtypes = pytest.mark.implicit_promotion("snnTorch has float32 inside a float64 model")
+
+
 def tolerance(
     online: OnlineCase, float32: tuple[str, ...] = FLOAT32_INSIDE, otherwise: float = TOLERANCE
 ) -> float:
@@ -65,6 +68,7 @@ def special(name: str) -> bool:
 EXACT = in_turn(TRAINED, 2, special)
 
 
+@mixed_dtypes
 @pytest.mark.parametrize("name", EXACT)
 def test_rtrl_is_bptt_and_certificates_hold(name):
     online = OnlineCase(find(name))
@@ -102,6 +106,7 @@ CHUNKED = in_turn(
 )
 
 
+@mixed_dtypes
 @pytest.mark.parametrize("name", CHUNKED)
 def test_chunks_do_not_matter(name):
     """Step by step and in chunks of four; one module in four, each with one of the rules, since
@@ -168,6 +173,7 @@ def test_numpy_gives_the_same_as_a_compiled_program():
             assert np.abs(found[name] - g).max() < 1e-12 * np.abs(g).max() > 0, name
 
 
+@mixed_dtypes
 @pytest.mark.parametrize("rule", [RFLO(), ThreeFactor()], ids=lambda rule: rule.name)
 def test_a_signal_to_states_of_several_precisions(rule):
     """snnTorch's spikes are float32, in a float64 model too."""

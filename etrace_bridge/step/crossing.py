@@ -271,5 +271,5 @@ def _own(program: StepProgram, family: Family, summed: Sum, core: CoreLinear, si
     total = jnp.zeros((size, family.units), summed.var.aval.dtype)
     for i in range(len(family.groups)):
         hot = (np.arange(size)[:, None] == family.states[:, i]).astype(total.dtype)
-        total = total + np.tile(hot, family.rows) * df_of(program, family, summed, core, i)
+        total = total + np.tile(hot, family.rows) * df_of(program, family, summed, core, i)[None]
     return total
