@@ -72,7 +72,7 @@ def _elementwise(function: Callable) -> Callable:
 
 
 _ELEMENTWISE = {
-    "mul": np.multiply, "add": np.add, "add_any": np.add, "sub": np.subtract, "div": np.true_divide, "neg": np.negative,
+    "mul": np.multiply, "add": np.add, "add_any": np.add, "sub": np.subtract, "neg": np.negative,
     "max": np.maximum, "min": np.minimum, "tanh": np.tanh, "sin": np.sin, "cos": np.cos, "exp": np.exp, "expm1": np.expm1,
     "log": np.log, "log1p": np.log1p, "sqrt": np.sqrt, "square": np.square, "sign": np.sign, "abs": np.abs, "atan": np.arctan,
     "pow": np.power, "is_finite": np.isfinite, "gt": np.greater, "lt": np.less, "ge": np.greater_equal, "le": np.less_equal,
@@ -84,6 +84,12 @@ _ELEMENTWISE = {
 }  # fmt: skip
 RULES.update({name: _elementwise(function) for name, function in _ELEMENTWISE.items()})
 RULES["optimization_barrier"] = lambda *values, **_: values
+
+
+@_rule
+def _div(a: Any, b: Any, **_: Any) -> Any:
+    whole = np.issubdtype(a.dtype, np.integer)
+    return np.trunc(np.true_divide(a, b)).astype(a.dtype) if whole else np.true_divide(a, b)
 
 
 @_rule

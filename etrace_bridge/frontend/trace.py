@@ -25,17 +25,6 @@ from etrace_bridge.frontend.tracer import Tracer, activated, map_tensors
 
 
 @contextlib.contextmanager
-def _without_onednn() -> Iterator[None]:
-    """Keep torch from oneDNN's float32 layers, each of which is one op that it cannot take apart."""
-    enabled = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = False
-    try:
-        yield
-    finally:
-        torch.backends.mkldnn.enabled = enabled
-
-
-@contextlib.contextmanager
 def tracing(tracer: Tracer) -> Iterator[Tracer]:
     """Send this thread's torch calls to the tracer in this context.
 
@@ -49,7 +38,8 @@ def tracing(tracer: Tracer) -> Iterator[Tracer]:
         # TorchScript's optimised programs run with gradients off and differentiate by themselves:
         # every step would be constant.
         stack.enter_context(torch.jit.optimized_execution(False))
-        stack.enter_context(_without_onednn())
+        # each of oneDNN's float32 layers is one op that torch cannot take apart
+        stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
         stack.enter_context(as_written())
         if tracer.make_key is not None:
             stack.enter_context(registry.key_source(tracer.make_key))
