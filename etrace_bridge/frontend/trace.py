@@ -25,6 +25,20 @@ from etrace_bridge.frontend.tracer import Tracer, activated, map_tensors
 
 
 @contextlib.contextmanager
+def _without_onednn() -> Iterator[None]:
+    """Keep torch from oneDNN's float32 layers, each of which is one op that it cannot take apart.
+
+    `torch.backends.mkldnn` may forbid to set its flag alone, and warns where all are set.
+    """
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
+@contextlib.contextmanager
 def tracing(tracer: Tracer) -> Iterator[Tracer]:
     """Send this thread's torch calls to the tracer in this context.
 
@@ -38,8 +52,7 @@ def tracing(tracer: Tracer) -> Iterator[Tracer]:
         # TorchScript's optimised programs run with gradients off and differentiate by themselves:
         # every step would be constant.
         stack.enter_context(torch.jit.optimized_execution(False))
-        # each of oneDNN's float32 layers is one op that torch cannot take apart
-        stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
+        stack.enter_context(_without_onednn())
         stack.enter_context(as_written())
         if tracer.make_key is not None:
             stack.enter_context(registry.key_source(tracer.make_key))
